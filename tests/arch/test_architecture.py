@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""Rules of the code that a program can check."""
 
 import ast
 import resource
@@ -58,7 +58,7 @@ def test_help_answers_in_under_300_ms():
 
 
 def _seconds(*command):
-    """Of CPU time: on a busy machine the clock on the wall measures the others."""
+    """Return the CPU time of a command. On a busy machine the wall time would also measure other processes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run(*command).returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -75,7 +75,7 @@ def test_every_command_explains_itself():
 
 
 MOST_LINES = 450
-# longer files: each may only become shorter
+# longer files, whose limits may only be lowered
 LONGER_FILES = {
     "config/schema.py": 455,
     "interop/huggingface/families.py": 535,
@@ -83,7 +83,7 @@ LONGER_FILES = {
     "ops/triton/attention.py": 815,
 }
 MOST_TOKENS_OF_A_FUNCTION = 900
-# longer functions: each may only become shorter
+# longer functions, whose limits may only be lowered
 LONGER_FUNCTIONS = {
     "attention_forward": 1_220,
     "attention_grad_kv": 1_110,
@@ -132,7 +132,7 @@ def test_nothing_received_is_executed(path):
             assert not shell, f"line {node.lineno}: shell="
 
 
-# reads other programs' torch.save files; looks every name up in tables of inert things
+# reads torch.save files of other programs, and looks every name up in tables of harmless objects
 UNPICKLER = "interop/megatron/archive.py"
 PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
@@ -157,14 +157,14 @@ def test_one_file_knows_pickle_and_it_imports_no_name():
     ]
     methods = {node.name: ast.unparse(node) for node in unpickler.body if isinstance(node, ast.FunctionDef)}
     assert {"find_class", "persistent_load"} <= set(methods)
-    assert "super()" not in methods["find_class"]  # the inherited one imports
+    assert "super()" not in methods["find_class"]  # the inherited method imports
     called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
     assert not called & {"getattr", "__import__", "importlib.import_module", "eval", "exec"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_rank_environment_reads_environ(path):
-    # the last: a build tool
+    # the last one is a build tool
     if path.relative_to(PACKAGE).as_posix() in ("run/rank_env.py", "machine/env.py", "ops/aot/build.py"):
         return
     text = path.read_text(encoding="utf-8")
@@ -198,7 +198,7 @@ def test_no_two_public_classes_share_a_name():
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
-# what is hashed, or sent between our own processes, has spelling rules of its own
+# JSON that is hashed, or sent between the package's own processes, has its own spelling rules
 OWN_JSON = (
     "units.py",
     "checkpoint/manifest.py",
@@ -218,7 +218,7 @@ WIRE_JSON = (
 
 
 def test_json_for_readers_is_written_by_one_function() -> None:
-    """`units.strict_json`: a NaN would make a file that no other language reads."""
+    """That function is `units.strict_json`. A NaN would make a file that no other language reads."""
     writers = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
@@ -228,8 +228,8 @@ def test_json_for_readers_is_written_by_one_function() -> None:
 
 
 def test_files_for_readers_are_written_whole_or_not_at_all() -> None:
-    """`files.py`: on a full disk it names the file and leaves no half of it. What is left: build outputs, an empty
-    probe, a failing rank's last words.
+    """`files.py` writes them. On a full disk its error names the file, and no part of the file stays. The exceptions
+    are build outputs and an empty probe.
     """
     writers = {
         str(path.relative_to(PACKAGE))
@@ -246,7 +246,7 @@ ADAPTER_MAY_IMPORT = SIMULATOR_MAY_IMPORT | {"torch", "frontier_llm"}
 
 @pytest.mark.parametrize("path", sorted(SIMULATOR.glob("*.py")), ids=lambda path: path.name)
 def test_the_simulator_of_gfx90a_can_be_copied(path):
-    """Its core imports its own files, relatively, and three libraries. `driver.py` alone knows this project."""
+    """The core imports its own files, relatively, and three libraries. Only `driver.py` imports this project."""
     allowed = ADAPTER_MAY_IMPORT if path.name == "driver.py" else SIMULATOR_MAY_IMPORT
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

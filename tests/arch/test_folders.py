@@ -1,4 +1,4 @@
-"""Which top-level folder may import which, what `scripts/` holds, and what a wheel contains."""
+"""Imports that each top-level folder may have, the listed scripts, and the contents of a wheel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SCRIPTS = 30
 FOLDERS = ("frontier_llm", "scripts", "benchmarks", "tests", "launch")
-# Helpers without tests of their own: programs outside of tests/ may import these, and nothing else of tests/.
+# Helpers without tests of their own. Programs outside tests/ may import these, and nothing else of tests/.
 HELPERS = ("tests.harness", "tests.cdna2")
 ALLOWED = {
     "frontier_llm": ("frontier_llm",),
@@ -27,7 +27,7 @@ ALLOWED = {
 
 
 def imports_of(source: str) -> Iterator[str]:
-    """Modules that a file imports, anywhere in it."""
+    """Yield the modules that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -36,7 +36,7 @@ def imports_of(source: str) -> Iterator[str]:
 
 
 def refused(folder: str, source: str) -> list[str]:
-    """Imports of this project's folders that a file of `folder` must not have."""
+    """Return the imports of this project's folders that a file of `folder` must not have."""
     own = [name for name in imports_of(source) if name.partition(".")[0] in FOLDERS]
     return [name for name in own if not f"{name}.".startswith(tuple(f"{allowed}." for allowed in ALLOWED[folder]))]
 
@@ -76,7 +76,7 @@ def test_only_the_tests_of_scripts_load_scripts() -> None:
 
 
 def files_of(folder: str) -> list[str]:
-    """Paths of a folder's files in git, relative to the folder."""
+    """Return the paths of a folder's files in git, relative to the folder."""
     listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
     return [path.removeprefix(f"{folder}/") for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
 
@@ -89,7 +89,7 @@ def test_each_script_is_in_the_table_of_the_contributors_page() -> None:
 
 
 def test_a_wheel_contains_the_package_and_its_shared_files_alone(tmp_path: Path) -> None:
-    """What `pip install` copies beside the compiled libraries, copied by the same setup.py."""
+    """The same setup.py copies the files that `pip install` copies beside the compiled libraries."""
     python = ["build_py", "--build-lib", str(tmp_path / "packages")]
     shared = ["install_data", "--install-dir", str(tmp_path / "data")]
     for words in (python, shared):

@@ -1,5 +1,5 @@
-"""docs/architecture.md names the files of one training step: nothing else of the package may run in it, and they
-stay few and short.
+"""docs/architecture.md names the files of one training step. No other file of the package may run in a step, and the
+files stay few and short.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_LEAVES = 12
 
 
 def listed(heading: str) -> list[str]:
-    """Files named in a section of docs/architecture.md."""
+    """Return the files named in a section of docs/architecture.md."""
     section = (
         (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     )
@@ -31,11 +31,11 @@ def listed(heading: str) -> list[str]:
 
 
 def files_of_one_step(rank: int, case: Case) -> list[str]:
-    """The package's files whose functions run between the beginning and the end of a step, build not included."""
+    """Return the package's files whose functions run during a step, without the build before it."""
     from frontier_llm.training.step import train_step
 
     state = build(rank, case)
-    train_step(state)  # the first step opens what is opened once
+    train_step(state)  # the first step includes one-time work
     names: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""The package uses no name that torch 2.10 lacks: the targets have 2.10, and CI installs a newer torch alone."""
+"""The package uses no name that torch 2.10 lacks. The target machines have 2.10, and CI installs only a newer torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 PACKAGE = Path(__file__).resolve().parents[2] / "frontier_llm"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-# scripts/torch_names.py
+# written by scripts/torch_names.py
 LISTED = json.loads((Path(__file__).parent / "torch_2_10_names.json").read_text(encoding="utf-8"))
 MODULES = {name: set(words.split()) for name, words in LISTED["modules"].items()}
 CLASSES = {name: set(words.split()) for name, words in LISTED["classes"].items()}
@@ -22,7 +22,7 @@ NAMESPACES = {name.partition("::")[0] for name in OPERATORS}
 
 
 def imported(tree: ast.AST) -> dict[str, str]:
-    """Name in a file -> the dotted name in torch that it stands for."""
+    """Map each name in a file to the dotted name in torch that it stands for."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -35,7 +35,7 @@ def imported(tree: ast.AST) -> dict[str, str]:
 
 
 def dotted(node: ast.AST) -> list[str] | None:
-    """['torch', 'cuda', 'Event'] of torch.cuda.Event; None if the chain does not begin with a name."""
+    """Return ['torch', 'cuda', 'Event'] for torch.cuda.Event, or None if the chain does not begin with a name."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute) and (begin := dotted(node.value)):
@@ -44,7 +44,7 @@ def dotted(node: ast.AST) -> list[str] | None:
 
 
 def used_names(source: str) -> set[str]:
-    """Every dotted name of torch in a file: what is imported, and the longest chains of attributes on that."""
+    """Return every dotted name of torch in a file: imported names, and the longest chains of attributes on them."""
     tree = ast.parse(source)
     names = imported(tree)
     nodes = list(ast.walk(tree))
@@ -62,7 +62,7 @@ def used_names(source: str) -> set[str]:
 
 
 def shadowed(tree: ast.AST, names: dict[str, str]) -> set[int]:
-    """Chains in functions that assign another value to the name with which the chain begins."""
+    """Return the ids of chains in functions that assign another value to the chain's first name."""
     found = set()
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
@@ -76,14 +76,16 @@ def shadowed(tree: ast.AST, names: dict[str, str]) -> set[int]:
 
 
 def used_attributes(source: str) -> set[str]:
-    """Every attribute of anything in a file, for methods of tensors and of other objects whose class a reader of the
-    source cannot tell.
+    """Return every attribute in a file. This finds methods of tensors and of other objects whose class the source does
+    not show.
     """
     return {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
 
 
 def missing_part(name: str) -> str | None:
-    """The first part of a dotted name that torch 2.10 does not have, or None. What an instance has is not followed."""
+    """Return the first part of a dotted name that torch 2.10 lacks, or None. Attributes of instances are not
+    followed.
+    """
     parts = name.split(".")
     if parts[:2] == ["torch", "ops"]:
         is_foreign = len(parts) < 4 or parts[2] not in NAMESPACES  # operators that this package registers
@@ -100,21 +102,21 @@ def missing_part(name: str) -> str | None:
 
 
 def new_members() -> dict[str, str]:
-    """Attribute -> class, for members that the installed torch has and that no class or module of 2.10 has."""
+    """Map attribute to class, for members of the installed torch that no class or module of 2.10 has."""
     old = set().union(*MODULES.values(), *CLASSES.values())
     found: dict[str, str] = {}
-    for name in sorted(CLASSES, key=len, reverse=True):  # a base class, whose name is shorter, comes after its heirs
+    for name in sorted(CLASSES, key=len, reverse=True):  # base classes have shorter names and come last
         module, _, attribute = name.rpartition(".")
         try:
             value = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError):  # a nested class, or one that the installed torch has no more
+        except (ImportError, AttributeError):  # a nested class, or one that the installed torch no longer has
             continue
         found |= {member: name for member in dir(value) if not member.startswith("_") and member not in old}
     return found
 
 
 def own_names() -> set[str]:
-    """Attributes that the package's own classes and functions define."""
+    """Return the attributes that the package's own classes and functions define."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -146,8 +148,8 @@ def test_every_name_of_torch_is_in_2_10(path: Path) -> None:
 
 
 def test_no_method_is_newer_than_2_10() -> None:
-    """As far as names tell: a method of torch that another class of torch 2.10 or of the package has too is not
-    found.
+    """The check uses names alone. It does not find a new method whose name another class of torch 2.10 or of the
+    package has too.
     """
     new = new_members()
     used = {name for path in SOURCES for name in used_attributes(path.read_text(encoding="utf-8"))}

@@ -1,8 +1,8 @@
 """The documentation's pages and the code fences in them.
 
-The convention: ```bash runs on a laptop, from the checkout's root, in the page's order, and is run by a test;
-```console needs a cluster, a device or a file of yours, or stands for several commands (`[--option]`, `…`, CAPITALS),
-and is read by the real argument parser; other fences are no commands.
+A ```bash fence runs on a laptop, from the checkout's root and in the page's order, and a test runs it. A ```console
+fence needs a cluster, a device or a user's file, or stands for several commands (`[--option]`, `…`, CAPITALS). The real
+argument parser reads it. Other fences are not commands.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ LANGUAGES = {"bash", "console", "text", "python", "yaml", "json"}
 
 @dataclass(frozen=True)
 class Fence:
-    """One fenced block."""
-
     page: str
     line: int
     language: str
@@ -28,7 +26,6 @@ class Fence:
 
 
 def fences(page: Path) -> list[Fence]:
-    """All of a page's, in order."""
     found = []
     opened = None
     lines = page.read_text(encoding="utf-8").splitlines()
@@ -48,14 +45,14 @@ def fences(page: Path) -> list[Fence]:
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks and code spans."""
+    """Return the text of a page without its fenced blocks and code spans."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     return re.sub(r"`[^`]*`", "", text)
 
 
 def commands(fence: Fence) -> list[str]:
-    """One string per command: continued lines joined, comments and blank lines left out."""
+    """Return one string per command. Continued lines are joined, and comments and blank lines are left out."""
     text = re.sub(r"\\\n\s*", " ", fence.text)
-    text = re.sub(r"\n\s+(?=[\[-])", " ", text)  # a synopsis goes on in an indented line
+    text = re.sub(r"\n\s+(?=[\[-])", " ", text)  # a synopsis continues in an indented line
     lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
     return [line for line in lines if line]

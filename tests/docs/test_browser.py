@@ -1,6 +1,8 @@
-"""The HTML that commands write, in a real browser: no console message, nothing fetched from elsewhere, nothing missing,
-not blank,
-no wider than a phone's window, dark where the reader wants it dark."""
+"""HTML that commands write, opened in a real browser.
+
+The page must cause no console message, fetch nothing from elsewhere, miss nothing and not be blank. It must fit a
+phone's window, and be dark if the reader's colour scheme is dark.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def frontier_llm(*words: object) -> None:
 
 
 def visit(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
-    """(the document after its scripts ran, everything that the console or the network log said); page.png beside the
-    page.
+    """Return the document after its scripts ran, and all messages of the console and the network log. Writes page.png
+    beside the page.
     """
     done = subprocess.run(
         [
@@ -72,7 +74,9 @@ MEASURE = """<script>setTimeout(() => {
 
 
 def look(page: Path, profile: Path, scheme: str) -> str:
-    """What the page says of its own width in frames of each width; the frames' picture beside the page."""
+    """Return the widths that the page reports in frames of each width. Writes a picture of the frames beside the
+    page.
+    """
     measured = page.with_name("measured.html")
     frames = page.with_name(f"{page.stem}-{scheme}.html")
     text = page.read_text(encoding="utf-8")
@@ -100,7 +104,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(page: Path, profile: Path, *expected: str) -> None:
     document, messages = visit(page, profile)
     assert messages == []
-    # Plotly's text names its own site; the browser resolves no name
+    # Plotly's text names its own site, and the browser resolves no name
     text = page.read_text(encoding="utf-8").split("<script>")[0]
     assert not re.search(r"""(src|href)=["']https?://""", text), "a page must work offline"
     for words in expected:

@@ -1,4 +1,4 @@
-"""What coming_from.md says a thing is called here is what it is called here."""
+"""The names that coming_from.md gives for this project exist."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The documentation's commands: those for a laptop are run, those for a cluster are read by the real argument
-parser.
+"""The documentation's commands. Commands for a laptop are run, and the real argument parser reads commands for a
+cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.docs.pages import LANGUAGES, PAGES, ROOT, Fence, commands, fences
 from tests.harness.marks import thorough
 
 FENCES = [fence for page in PAGES for fence in fences(page)]
-# the tutorial comes first: other pages show commands on what it leaves
+# the tutorial comes first, because commands of other pages use its results
 RUNNABLE = sorted(
     {fence.page for fence in FENCES if fence.language == "bash"}, key=lambda page: (page != "docs/tutorial.md", page)
 )
@@ -35,12 +35,12 @@ def test_every_fence_says_what_it_is() -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout's own folders in a place where runs/ may be written, and `frontier-llm` on the PATH."""
+    """The checkout's own folders in a place with a writable runs/, and `frontier-llm` on the PATH."""
     place = tmp_path_factory.mktemp("checkout")
     for name in ("configs", "docs", "frontier_llm", "launch", "scripts", "slurm"):
         (place / name).symlink_to(ROOT / name)
     (place / "bin").mkdir()
-    # a link to python would leave its environment
+    # a link to python would leave its virtual environment
     for name, words in (("frontier-llm", "-m frontier_llm.cli.main"), ("python", "")):
         command = place / "bin" / name
         command.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
@@ -66,7 +66,7 @@ def test_commands_run(page: str, checkout: Path) -> None:
 
 
 def options_below(parser: argparse.ArgumentParser, words: list[str]) -> tuple[set[str], list[str]]:
-    """Options of the subcommand that the words lead to, and the words that are left."""
+    """Return the options of the subcommand that the words select, and the remaining words."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) and words:
             assert set(words[0].split("|")) <= set(action.choices), f"{words[0]} is none of {sorted(action.choices)}"
@@ -75,7 +75,7 @@ def options_below(parser: argparse.ArgumentParser, words: list[str]) -> tuple[se
 
 
 def check_frontier_llm(line: str) -> None:
-    """One command, or a synopsis of several separated by ·."""
+    """Check one command, or a synopsis of several commands separated by ·."""
     for part in line.split(" · "):
         words = shlex.split(part.removeprefix("frontier-llm").strip())
         assert words[0] in COMMANDS, f"no command {words[0]!r}"
@@ -89,7 +89,7 @@ def check_frontier_llm(line: str) -> None:
 
 
 def check_batch_script(line: str) -> None:
-    """The script is there, and the run that it names takes the key=value words."""
+    """Check that the script exists, and that its run accepts the key=value words."""
     words = shlex.split(line)
     script = next(word for word in words if word.endswith(".sbatch"))
     text = (ROOT / script).read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def check_batch_script(line: str) -> None:
 @pytest.mark.parametrize("fence", TO_PARSE, ids=lambda fence: f"{fence.page}:{fence.line}")
 def test_other_commands_are_real(fence: Fence) -> None:
     for line in commands(fence):
-        # also what srun or a launch script starts
+        # also the commands that srun or a launch script starts
         line = re.sub(r"^.*\bfrontier_llm\.cli\.main\b", "frontier-llm", line)
         if line.startswith("frontier-llm "):
             check_frontier_llm(line)
@@ -115,7 +115,9 @@ def test_other_commands_are_real(fence: Fence) -> None:
 
 
 def placeholders(text: str) -> list[str]:
-    """What cannot be typed and does not look like a stand-in: a bare URL, `…` in the place of an argument."""
+    """Return words that a reader can neither type nor recognise as a placeholder: a bare URL, or `…` in place of an
+    argument.
+    """
     return re.findall(r"\bURL\b|(?<![\w=\].])[a-z][a-z-]* …(?! *[\]|])", text)
 
 
@@ -130,9 +132,7 @@ KEY = re.compile(r"`(model|parallel|batch|optimizer|precision|data|ops|comm|trai
 
 
 def unknown_keys(text: str) -> list[str]:
-    """Configuration keys that do not exist; of a table that translates, only what stands right of the other
-    framework's column.
-    """
+    """Return configuration keys that do not exist. In a translation table, the other framework's column is ignored."""
     ours = re.sub(r"^\| .*? \|", "", text, flags=re.M)
     return [
         f"{room}.{key}"

@@ -1,4 +1,4 @@
-"""docs/extending.md, executed: each worked example enters by the documented door and trains as the serial oracle
+"""docs/extending.md, executed. Each worked example uses the documented extension point, and trains as the serial oracle
 does.
 """
 
@@ -39,7 +39,7 @@ def python_of_the_page() -> list[str]:
 
 @pytest.fixture(scope="module")
 def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's Python, as the one file of a user."""
+    """Write the page's Python to one file, as a user would."""
     blocks = python_of_the_page()
     assert len(blocks) == 6
     path = tmp_path_factory.mktemp("extensions") / "my_extensions.py"
@@ -48,13 +48,13 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def play_with(rank: int, plugin: str, case: Case) -> Played:
-    """A case on one rank that has imported the plugin."""
+    """Run a case on one rank that has imported the plugin."""
     import_plugins([plugin])
     return play(rank, case)
 
 
 def further_losses(rank: int, plugin: str, case: Case) -> list[float]:
-    """The registered term of three steps, as the step reports it."""
+    """Return the registered loss term of three steps, as the step reports it."""
     from frontier_llm.training.step import train_step
     from tests.parity.play import build
 
@@ -81,7 +81,7 @@ def test_a_loss_term_is_the_same_on_every_layout_and_changes_the_gradient(ranks:
     serial = Case("llama", settings=weighted)
     plain = gather(ranks.run(1, play_with, str(extensions), serial.serial()))
     alone = gather(ranks.run(1, play_with, str(extensions), serial))
-    assert differences(alone, plain) != []  # the term is heard
+    assert differences(alone, plain) != []  # the term has an effect
     terms = ranks.run(1, further_losses, str(extensions), serial)[0]
     for case in (
         Case("llama", pp=2, dp=2, settings=weighted),
@@ -94,7 +94,7 @@ def test_a_loss_term_is_the_same_on_every_layout_and_changes_the_gradient(ranks:
 
 
 def test_an_observer_hears_of_evaluations_on_a_data_source_of_its_own(tmp_path: Path) -> None:
-    """In a process of its own, because what is registered stays."""
+    """The test starts its own process, because a registration cannot be undone."""
     (tmp_path / "mine.py").write_text(
         next(block for block in python_of_the_page() if "observers" in block), encoding="utf-8"
     )
@@ -129,7 +129,7 @@ def test_an_observer_hears_of_evaluations_on_a_data_source_of_its_own(tmp_path: 
 
 
 def refusal(rank: int, plugin: str, case: Case) -> str:
-    """What a layout's check says; in another process, because what is registered stays."""
+    """Return the error of a layout's check. Runs in another process, because a registration cannot be undone."""
     import_plugins([plugin])
     with pytest.raises(LayoutError) as error:
         make_plan(case.config(), case.world_size)

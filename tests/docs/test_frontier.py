@@ -1,4 +1,4 @@
-"""docs/frontier.md says what the scripts and the site file say."""
+"""docs/frontier.md agrees with the scripts and the site file."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ def test_the_bins_are_those_of_the_site_file() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_ranks_are_started_with_the_environments_python(page) -> None:
-    """Once a site's modules are loaded a bare `python` is theirs."""
+    """After a site's modules are loaded, a bare `python` is the Python of the modules."""
     lines = [line for fence in fences(page) if fence.language in ("bash", "console") for line in commands(fence)]
     assert [line for line in lines if re.search(r"\bsrun\b.* python3? ", line)] == []
 
 
 def test_the_first_days_costs_are_what_the_dry_runs_say(tmp_path) -> None:
-    """Predicted node-hours, and at most by the walltime, of every job that `submit` queues."""
+    """For every job that `submit` queues, the page must give the predicted node-hours and the maximum by the
+    walltime.
+    """
     page = (ROOT / "docs" / "first_day.md").read_text(encoding="utf-8")
     table = {
         int(row[0]): row[1:]

@@ -1,4 +1,4 @@
-"""Every page is in the site's navigation; every relative link, heading and figure exists."""
+"""Every page is in the site's navigation. Every relative link, heading and figure exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """As Markdown renderers make them of headings."""
+    """Return the anchors that Markdown renderers make from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
@@ -35,7 +35,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def pages_of(entry: str | list[Any] | dict[str, Any]) -> list[str]:
-    """Pages of a navigation entry and of the entries below it."""
+    """Return the pages of a navigation entry and of the entries below it."""
     if isinstance(entry, str):
         return [entry]
     children = entry.values() if isinstance(entry, dict) else entry

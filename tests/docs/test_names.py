@@ -66,7 +66,7 @@ FOREIGN = {
 
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
-    """String nodes that document a module, class or function."""
+    """Yield the string nodes that document a module, class or function."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -77,14 +77,14 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 
 @cache
 def tracked() -> list[str]:
-    """Paths of all files in git but this one, whose names of other software must not count as known."""
+    """Return the paths of all files in git except this one. Its names of other software must not count as known."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file() and ROOT / path != Path(__file__)]
 
 
 @cache
 def words_in_code() -> frozenset[str]:
-    """Identifiers, words of strings, options and keys in code and data, but not in comments and docstrings."""
+    """Return identifiers, words of strings, options and keys in code and data, without comments and docstrings."""
     words: set[str] = set()
     for path in tracked():
         if path.endswith(".py"):
@@ -102,12 +102,12 @@ def words_in_code() -> frozenset[str]:
 
 @cache
 def file_names() -> frozenset[str]:
-    """Names of all files in git, without their folders."""
+    """Return the names of all files in git, without their folders."""
     return frozenset(Path(path).name for path in tracked())
 
 
 def unknown(text: str, folder: Path) -> list[str]:
-    """Names in backticks in `text` that do not exist. Paths may be relative to `folder`."""
+    """Return the names in backticks in `text` that do not exist. Paths may be relative to `folder`."""
     missing = []
     for span in re.findall(r"`([^`\n]+)`", text):
         if span in FOREIGN:
@@ -129,7 +129,7 @@ def unknown(text: str, folder: Path) -> list[str]:
 
 @cache
 def words_in_files() -> frozenset[str]:
-    """File names in strings of the code, e.g. those that a run writes."""
+    """Return the file names in strings of the code, for example names of files that a run writes."""
     names: set[str] = set()
     for path in tracked():
         if path.endswith((".py", ".sh", ".sbatch")):
@@ -138,7 +138,7 @@ def words_in_files() -> frozenset[str]:
 
 
 def texts(path: str) -> Iterator[str]:
-    """Text of a page without its code blocks, or the docstrings and comments of a module."""
+    """Yield the text of a page without its code blocks, or the docstrings and comments of a module."""
     source = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".md"):
         yield re.sub(r"```.*?```", " ", source, flags=re.DOTALL)
@@ -151,7 +151,7 @@ def texts(path: str) -> Iterator[str]:
 
 
 def missing_names(suffix: str) -> list[str]:
-    """'path: name' for each name that does not exist, in files that end with `suffix`."""
+    """Return 'path: name' for each name that does not exist, in files that end with `suffix`."""
     found = []
     for path in tracked():
         if path.endswith(suffix) and not path.startswith(LEFT_OUT):

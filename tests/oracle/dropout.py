@@ -1,9 +1,10 @@
-"""The witness's dropout: Philox 4x32-10 (Salmon et al. 2011), one counter at a time in Python's integers.
+"""The oracle's dropout: Philox 4x32-10 (Salmon et al. 2011), one counter at a time in Python's integers.
 
-Contract: the key is the first 8 bytes, little endian, of BLAKE2b of "SEED:PLACE.dropout"; a token's counters are its
-sample's number (high 64 bits), its position (next 32) and j = 0, 1, … n - 1 with n = ceil(H / 8); the eight halves of
-block j, lower first, are those of features j, j + n, j + 2n …; a feature whose half is below 65536 times the rate is 0,
-the others are divided by what is left of 1.
+The key is the first 8 bytes, little endian, of BLAKE2b of "SEED:PLACE.dropout". A token's counters
+consist of its sample's number (high 64 bits), its position (next 32 bits) and j = 0, 1, … n - 1. n is ceil(H / 8).
+
+The words of block j have eight halves of 16 bits, lower halves first. They belong to features j, j + n, j + 2n … A
+feature whose half is below 65536 times the rate is 0. The others are divided by the share that is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 
 def words(counter: int, key: int) -> list[int]:
-    """The four words of one block."""
+    """Return the four words of one block."""
     c = [counter >> (32 * i) & 0xFFFFFFFF for i in range(4)]
     k = [key & 0xFFFFFFFF, key >> 32]
     for _ in range(10):
@@ -27,7 +28,7 @@ def words(counter: int, key: int) -> list[int]:
 
 
 def factors(seed: int, place: str, sample: int, length: int, features: int, rate: float) -> Tensor:
-    """(S, H): what each feature of each token of a sample is multiplied by."""
+    """Return factors (S, H) for each feature of each token of a sample."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{place}.dropout".encode(), digest_size=8).digest(), "little")
     n = -(-features // 8)
     least = round(rate * 65536)

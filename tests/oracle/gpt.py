@@ -1,17 +1,22 @@
-"""The second witness: GPT, Llama, MPT and NeoX written from their formulas, serially, in float64, one head at a time.
+"""The oracle: GPT, Llama, MPT and NeoX written from their formulas, serially, in float64, one head at a time.
 
-Imports nothing of the package; shares no code, no layout trick and no kernel with it. What the two have in common is
-only the contract of names and global shapes (Vp = vocabulary padded to vocab_multiple, G = key/value heads, A = query
-heads, D = head dim):
+It imports nothing of the package, and shares no code, no layout technique and no kernel with it. Both follow
+the same contract of names and global shapes. Vp is the vocabulary padded to vocab_multiple, G the number of key/value
+heads, A the number of query heads, and D the head dim:
 
-    embedding.token.weight (Vp, H)             layers.i.attention.qkv.weight (G, A/G + 2, D, H): queries of the group,
-    key, value embedding.position.weight (S, H)           layers.i.attention.output.weight (H, A D)
-    layers.i.attention_norm.weight (H)         layers.i.mlp.up.weight (2, F, H) = gate, up for SwiGLU, else (F, H)
-    layers.i.mlp_norm.weight (H)               layers.i.mlp.down.weight (H, F)
-    layers.i.attention_output_norm.weight (H)  layers.i.mlp_output_norm.weight (H): of what a block adds, where it has
-    such norms final_norm.weight (H)                      head.weight (Vp, H), absent where embeddings are tied
+    embedding.token.weight (Vp, H)
+    embedding.position.weight (S, H)
+    layers.i.attention.qkv.weight (G, A/G + 2, D, H): queries of the group, key, value
+    layers.i.attention.output.weight (H, A D)
+    layers.i.attention_norm.weight (H)
+    layers.i.mlp.up.weight (2, F, H) = gate, up for SwiGLU, else (F, H)
+    layers.i.mlp.down.weight (H, F)
+    layers.i.mlp_norm.weight (H)
+    layers.i.attention_output_norm.weight (H), layers.i.mlp_output_norm.weight (H): norms of block outputs, if present
+    final_norm.weight (H)
+    head.weight (Vp, H), absent if embeddings are tied
 
-and `.bias` beside each of them where the configuration has biases: (G, A/G + 2, D), (2, F) or (F), else (H).
+Each of them has a `.bias` if the configuration has biases: (G, A/G + 2, D), (2, F) or (F), else (H).
 
 Sources: Vaswani et al. 2017 and Radford et al. 2019 (GPT-2), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (RoPE, in
 the rotate-half pairing of GPT-NeoX; Dubey et al. 2024 for Llama 3.1's slower rotations), Press et al. 2022 (ALiBi),
@@ -35,13 +40,13 @@ Config = Mapping[str, Any]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b."""
+    """Return x W^T + b."""
     y = x @ weight.T
     return y if bias is None else y + bias
 
 
 def _norm(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
-    """LayerNorm or RMSNorm over the last dim; nothing where the model has no norm of this name."""
+    """Apply LayerNorm or RMSNorm over the last dim. Without a norm of this name, return x unchanged."""
     if f"{name}.weight" not in params:
         return x
     if config["norm"] == "layernorm":
@@ -51,12 +56,12 @@ def _norm(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
 
 
 def _gain(weight: Tensor, config: Config) -> Tensor:
-    """What a norm multiplies by; Gemma's weights are what is added to 1."""
+    """Return the factor of a norm. Gemma's weights are added to 1."""
     return 1 + weight if config.get("norm_plus_one") else weight
 
 
 def _bounded(x: Tensor, cap: float | None) -> Tensor:
-    """Gemma 2's soft cap."""
+    """Apply Gemma 2's soft cap."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
@@ -69,8 +74,8 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def alibi_slopes(heads: int, max_bias: float) -> list[float]:
-    """Slopes of the ALiBi paper: a geometric series for a power of two, else the nearest lower power's, then every
-    other of the next.
+    """Return the slopes of the ALiBi paper. For a power of two they are a geometric series. Otherwise they are the
+    series of the nearest lower power, then every other slope of the next power.
     """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-max_bias * (i + 1) / power) for i in range(power)]
@@ -79,8 +84,8 @@ def alibi_slopes(heads: int, max_bias: float) -> list[float]:
 
 
 def _slowed(frequency: float, scaling: Mapping[str, float]) -> float:
-    """Llama 3.1: a wave longer than the original context over `low` turns by `factor` less, one shorter than it over
-    `high` as before.
+    """Return the frequency under Llama 3.1's scaling. It is divided by `factor` if its wavelength exceeds the original
+    context over `low`. It is unchanged if its wavelength is shorter than the original context over `high`.
     """
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
@@ -95,7 +100,7 @@ def _slowed(frequency: float, scaling: Mapping[str, float]) -> float:
 
 
 def _stretched(frequency: float, j: int, rotating: int, config: Config) -> float:
-    """The frequency of rotation j under the scaling's kind."""
+    """Return the frequency of rotation j under the scaling's kind."""
     scaling = config["rope_scaling"]
     kind = scaling.get("kind", "llama3")
     factor = scaling["factor"]
@@ -117,8 +122,8 @@ def _stretched(frequency: float, j: int, rotating: int, config: Config) -> float
 
 
 def _rotate(x_SD: Tensor, positions: list[int], config: Config) -> Tensor:
-    """RoPE on the first R = `rope_fraction` D dims, dim j paired with dim j + R / 2, angle position * theta^(-2 j /
-    R).
+    """Apply RoPE to the first R = `rope_fraction` D dims. Dim j is paired with dim j + R / 2, and the angle is position
+    * theta^(-2 j / R).
     """
     rotating = int(x_SD.shape[-1] * config["rope_fraction"])
     half = rotating // 2
@@ -140,7 +145,7 @@ def _rotate(x_SD: Tensor, positions: list[int], config: Config) -> Tensor:
 def _attention(
     x_SH: Tensor, params: Params, name: str, config: Config, documents: list[int], positions: list[int]
 ) -> Tensor:
-    """Causal attention of one sequence, one head after the other, within documents."""
+    """Compute causal attention of one sequence within its documents, one head after the other."""
     A = config["heads"]
     D = config["head_dim"] or config["hidden"] // config["heads"]
     G = config["kv_heads"] or A
@@ -192,7 +197,7 @@ def _attention(
 
 
 def _mlp(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
-    """Two linear layers with GELU between, or SwiGLU's three."""
+    """Apply two linear layers with GELU between them, or SwiGLU's three."""
     weight = params[f"{name}.up.weight"]
     bias = params.get(f"{name}.up.bias")
     if config["activation"] in ("swiglu", "geglu_tanh"):
@@ -211,10 +216,11 @@ def logits(
     routers: list[moe.Said] | None = None,
     sample: int | None = None,
 ) -> Tensor:
-    """(S, vocab_size) logits of one sequence; `documents` gives each position's document id (contiguous runs).
+    """Return the logits (S, vocab_size) of one sequence. `documents` gives each position's document id (contiguous
+    runs).
 
-    `routers` gets what each layer's router says of the sequence. `sample` is its number, by which features are dropped;
-    None = none are.
+    The output of each layer's router is appended to `routers`. `sample` is the sequence's number, which selects the
+    features to drop. None means no dropout.
     """
 
     def dropped(x: Tensor, place: str) -> Tensor:
@@ -268,11 +274,11 @@ def loss(
     learnt_BS1: Tensor | None = None,
     first_sample: int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy over all targets; inputs are tokens[:, :-1], targets tokens[:, 1:]; `first_sample` counts the
-    rows, of which features are dropped.
+    """Return the mean cross-entropy over all targets. Inputs are tokens[:, :-1], and targets are tokens[:, 1:].
 
-    With document ids, a target that belongs to another document than its input does not count; nor does one that is not
-    learnt. `routers` gets a list for each sequence.
+    With document ids, a target that belongs to another document than its input does not count. A target that is not
+    learnt does not count either. `routers` gets one list per sequence. `first_sample` is the sample number of the first
+    row, which selects the features to drop.
     """
     total = torch.zeros((), dtype=torch.float64)
     count = 0
@@ -298,7 +304,7 @@ def output_z(
     documents_BS1: Tensor | None = None,
     learnt_BS1: Tensor | None = None,
 ) -> Tensor:
-    """Mean squared log-sum-exp of the logits over the targets that `loss` counts."""
+    """Return the mean squared log-sum-exp of the logits over the targets that `loss` counts."""
     squares = []
     for row, tokens in enumerate(tokens_BS1):
         documents = [0] * len(tokens) if documents_BS1 is None else documents_BS1[row].tolist()
@@ -317,7 +323,7 @@ def gradients(
     learnt_BS1: Tensor | None = None,
     first_sample: int | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """(loss, gradient of each parameter); `config` may have a weight "output_z"."""
+    """Return the loss and the gradient of each parameter. `config` may have a weight "output_z" for that loss."""
     leaves = {name: value.detach().to(torch.float64).requires_grad_() for name, value in params.items()}
     routers: list[list[moe.Said]] = []
     value = loss(config, leaves, tokens_BS1, documents_BS1, routers, learnt_BS1, first_sample)
@@ -329,12 +335,12 @@ def gradients(
 
 
 def global_norm(grads: Params) -> float:
-    """2-norm over all elements of all gradients."""
+    """Return the 2-norm over all elements of all gradients."""
     return math.sqrt(sum(float(grad.pow(2).sum()) for grad in grads.values()))
 
 
 def decays(name: str) -> bool:
-    """Weight decay is for the weights of linear layers and embeddings, not for biases and norms."""
+    """Return True for weights of linear layers and embeddings, and False for biases and norms."""
     return name.endswith(".weight") and "norm" not in name
 
 
@@ -359,10 +365,10 @@ def train(
     documents: Sequence[Tensor | None] | None = None,
     learnt: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Train on each batch of `batches` once; (losses, gradient norms before clipping, parameters after the last
-    update).
+    """Train on each batch of `batches` once. Return losses, gradient norms before clipping, and the parameters after
+    the last update.
 
-    `rate(update)` is the learning rate of update 1, 2, …; clip_norm 0 means no clipping.
+    `rate(update)` is the learning rate of update 1, 2, … A clip_norm of 0 means no clipping.
     """
     now = {name: value.detach().to(torch.float64).clone() for name, value in params.items()}
     losses = []

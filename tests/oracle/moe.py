@@ -1,12 +1,13 @@
-"""The witness's mixture of experts: every expert computes every token, and the router's weights, most of them zero, say
-what counts.
+"""The oracle's mixture of experts: every expert computes every token. The router's weights, most of them zero, select
+the results.
 
-So there is no dispatch and no sorting in it. A capacity is that of one sequence. Sources: Shazeer et al. 2017, Fedus et
-al. 2021 (Switch: the balance loss), Zoph et al. 2022 (ST-MoE: the z-loss), DeepSeek-V3 (sigmoid scores, selection bias,
+There is no dispatch and no sorting. A capacity applies to one sequence. Sources: Shazeer et al. 2017, Fedus et al. 2021
+(Switch: the balance loss), Zoph et al. 2022 (ST-MoE: the z-loss), DeepSeek-V3 (sigmoid scores, selection bias,
 sequence-wise balance).
 
-    layers.i.moe.router.weight (E, H), .bias (E), .load (E)       layers.i.moe.experts.up.weight (E, 2, F, H) = gate,
-    up; .down.weight (E, H, F)
+    layers.i.moe.router.weight (E, H), .bias (E), .load (E)
+    layers.i.moe.experts.up.weight (E, 2, F, H) = gate, up
+    layers.i.moe.experts.down.weight (E, H, F)
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ Config = Mapping[str, Any]
 
 
 class Said(NamedTuple):
-    """What one layer's router says of one sequence."""
+    """Output of one layer's router for one sequence."""
 
     logits_SE: Tensor
-    scores_SE: Tensor  # that sum to 1
-    chosen: list[list[int]]  # of each token
+    scores_SE: Tensor  # normalised to a sum of 1
+    chosen: list[list[int]]  # experts of each token
 
 
 def mixture(x_SH: Tensor, params: Params, name: str, config: Config) -> tuple[Tensor, Said]:
-    """Sum over experts of weight times SwiGLU expert."""
+    """Return the sum over experts of weight times SwiGLU expert, and the router's output."""
     logits_SE = x_SH @ params[f"{name}.router.weight"].T
     scores_SE = torch.softmax(logits_SE, -1) if config["score"] == "softmax" else 1 / (1 + torch.exp(-logits_SE))
     bias_E = params.get(f"{name}.router.bias")
@@ -66,8 +67,8 @@ def mixture(x_SH: Tensor, params: Params, name: str, config: Config) -> tuple[Te
 
 
 def balance(said: Said, config: Config, load_E: Tensor | None) -> Tensor:
-    """E times the sum over experts of (share of the sequence's choices) x (mean score); with a load, that of the
-    whole step before, of (load) x (mean score).
+    """Return E times the sum over experts of (share of the sequence's choices) x (mean score). With `load_E`, the load
+    of the complete step before, return the sum of (load) x (mean score).
     """
     if load_E is not None:
         return (said.scores_SE.mean(0) * load_E.detach()).sum()
@@ -80,7 +81,7 @@ def balance(said: Said, config: Config, load_E: Tensor | None) -> Tensor:
 
 
 def losses(routers: Sequence[Sequence[Said]], config: Config, params: Params) -> Tensor:
-    """Both of the routers' losses, weighted: summed over layers, meant over sequences."""
+    """Return both router losses, weighted, summed over layers and averaged over sequences."""
     if not config.get("moe"):
         return torch.zeros((), dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
@@ -93,7 +94,7 @@ def losses(routers: Sequence[Sequence[Said]], config: Config, params: Params) ->
 
 
 def _of_routers(params: Params, what: str) -> list[str]:
-    """Names, layer after layer."""
+    """Return the names of the routers' parameters, layer after layer."""
     return sorted(
         (name for name in params if name.endswith(f"router.{what}")), key=lambda name: int(name.split(".")[1])
     )
@@ -102,9 +103,9 @@ def _of_routers(params: Params, what: str) -> list[str]:
 def kept(
     config: Config, params: Params, tokens: Tensor, documents: Tensor | None, loss: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
-    """What routers keep of a step on this batch: their load, and where each selection bias is after it.
+    """Return the values that routers keep after a step on this batch: their load, and their selection biases.
 
-    A fixed rate up for experts chosen less often than the mean, down for others.
+    A bias rises at a fixed rate for experts chosen less often than the mean, and falls for others.
     """
     biases = _of_routers(params, "bias")
     loads = _of_routers(params, "load")

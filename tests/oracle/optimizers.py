@@ -1,4 +1,4 @@
-"""The witness's optimizers: each gives the direction in which a parameter moves; `gpt.train` decays, clips and steps.
+"""The oracle's optimizers. Each gives the direction in which a parameter moves. `gpt.train` decays, clips and steps.
 
 Formulas: Loshchilov & Hutter 2019 (AdamW), Shazeer & Stern 2018 (the factored second moment), Chen et al. 2023 (Lion),
 Jordan et al. 2024 and Liu et al. 2025 (Muon, with Moonlight's scale).
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Direction = Callable[[str, Tensor, int], Tensor]  # (name, clipped gradient, update from 1) → what lr multiplies
+Direction = Callable[[str, Tensor, int], Tensor]  # (name, clipped gradient, update from 1) → factor of lr
 
 
 def _zeros() -> defaultdict[str, Any]:
@@ -22,7 +22,7 @@ def _zeros() -> defaultdict[str, Any]:
 
 
 def adamw(betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> Direction:
-    """Of a run: keeps its moments."""
+    """The returned function keeps the moments of one run."""
     first = _zeros()
     second = _zeros()
 
@@ -35,7 +35,7 @@ def adamw(betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> Direct
 
 
 def momentum(beta: float) -> Direction:
-    """Stochastic gradient descent as torch.optim.SGD writes it."""
+    """Stochastic gradient descent with momentum, as in torch.optim.SGD."""
     velocity = _zeros()
 
     def direction(name: str, gradient: Tensor, update: int) -> Tensor:
@@ -46,7 +46,7 @@ def momentum(beta: float) -> Direction:
 
 
 def lion(betas: tuple[float, float]) -> Direction:
-    """The sign of a mean."""
+    """The direction is the sign of a moving average."""
     momenta = _zeros()
 
     def direction(name: str, gradient: Tensor, update: int) -> Tensor:
@@ -58,8 +58,8 @@ def lion(betas: tuple[float, float]) -> Direction:
 
 
 def muon(betas: tuple[float, float], eps: float, by_group: bool) -> Direction:
-    """Matrices by orthogonal momentum, q, k, v and gate, up apart, `by_group` each group of heads too; the rest by
-    AdamW.
+    """Muon for matrices: orthogonal momentum of q, k, v, gate and up separately, and with `by_group` of each group of
+    heads. Other parameters use AdamW.
     """
     momenta = _zeros()
     rest = adamw(betas, eps)
@@ -78,7 +78,9 @@ def muon(betas: tuple[float, float], eps: float, by_group: bool) -> Direction:
 
 
 def adafactor(betas: tuple[float, float], eps: float) -> Direction:
-    """AdamW, but of the squares of a matrix only the means of rows and columns are kept; q, k, v, gate and up apart."""
+    """AdamW, but only row and column means of a matrix's squared gradients are kept. q, k, v, gate and up are separate
+    matrices.
+    """
     first = _zeros()
     rows = _zeros()
     columns = _zeros()
@@ -104,12 +106,12 @@ def adafactor(betas: tuple[float, float], eps: float) -> Direction:
 
 
 def is_matrix(name: str) -> bool:
-    """What Muon turns."""
+    """Return True for the weights that Muon orthogonalises."""
     return name.startswith("layers.") and "norm" not in name and name.endswith("weight")
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """The iteration of the paper, on one matrix."""
+    """Orthogonalise one matrix by the iteration of the paper."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = wide / (wide.norm() + 1e-7)
     for _ in range(5):
@@ -119,8 +121,8 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _pieces(name: str, tensor: Tensor, by_group: bool) -> list[Tensor]:
-    """Views of the matrices that a global tensor of the model is made of, each (rows, columns) but for leading dims
-    of its rows.
+    """Return views of the matrices of which a global tensor of the model consists. Each view has its columns in the
+    last dim, and its rows in one or more leading dims.
     """
     if "attention.qkv" in name:
         q = tensor[:, :-2]

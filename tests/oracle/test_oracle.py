@@ -1,6 +1,4 @@
-"""The oracle itself against code that nobody here wrote: transformers' GPT-2, Llama, MPT and GPT-NeoX, torch's
-AdamW.
-"""
+"""The oracle against independent code: transformers' GPT-2, Llama, MPT and GPT-NeoX, and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -47,14 +45,14 @@ BASE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def float64_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers casts norms, softmax and rotary tables to float32 by name; here that name means float64."""
+    """transformers casts norms, softmax and rotary tables to float32 by name. Here that name means float64."""
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 def random_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Every parameter random, norms and biases too, so that each of them matters."""
+    """Make every parameter random, including norms and biases, so that each of them matters."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,7 +67,7 @@ def tokens(rows: int = 2) -> Tensor:
 
 
 def stack_heads(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:
-    """Separate projections (A D, …), (G D, …), (G D, …) → (G, A/G + 2, D, …)."""
+    """Stack separate projections (A D, …), (G D, …), (G D, …) to (G, A/G + 2, D, …)."""
     D = H // A
     parts = [part.reshape(groups, -1, D, *part.shape[1:]) for part in (query, key, value)]
     return torch.cat(parts, 1)
@@ -104,7 +102,7 @@ def gpt2() -> tuple[torch.nn.Module, dict[str, Any], dict[str, Tensor]]:
         layer = f"layers.{i}"
         ours |= norms(theirs, f"{layer}.attention_norm", f"{h}.ln_1") | norms(theirs, f"{layer}.mlp_norm", f"{h}.ln_2")
         mine = {"attn.c_proj": "attention.output", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
-        for leaf in ("weight", "bias"):  # Conv1D keeps its weight as (in, out)
+        for leaf in ("weight", "bias"):  # Conv1D stores its weight as (in, out)
             turned = {name: theirs[f"{h}.{name}.{leaf}"].transpose(0, -1) for name in ("attn.c_attn", *mine)}
             ours[f"{layer}.attention.qkv.{leaf}"] = stack_heads(*turned["attn.c_attn"].chunk(3), A)
             ours |= {f"{layer}.{name}.{leaf}": turned[other] for other, name in mine.items()}
@@ -220,7 +218,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_equal_transformers(family: str) -> None:
-    """Logits, and through the mapping the gradient of every one of their parameters, in float64."""
+    """Compare logits and, through the mapping, the gradient of every parameter in float64."""
     model, config, ours = FAMILIES[family]()
     batch = tokens()
     theirs = model(batch[:, :-1], labels=None).logits
@@ -239,7 +237,7 @@ def test_logits_and_gradients_equal_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mpt"])
 def test_documents_are_separate_sequences(family: str) -> None:
-    """With resets, a sequence of two documents has the logits of the two alone."""
+    """With resets, a sequence of two documents has the same logits as the two documents alone."""
     _, config, ours = FAMILIES[family]()
     row = tokens(1)[0, :-1]
     both = gpt.logits(config, ours, row, [0] * 5 + [1] * (S - 5))
@@ -274,7 +272,7 @@ def test_adamw_equals_torch() -> None:
         optimizer.zero_grad()
         expected = gpt.loss(config, leaves, batch)
         expected.backward()
-        assert norm > 1  # so that clipping matters
+        assert norm > 1  # otherwise clipping has no effect
         assert float(torch.nn.utils.clip_grad_norm_(leaves.values(), 1.0)) == pytest.approx(norm, rel=1e-12)
         assert float(expected.detach()) == pytest.approx(value, rel=1e-12)
         for group in optimizer.param_groups:

@@ -1,5 +1,6 @@
-"""The one list of parameters: ranks' parts tile it, fused weights are covered by their pieces, a tied embedding
-stands where it is held.
+"""The list of a model's parameters: the ranks' parts tile it, and fused weights are covered by their pieces.
+
+A tied embedding appears on each rank that holds it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def test_a_tied_embedding_is_one_parameter_of_each_rank_that_uses_it(name: str) 
     tied = "embedding.token.weight"
 
     def on_rank(*held: int) -> list[tuple[int, tuple[str, ...]]]:
-        """(uses, partial axes) of the token embedding there."""
+        """Return (uses, partial axes) of the token embedding on a rank that holds these stages."""
         parameters = rank_parameters(model, [stages[index] for index in held])
         return [(parameter.uses, parameter.partial_axes()) for parameter in parameters if parameter.name == tied]
 
@@ -42,7 +43,7 @@ def test_a_tied_embedding_is_one_parameter_of_each_rank_that_uses_it(name: str) 
     assert (
         on_rank(0, 2) == [apart] and on_rank(1, 3) == ([apart] if model.tied_embeddings else []) and on_rank(1, 2) == []
     )
-    # a V-shaped placement: both ends on one rank
+    # in a V-shaped placement both ends are on one rank
     assert on_rank(0, 3) == [(2, ()) if model.tied_embeddings else (1, ())]
 
 

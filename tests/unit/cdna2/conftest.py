@@ -1,4 +1,4 @@
-"""The code objects of gfx90a, as fixtures."""
+"""Fixtures that provide the code objects of gfx90a."""
 
 from tests.harness.objects import gfx90a, objects
 

@@ -1,4 +1,4 @@
-"""Machine code by hand: text in llvm-objdump's form, and single instructions on the registers of one wave."""
+"""Hand-written machine code: text in llvm-objdump's form, and single instructions on the registers of one wave."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ LANE = np.arange(64)
 
 
 def program(text):
-    """A kernel of these lines; `name:` is a label, and what a branch names."""
+    """Build a kernel from these lines. A line `name:` is a label for branches."""
     lines = []
     labels = {}
     for line in (line.strip() for line in text.strip().splitlines()):
@@ -41,7 +41,7 @@ def execute(text, *tensors, grid=(1, 1, 1), threads=64, shared_bytes=0):
 
 
 def after(text, vector_registers=None, scalar_registers=None, mask=None, waves=1):
-    """The registers after a few instructions: {v: per lane}, {s: one number}, and which lanes are active."""
+    """Return the state after a few instructions: vector and scalar registers, and the mask of active lanes."""
     state = Waves(DESCRIPTOR.vector_registers, 1, waves, 0)
     for register, values in (vector_registers or {}).items():
         state.vector[register] = np.broadcast_to(np.asarray(values), (64,)).view(np.uint32)
@@ -57,5 +57,5 @@ def after(text, vector_registers=None, scalar_registers=None, mask=None, waves=1
 
 
 def lanes(state, register, dtype=np.uint32):
-    """One vector register of the first wave."""
+    """Return one vector register of the first wave."""
     return state.vector[register, 0].copy().view(dtype)

@@ -1,6 +1,4 @@
-"""Training steps whose ops are the shipped machine code, on a simulated MI250X, and how far they and others are from
-float64.
-"""
+"""Training steps that execute the shipped machine code on a simulated MI250X, and their distance from float64."""
 
 from __future__ import annotations
 
@@ -29,18 +27,18 @@ from tests.parity.play import Piece, Source, gradients_of, weights
 
 
 class Rank(NamedTuple):
-    """What one rank brings home."""
+    """Results of one rank."""
 
     losses: list[float]
     norms: list[float]
-    gradients: list[Piece]  # of the first step
-    weights: list[Piece]  # after the last
+    gradients: list[Piece]  # gradients of the first step
+    weights: list[Piece]  # weights after the last step
     code_objects: list[str]  # one digest per launch
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """All ranks together."""
+    """Results of all ranks combined."""
 
     losses: list[float]
     norms: list[float]
@@ -55,12 +53,12 @@ def together(ranks: list[Rank]) -> Trained:
 
 
 def train(rank, case, dtype, steps, ops, launches=()):
-    """Steps of a case on one rank, through `build_state` and `train_step`."""
+    """Train a case on one rank with `build_state` and `train_step`."""
     config = case.config(dtype)
     plan = make_plan(config, case.world_size)
     mesh = serial_mesh()
     if case.world_size > 1:
-        log.set_rank(1, 2)  # no rank of a test speaks for the run
+        log.set_rank(1, 2)  # no rank of a test logs for the run
         mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 600.0, config.comm)
     with patch.object(build, "select_run_ops", lambda *_, **__: Ops(**ops)):
         state = build.build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
@@ -80,8 +78,9 @@ def train(rank, case, dtype, steps, ops, launches=()):
 
 
 def on_machine_code(rank, case, steps, folder, gpu=None):
-    """With the ops that a GPU would have; the reference's for blocks of attention, which no kernel takes and no case
-    calls.
+    """Train with the ops that a GPU would have.
+
+    The reference ops remain for attention in blocks, for which there is no kernel and which no case calls.
     """
     gpu = gpu or SimulatedGpu()
     ops = (
@@ -93,19 +92,21 @@ def on_machine_code(rank, case, steps, folder, gpu=None):
 
 
 def differences(ours: Trained, case: Case) -> list[str]:
-    """What in this run bf16 does not explain.
+    """List the differences to float64 that bf16 rounding does not explain.
 
-    The roundings of two bf16 runs are as good as random to each other, so their distances to float64 are alike: their
-    ratio was 0.97 to 1.04 for the whole model and up to 1.4 for single tensors, some of which have 80 elements (3
-    batches of each model). With a limit of 2, errors of 2 % of a tensor's gradient can hide. No single tensor is looked
-    at after the steps: Adam makes whole steps of the gradient of a key's bias, which is zero but for rounding.
+    The roundings of two bf16 runs are nearly independent, so their distances to float64 are similar. Their ratio was
+    0.97 to 1.04 for all parameters together, and up to 1.4 for single tensors. It was measured on 3 batches of each
+    model. Some tensors have only 80 elements. With the limit of 2, errors of 2 % of a tensor's gradient are undetected.
+
+    Single tensors are not compared after the steps. The gradient of a key's bias is zero except for rounding, and Adam
+    takes steps of full size from it.
     """
     serial = case.serial()
     steps = len(ours.losses)
     ops = functions_of(reference)
     exact, rounded = (together([train(0, serial, dtype, steps, ops)]) for dtype in ("fp64", "bf16"))
     found = []
-    # up to 2^-10 and 2^-7.6 were seen, in the reference as in ours
+    # deviations up to 2^-10 (losses) and 2^-7.6 (norms) occurred, with the reference and with the machine code
     for what, relative in (("losses", 2**-8), ("norms", 2**-6)):
         if not np.allclose(getattr(ours, what), getattr(exact, what), rtol=relative, atol=0):
             found.append(f"{what}: {getattr(ours, what)} instead of {getattr(exact, what)}")
@@ -126,6 +127,6 @@ def differences(ours: Trained, case: Case) -> list[str]:
 
 
 def executed(ranks, folder):
-    """The manifest's lines of all code objects that were launched."""
+    """Return the manifest entries of all code objects that were launched."""
     lines = {line["sha256"]: line for line in json.loads((folder / "manifest.json").read_text())["kernels"]}
     return [lines[digest] for rank in ranks for digest in dict.fromkeys(rank.code_objects)]

@@ -1,4 +1,4 @@
-"""`frontier-llm ops check` and python -m tests.harness.check_gfx90a: what they print, and when they fail."""
+"""Output and exit codes of `frontier-llm ops check` and python -m tests.harness.check_gfx90a."""
 
 from __future__ import annotations
 

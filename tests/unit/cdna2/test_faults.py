@@ -1,4 +1,4 @@
-"""What the simulator watches: each fault planted once, in code by hand and in a shipped kernel."""
+"""Checks of the simulator: each fault is planted once, in hand-written code and in a shipped kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ global_load_dword v2, v1, s[8:9]
 s_waitcnt vmcnt(0)
 global_store_dword v1, v2, s[10:11]"""
 
-# each wave writes its part of LDS, and reads that of the next wave
+# each wave writes its part of LDS and reads the part of the next wave
 EXCHANGE = """v_lshlrev_b32_e32 v1, 2, v0
 global_load_dword v2, v1, s[8:9]
 s_waitcnt vmcnt(0)
@@ -55,10 +55,10 @@ def test_copy_and_exchange_are_right():
     [
         (without(COPY, "s_waitcnt vmcnt(0)"), "v2"),
         (COPY.replace("vmcnt(0)", "vmcnt(1)"), "v2"),
-        (COPY.replace("s_waitcnt", "v_mov_b32_e32 v2, 0\ns_waitcnt"), "v2"),  # the load would arrive after it
+        (COPY.replace("s_waitcnt", "v_mov_b32_e32 v2, 0\ns_waitcnt"), "v2"),  # the load arrives after it
         (EXCHANGE.replace("lgkmcnt(0)\nglobal", "vmcnt(0)\nglobal"), "v4"),
         ("s_load_dword s12, s[8:9], 0x0\ns_add_u32 s12, s12, 1", "s12"),
-        # scalar loads arrive in any order: all but one is not enough for the first
+        # Scalar loads arrive in any order, so waiting for all but one does not guarantee the first.
         (
             "s_load_dword s12, s[8:9], 0x0\ns_load_dword s13, s[8:9], 0x4\ns_waitcnt lgkmcnt(1)\ns_mov_b32 s14, s12",
             "s12",
@@ -129,7 +129,7 @@ def test_waves_that_parted_load_one_register_in_different_ways():
             EXCHANGE.replace("ds_write_b32 v1, v2", "ds_write_b32 v1, v2 offset:4"),
             "outside of what the launch gives: 4 bytes at 512 of 512",
         ),
-        # only the second wave goes to the barrier
+        # only the second wave reaches the barrier
         ("v_readfirstlane_b32 s12, v0\ns_cmp_eq_u32 s12, 0\ns_cbranch_scc1 over\ns_barrier\nover:", "not all waves"),
         ("again:\ns_branch again", "no end after 1000 steps"),
         (
@@ -245,7 +245,7 @@ def test_a_shipped_kernel_without_one_of_its_instructions(accumulate):
         if instruction.mnemonic == "s_waitcnt":
             with pytest.raises(Fault, match="an s_waitcnt is missing"):
                 accumulated(without_instruction(accumulate, place))
-        if instruction.mnemonic == "s_and_saveexec_b64":  # the mask of the last elements
+        if instruction.mnemonic == "s_and_saveexec_b64":  # masks the last elements
             with pytest.raises(Fault, match="outside of the launch's tensors"):
                 accumulated(without_instruction(accumulate, place))
 

@@ -1,5 +1,6 @@
-"""The machine code that is shipped for gfx90a, executed: every bf16 code object here, all of them by
-`python -m tests.harness.check_gfx90a --all`.
+"""The shipped machine code for gfx90a, executed.
+
+These tests run every bf16 code object. `python -m tests.harness.check_gfx90a --all` runs all code objects.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def test_every_bf16_code_object_computes_what_the_reference_does(objects):
 
 
 def test_routers_choose_and_pass_gradients_back_as_the_reference_does(objects, monkeypatch):
-    """Which is done in fp32 alone: each code object, whatever the convention, with experts that are equally liked."""
+    """Routing is computed in fp32 only. Each code object is tested with each convention and with experts of equal
+    score.
+    """
     checks = check.checks
     monkeypatch.setattr(check, "checks", lambda dtype: [one for one in checks(dtype) if one.case.op == "route"])
     results = list(simulate(objects, ["fp32"]))
@@ -54,8 +57,8 @@ def test_routers_choose_and_pass_gradients_back_as_the_reference_does(objects, m
     "variant", but_first(["d128", "d128-extras", "d64", "d64-extras", "d256", "d256-extras", "d256-softcap"], 2)
 )
 def test_attention_computes_no_product_twice(objects, kernel, variant):
-    """Warps that outnumber the tiles of their block's rows compute the same: 4 warps on 64 rows with 32 x 32
-    instructions did, at half the speed.
+    """More warps than tiles in a block's rows would compute the same products twice. 4 warps on 64 rows with 32 x 32
+    instructions did so, at half the speed.
     """
     blocks = variants(kernel, "gfx90a")[variant]
     dim = blocks.constants["BLOCK_D"]
@@ -71,7 +74,7 @@ def test_attention_computes_no_product_twice(objects, kernel, variant):
     program, trace = gpu.traces[kernel]
     executed = blocks.warps * sum(matrix_flops(program.instructions[place]) for place, _ in trace)
     products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[kernel]
-    assert executed == 2 * products * dim * outer * 2 * outer  # the first workgroup has the longest way
+    assert executed == 2 * products * dim * outer * 2 * outer  # the traced first workgroup processes the most tiles
 
 
 def test_attention_in_fp16_reads_views_where_they_lie(objects):
@@ -90,19 +93,19 @@ def test_attention_in_fp16_reads_views_where_they_lie(objects):
 
 def test_a_wrong_length_leads_out_of_the_tensor_and_into_no_other(objects):
     kernels = PrebuiltKernels("gfx90a", objects, SimulatedGpu())
-    both = torch.zeros(2, 1504)  # on the host one begins where the other ends
+    both = torch.zeros(2, 1504)  # in host memory the second tensor follows the first directly
     with pytest.raises(
         BackendError,
         match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes",
     ):
         kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[1], count=1520)
-    # the same memory twice
+    # both arguments may be the same memory
     kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[0], count=1504)
 
 
 def test_the_two_ways_into_a_kernel_are_one(objects):
-    """Newer firmware loads the first arguments itself and enters 256 bytes later; the prologue must have loaded the
-    same.
+    """Newer firmware loads the first arguments itself and enters the kernel 256 bytes later. The kernel's prologue must
+    load the same arguments.
     """
     kernel = load((objects / "accumulate-fp16-any.hsaco").read_bytes())
     trace = []
@@ -117,7 +120,7 @@ def test_the_two_ways_into_a_kernel_are_one(objects):
 
 
 def test_a_copy_of_the_folder_runs_the_example_of_its_readme(objects, tmp_path):
-    """Without the adapter, and without this project."""
+    """The copy contains neither `driver.py` nor this project."""
     simulator = Path(__file__).resolve().parents[2] / "cdna2"
     copy = tmp_path / "cdna2"
     copy.mkdir()

@@ -1,4 +1,4 @@
-"""Matrix instructions against numpy's product, by the layout that AMD's matrix instruction calculator prints."""
+"""Matrix instructions against numpy's product, in the layout that AMD's matrix instruction calculator prints."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ generator = np.random.default_rng(0)
 
 
 def bfloat(x):
-    """float32 cut to bf16's bits."""
+    """Truncate float32 to the bits of bf16."""
     return (x.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
@@ -26,7 +26,7 @@ def widened(bits, kind):
 
 
 def registers(bits, first):
-    """A (or B transposed) as two registers: lane i + size h has row i, columns 4 h to 4 h + 3."""
+    """Return A (or B transposed) as two registers. Lane i + size h holds row i, columns 4 h to 4 h + 3."""
     size = len(bits)
     found = {}
     for register in (0, 1):
@@ -43,7 +43,8 @@ def test_layout_and_product(shape, kind, suffix, accumulated):
     count = shape[0] ** 2 // 64
     a, b = (halves(generator.standard_normal(shape), kind) for _ in range(2))
     c = generator.standard_normal((size, size)).astype(np.float32)
-    # by AMD: register r of lane l has row 8 (r / 4) + 4 (l / 32) + r mod 4 of 32 x 32, row 4 (l / 16) + r of 16 x 16
+    # AMD's layout of 32 x 32: register r of lane l holds row 8 (r / 4) + 4 (l / 32) + r mod 4.
+    # AMD's layout of 16 x 16: register r of lane l holds row 4 (l / 16) + r.
     row = (
         (lambda r, lane: 8 * (r // 4) + 4 * (lane // 32) + r % 4)
         if size == 32

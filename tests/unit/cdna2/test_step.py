@@ -1,8 +1,7 @@
-"""Whole training steps on a simulated MI250X: all ops but torch's products are the shipped machine code, and the run is
-held to float64.
+"""Complete training steps on a simulated MI250X. All ops except torch's products are the shipped machine code.
 
-The same steps by the reference ops in bf16 say how far from float64 bf16's roundings lead; the machine code may err as
-much, not more.
+The same steps with the reference ops in bf16 show how far bf16's roundings lead from float64. The machine code's error
+must not be larger than theirs.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from tests.harness.marks import but_first, thorough
 from tests.parity.cases import Case
 from tests.unit.cdna2.steps import differences, executed, on_machine_code, together
 
-# Widths that are multiples of 16, as the aligned code wants, and of no block; an odd vocabulary. With weights of 0.1
-# the gradients of bf16 are
-# wrong by 1 %; smaller ones leave attention next to nothing to do, and with larger ones bf16 itself errs more (2 to 4 %
-# at 0.2).
+# Widths are multiples of 16, as the aligned code requires, but not multiples of a block. The vocabulary size is odd.
+# With initial weights of 0.1, bf16's gradients have errors of 1 %. With smaller weights attention has hardly any
+# effect. With larger weights bf16's own errors grow (2 to 4 % at 0.2).
 SHAPE = (
     "model.layers=2",
     "model.hidden=80",
@@ -40,9 +38,9 @@ CASES = {
         "mpt", documents=True, settings=(*SHAPE, "model.head_dim=48", "model.bias=true", "model.norm_bias=true")
     ),
 }
-# of `all_kernels()`, those of rows of more than 8192 columns, of dropout, of experts (whose router turns a rounding
-# into another choice), of queries that
-# are normed before they are turned (rope) and of the other families' ops
+# Kernels of `all_kernels()` that no case launches: for long rows of more than 8192 columns, dropout, experts, queries
+# normalised before rotation (rope), and other families. Experts are left out because a rounding can change the router's
+# choice.
 NOT_NEEDED = {
     name
     for name in all_kernels()
@@ -64,8 +62,8 @@ def test_three_steps_are_as_near_to_float64_as_the_reference_in_bf16(objects, na
 
 @pytest.mark.thorough
 def test_two_ranks_of_tensor_parallelism(objects, ranks):
-    """Shards of the vocabulary, of the heads and, between the blocks, of the sequence; against the same float64 run
-    on one rank.
+    """Shards of the vocabulary, of the heads and, between the blocks, of the sequence. The result is compared with the
+    same float64 run on one rank.
     """
     case = dataclasses.replace(CASES["llama"], tp=2, sequence_parallel=True)
     both = ranks.run(2, on_machine_code, case, 2, objects, timeout_s=600.0)
@@ -74,7 +72,7 @@ def test_two_ranks_of_tensor_parallelism(objects, ranks):
 
 
 class PlantedGpu(SimulatedGpu):
-    """Loads one kernel without its instructions of a kind."""
+    """Loads one kernel without its instructions of one kind."""
 
     def __init__(self, kernel, without):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The timing model on instructions whose time can be worked out by hand."""
+"""The timing model on instructions whose time can be computed by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def timed(lines, waves, bank_cycles=0, **rates):
 
 
 def test_one_wave_computes_and_multiplies_by_turns():
-    # the last 64 cycles are waited for by 16 nops, as the compiler does it
+    # 16 nops wait for the last 64 cycles, as in the compiler's code
     timing = timed([MATRIX, nop(16), *[VECTOR] * 16], waves=1)
     assert timing.cycles == 4 + 64 + 64 and timing.matrix_share == pytest.approx(64 / 132)
 
@@ -88,8 +88,8 @@ def test_an_access_takes_as_long_as_the_bank_that_is_asked_most(addresses, size,
 
 
 def test_reads_of_sixteen_bytes_are_served_in_other_groups_than_writes():
-    """Lanes 0 to 3 go with 20 to 23, and 4 to 7 with 16 to 19: at the same banks they wait for each other, in a
-    write they do not.
+    """Lanes 0 to 3 are served together with lanes 20 to 23, and 4 to 7 with 16 to 19. If they address the same banks,
+    they wait for each other in a read but not in a write.
     """
     addresses = 16 * np.where(LANE < 8, LANE ^ 4, LANE)
     assert bank_cycles(addresses, LANE >= 0, 16, reads=False) == 8

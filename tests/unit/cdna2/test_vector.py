@@ -37,19 +37,19 @@ EDGES = np.array(
 
 
 def floats(count=64):
-    """Random bits, and so every exponent."""
+    """Return random bits as float32, so that every exponent occurs."""
     return generator.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
 
 
 def same(got, expected):
-    """Equal bits, any NaN for NaN."""
+    """Assert equal bits. Any NaN equals any NaN."""
     both_nan = np.isnan(got) & np.isnan(expected)
     assert np.array_equal(np.where(both_nan, 0, got), np.where(both_nan, 0, expected))
     assert np.array_equal(np.signbit(got[~both_nan]), np.signbit(expected[~both_nan]))
 
 
 def rounded(exact):
-    """The float32 nearest to a fraction, ties to even."""
+    """Return the float32 nearest to a fraction, with ties to even."""
     near = np.float32(float(exact))
     if not np.isfinite(near):
         return near
@@ -65,7 +65,7 @@ def test_fma_is_rounded_once():
     with np.errstate(all="ignore"):
         cancelling = -(a * b) * generator.choice([1, 1 + 2**-20, 0.5, 2**-24], 4000)
         c = np.where(np.arange(4000) % 3 == 0, floats(4000), cancelling).astype(np.float32)
-        # the sum of the product's last bit and half of the sum's last place: where two roundings go wrong
+        # Products whose last bit decides the rounding of the sum: rounding twice gives a wrong result.
         a[:3] = [1 + 2**-23, 1 + 2**-12, 1e-30]
         b[:3] = [1 + 2**-23, 1 + 2**-12, 1e-15]
         c[:3] = [2**-24, 2**-48, 1e-45]
@@ -81,8 +81,8 @@ def test_fma_is_rounded_once():
 
 
 def test_fma_where_rounding_twice_is_wrong():
-    # a product just above the middle of two neighbours of 1: in float64 the sum lies on the middle itself, and rounds
-    # to even
+    # The product lies just above the midpoint between two neighbours of 1. In float64 the sum lies exactly on the
+    # midpoint, so it would be rounded to even.
     a, b, c = (np.array([x], np.float32) for x in (2**-24 * (1 + 2**-23), 1 + 2**-23, 1.0))
     assert (a.astype(np.float64) * b + c).astype(np.float32)[0] == np.float32(1 + 2**-23)
     tiny = np.array([2.0**-60], np.float32)
@@ -130,7 +130,7 @@ def test_llvms_division_is_ieees():
         part = slice(begin, begin + 64)
         got = lanes(after(DIVISION, {0: numerators[part], 1: denominators[part]}), 2, np.float32)
         expected = quotients[part]
-        tiny = np.abs(expected) < 2.0**-125  # scaled back, these are rounded twice
+        tiny = np.abs(expected) < 2.0**-125  # results this small are rounded twice, because they are scaled back
         same(np.where(tiny, 0, got), np.where(tiny, 0, expected))
         assert (np.abs(got[tiny] - expected[tiny]) <= 2.0**-149).all()
 
@@ -282,7 +282,7 @@ def test_packed_halves_and_their_selection():
         same(lanes(state, 5, np.float32), a - a)
         state = after("v_pk_mul_f32 v[4:5], v[0:1], -0.5 op_sel_hi:[1,0]", {0: a, 1: b})
         same(lanes(state, 5, np.float32), b * np.float32(-0.5))
-    swapped = after("v_pk_mov_b32 v[0:1], v[0:1], v[0:1] op_sel:[1,0]", {0: a, 1: b})  # overwrites what it reads
+    swapped = after("v_pk_mov_b32 v[0:1], v[0:1], v[0:1] op_sel:[1,0]", {0: a, 1: b})  # overwrites its own inputs
     assert np.array_equal(lanes(swapped, 0), b.view(np.uint32)) and np.array_equal(lanes(swapped, 1), a.view(np.uint32))
     with pytest.raises(Unknown, match="high half"):
         after("v_pk_mul_f32 v[4:5], v[0:1], -0.5", {0: a, 1: b})

@@ -1,4 +1,4 @@
-"""The Checkpoints of one process over a tiny model, with states that say which step they are of."""
+"""`Checkpoints` of one process over a tiny model, with states that encode their step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ def progress(step: int) -> Progress:
 
 
 class Run:
-    """One start of a run."""
-
     def __init__(
         self,
         directory: Path,
@@ -69,7 +67,7 @@ class Run:
             self.checkpoints.finish()
 
     def check(self, step: int) -> None:
-        """Optimizer and weights are those of `fill(step)`."""
+        """Assert that optimizer and weights have the values of `fill(step)`."""
         assert self.optimizer.updates == step
         for number, (bucket, state) in enumerate(zip(self.buckets, self.optimizer.states, strict=True)):
             inside = torch.zeros(bucket.weights.numel(), dtype=torch.bool)
@@ -82,7 +80,7 @@ class Run:
 
 
 def in_child(work: Callable[[], None], failpoint: str = "") -> int:
-    """Run in a forked process with a failpoint armed; its exit code, negative for a signal."""
+    """Run `work` in a forked process with a failpoint armed. Return the exit code (negative for a signal)."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -1,5 +1,5 @@
-"""Ranks without processes: the real buckets, optimizer states, planning, writing and reading of every rank of a
-layout, one after another.
+"""Ranks without processes: the real buckets, optimizer states, planning, writing and reading of every rank of a layout,
+one after another.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def axis(grid: Grid, name: str, rank: int) -> Axis:
 
 
 def buckets_of(model: ModelConfig, layout: Layout, rank: int, device: str = "cpu") -> list[Bucket]:
-    """One rank's real buckets."""
     grid = layout.grid
     dtype = working_dtype(layout.dtype)
     ops = select_ops(OpsConfig(), "cpu", dtype)
@@ -84,13 +83,13 @@ def buckets_of(model: ModelConfig, layout: Layout, rank: int, device: str = "cpu
 
 
 def value(kind: str, name: str, index: np.ndarray) -> np.ndarray:
-    """What a state element is in these tests: a function of its place in the model alone."""
+    """Return the value of state elements in these tests, which depends only on their name and index in the model."""
     seed = zlib.crc32(f"{kind}/{name}".encode())
     return ((index * 2654435761 + seed) % 16_777_213).astype(np.float32)
 
 
 def expected_state(kind: str, bucket: Bucket) -> np.ndarray:
-    """The state slice of a rank, element by element from `value`; padding is zero."""
+    """Return the state slice of a rank, element by element from `value`. Padding is zero."""
     size = bucket.weights.numel() // bucket.owner.size
     state = np.zeros(size, np.float64 if bucket.gradients.dtype == torch.float64 else np.float32)
     for run in bucket.owned_ranges():
@@ -113,7 +112,7 @@ def optimizer_of(buckets: list[Bucket], filled: bool) -> Zero:
 
 
 def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, config: dict | None = None) -> Manifest:
-    """Save as `layout` would, into directory/step_…; returns the manifest."""
+    """Save as `layout` would, into directory/step_…, and return the manifest."""
     directory.mkdir(exist_ok=True)
     building = folder.temporary(directory, step, 1)
     building.mkdir()
@@ -138,7 +137,7 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
 
 
 def check_loads(model: ModelConfig, layout: Layout, path: Path) -> None:
-    """Load as every rank of `layout` would and compare each element."""
+    """Load as every rank of `layout` would, and compare each element."""
     manifest, _ = folder.read_manifest(path)
     for rank in range(layout.grid.world_size):
         buckets = buckets_of(model, layout, rank)

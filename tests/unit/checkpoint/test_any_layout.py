@@ -73,7 +73,7 @@ WITH_EXPERTS = [
 
 @pytest.mark.parametrize("source", WITH_EXPERTS, ids=str)
 def test_experts_load_in_any_layout(source: Layout, tmp_path: Path) -> None:
-    """Experts cut over ep and etp, or replicated over tensor ranks; every element in the place where it belongs."""
+    """Experts are split over ep and etp, or replicated over tensor ranks. Every element must be at its place."""
     write(TINY_EXPERTS, source, tmp_path)
     for target in WITH_EXPERTS:
         check_loads(TINY_EXPERTS, target, tmp_path / "step_00000007")

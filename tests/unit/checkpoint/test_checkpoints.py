@@ -107,7 +107,7 @@ def test_a_checkpoint_that_latest_names_is_missed(tmp_path: Path, capfd: pytest.
     assert "step_00000002: is not there, though LATEST names it" in capfd.readouterr().err
     folder.point_latest(run.checkpoints.directory, "step_00000002")
     (run.checkpoints.directory / "step_00000001").rename(tmp_path / "away too")
-    with pytest.raises(CheckpointError, match="no checkpoint is intact"):  # and not: starting from step 0
+    with pytest.raises(CheckpointError, match="no checkpoint is intact"):  # must not start from step 0 instead
         run.checkpoints.newest()
 
 
@@ -118,7 +118,7 @@ def test_a_copy_without_latest_and_through_a_link(tmp_path: Path) -> None:
     (run.checkpoints.directory / folder.LATEST).unlink()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     held = Run(tmp_path / "run")
-    assert in_child(lambda: Run(tmp_path / "link")) == 1  # is in use
+    assert in_child(lambda: Run(tmp_path / "link")) == 1  # the directory is in use
     held.checkpoints.close()
     linked = Run(tmp_path / "link")
     assert linked.checkpoints.newest().step == 2
@@ -168,7 +168,7 @@ def test_other_tokens_under_the_same_path_must_be_allowed(tmp_path: Path) -> Non
     run = Run(tmp_path, datasets={"text": Dataset(one, 1000), "more": Dataset(one, 1000)})
     run.save(2)
     run.checkpoints.close()
-    assert resumes({"text": one, "moved": other})  # another path is another data.train
+    assert resumes({"text": one, "moved": other})  # a changed path is a change of data.train
     with pytest.raises(
         CheckpointError, match=r"'1{12}' → '2{12}' \(the tokens of more are others\)\n[\s\S]*--allow-change data.train"
     ):
@@ -194,7 +194,7 @@ def test_a_parent_looks_at_the_data_before_ranks_start(tmp_path: Path) -> None:
 
 
 def resume_changed(change: dict, refused: bool, step: int, tmp_path: Path) -> None:
-    """A run saved at `step` is continued with `change`, or refuses it."""
+    """Continue a run that was saved at `step` with `change`, and check if it is refused."""
     run = Run(tmp_path)
     run.save(step)
     run.checkpoints.close()
@@ -207,7 +207,7 @@ def resume_changed(change: dict, refused: bool, step: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("change", "refused"), [
-    ({"train": {"steps": 200}}, True),  # cosine over the whole run: every learning rate moves
+    ({"train": {"steps": 200}}, True),  # cosine over the complete run: every learning rate changes
     ({"train": {"steps": 200, "seed": 1}, "optimizer": {"schedule": "constant"}}, True),
     ({"precision": {"dtype": "fp32"}}, False),
     ({"train": {"run_dir": "elsewhere", "save_interval": 3}}, False),

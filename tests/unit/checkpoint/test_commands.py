@@ -1,4 +1,4 @@
-"""`frontier-llm checkpoint list|verify|diff` as a person reads them; and checkpoints of the format's first version."""
+"""Output of `frontier-llm checkpoint list|verify|diff`, and checkpoints of the format's first version."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[st
 
 
 def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> None:
-    """Those that training sees: the newest by its name, also where a crash came before LATEST moved, and without the
-    folder around them.
+    """Commands find the same checkpoints as training. The newest one is determined by its name, even if a crash came
+    before LATEST was moved. A single checkpoint's folder may be given too.
     """
     directory = run.checkpoints.directory
     folder.point_latest(directory, "step_00000002")
-    (directory / "checkpoints").mkdir()  # an empty one hides nothing
+    (directory / "checkpoints").mkdir()  # an empty folder does not hide the checkpoints
     for path in (tmp_path, directory):
         assert [one.name for one in find(path)] == ["step_00000002", "step_00000004"]
         assert open_model(path).path.name == "step_00000004"

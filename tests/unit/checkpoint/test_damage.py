@@ -1,4 +1,4 @@
-"""Every bit flip, truncation, swap or deletion is found, named, and answered with the newest intact checkpoint."""
+"""Every bit flip, truncation, swap or deletion is detected and named, and the newest intact checkpoint is used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte]))
 
 
-FLIPS = 334  # random ones in each of the three files: a thousand
+FLIPS = 334  # random ones in each of the three files: a thousand in total
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_random_bit_flips_in_every_file(name: str, run: Run) -> None:
     random.seed(1)
     path = newest(run) / name
     bits = path.stat().st_size * 8
-    header_bits = range(64)  # the header's length field, where a reader could be sent astray
+    header_bits = range(64)  # the header's length field, which determines the reader's next offset
     for bit in [0, bits - 1, *header_bits[::7], *(random.randrange(bits) for _ in range(FLIPS))]:
         if bit < bits:
             flip(path, bit)
@@ -77,13 +77,13 @@ def replace_by_folder(path: Path) -> None:
 
 
 def replace_by_link(path: Path) -> None:
-    """The right bytes, but from outside of the checkpoint."""
+    """Replace a file by a link to the same bytes outside the checkpoint."""
     path.rename(path.parents[2] / "elsewhere")
     path.symlink_to(path.parents[2] / "elsewhere")
 
 
 def add_another_name(path: Path) -> None:
-    """A hard link, through which the bytes can change later."""
+    """Add a hard link, through which the bytes could change later."""
     os.link(path, path.parents[2] / "elsewhere")
 
 
@@ -149,7 +149,7 @@ def test_shards_of_another_step_or_rank_are_not_taken(tmp_path: Path) -> None:
         swap(a, b)
     assert verify(one) == []
     other.rename(tmp_path / "aside")
-    one.rename(other)  # a whole checkpoint under another step's name
+    one.rename(other)  # a complete checkpoint under another step's name
     assert "is of step 7, its folder of step 9" in str(verify(other)[0])
 
 

@@ -1,4 +1,4 @@
-"""What a resumed run is told about its changes."""
+"""Messages to a resumed run about its changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from frontier_llm.errors import CheckpointError
 @pytest.mark.parametrize(
     ("settings", "done", "longer", "rises"),
     [
-        (["optimizer.decay_steps=60"], 240, 500, True),  # the run had come to its end
+        (["optimizer.decay_steps=60"], 240, 500, True),  # the run had ended
         (["optimizer.decay_steps=60"], 181, 500, True),
         (["optimizer.decay_steps=60"], 180, 500, False),  # no step had been taken at a lower rate
         (["optimizer.decay_steps=null"], 217, 500, True),  # a tenth of the run
@@ -39,7 +39,7 @@ def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None
     changes = config_changes(saved, other_layout, step=10)
     check_allowed(
         changes, ["optimizer.lr", "model", "model.rope_scaling.factor"], "step_10"
-    )  # made before the last save, so that there is nothing left to allow
+    )  # these changes were made before the last save, so nothing is left to allow
     for mistyped in ("optimizer.rl", "optimiser"):
         with pytest.raises(CheckpointError, match="is no key of a run"):
             check_allowed(changes, [mistyped], "step_10")

@@ -1,4 +1,4 @@
-"""One run per directory; a stale incarnation can neither write nor prune."""
+"""A run directory has one run. A stale incarnation can neither write nor prune."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_second_job_leaves_at_once_naming_the_holder(tmp_path: Path) -> None:
         assert time.monotonic() - started < 5.0
     finally:
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead but not yet reaped: a zombie holds nothing
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead but not yet reaped: a zombie holds no lock
         assert RunLock(tmp_path, this_process("4712")).incarnation == 2
         os.waitpid(pid, 0)
 
@@ -71,7 +71,7 @@ def test_holder_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> No
 
 @pytest.fixture
 def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A heartbeat is watched for 0.5 s instead of a minute. Ages of a heartbeat in the past are judged as ever."""
+    """Watch a heartbeat for 0.5 s instead of a minute. `RunLock` still accepts ages of up to a minute."""
     monkeypatch.setattr(holder, "STALE_AFTER_S", 0.5)
     monkeypatch.setattr(holder, "WATCH_PERIOD_S", 0.05)
 
@@ -164,7 +164,7 @@ def test_unreadable_lock_is_taken_over(content: str, tmp_path: Path) -> None:
 
 
 def replaced(run: Run) -> None:
-    """A newer incarnation starts while the old one still lives, as after a requeue that left orphans behind."""
+    """Start a newer incarnation while the old one still lives, as after a requeue that left orphans."""
     path = run.checkpoints.directory / "incarnations" / "00000001.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "released": True}))
 
@@ -194,7 +194,9 @@ def test_stale_incarnation_cannot_begin_commit_or_prune(tmp_path: Path) -> None:
 
 
 def test_cleaning_takes_the_stale_writers_folder_away(tmp_path: Path) -> None:
-    """Even past the check: what a stale incarnation has written is gone, so there is nothing that it could rename."""
+    """The new incarnation removes the stale writer's folder. A stale incarnation that has passed its check then has
+    nothing to rename.
+    """
     old = Run(tmp_path)
     old.save(2)
     building = folder.temporary(old.checkpoints.directory, 4, 1)
@@ -205,12 +207,12 @@ def test_cleaning_takes_the_stale_writers_folder_away(tmp_path: Path) -> None:
 
 
 def test_the_supervisors_count_is_the_locks(tmp_path: Path) -> None:
-    """Starts that ended before they came to the lock have been counted too."""
+    """The supervisor also counts starts that ended before they took the lock."""
     RunLock(tmp_path, this_process()).release()
     old = RunLock(tmp_path, this_process("12", restart=0), 5)
     assert old.incarnation == 5
     old.check()
-    new = RunLock(tmp_path, this_process("12", restart=1), 3)  # never back
+    new = RunLock(tmp_path, this_process("12", restart=1), 3)  # the count never decreases
     assert new.incarnation == 6
     new.check()
     with pytest.raises(Superseded, match="incarnation 5 has been replaced by"):

@@ -1,4 +1,4 @@
-"""Every point at which a save can be cut off leaves a loadable checkpoint, and the next start cleans up."""
+"""A save that is cut off at any point leaves a loadable checkpoint, and the next start cleans up."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_failing_device(point: str, cause: str, tmp_path: Path) -> None:
     assert "the checkpoints before this one are untouched" in text
     if cause in ("ENOSPC", "EDQUOT"):
         assert re.search(r"needs 2\.\d MiB, .* and \d+ files are free", text)
-    run.check(4)  # training goes on from memory as if nothing had been
+    run.check(4)  # training continues from memory
     assert not list((tmp_path / "checkpoints").glob("step_*.tmp.*"))
     run.save(6)
     assert run.checkpoints.newest(strict=True).step == 6
@@ -115,7 +115,9 @@ def test_failing_device(point: str, cause: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", ["replaced", "before_latest", "latest_written"])
 @pytest.mark.parametrize("cause", ["ENOSPC", "EIO"])
 def test_failing_device_while_a_step_is_saved_again(point: str, cause: str, tmp_path: Path) -> None:
-    """From the rename on: whichever of the two is in place is complete, and the next save goes through."""
+    """The device fails after the first rename. The checkpoint that is then in place, old or new, is complete, and the
+    next save succeeds.
+    """
     run = Run(tmp_path)
     run.save(2, 4)
     for _ in range(2):
@@ -160,7 +162,7 @@ def test_real_full_disk(tmp_path: Path) -> None:
             run.save(6)
         assert run.checkpoints.newest(strict=True).step == 4
         run.check(4)
-        # else its lock's heartbeat would warn in the middle of later tests that the directory is gone
+        # otherwise its lock's heartbeat would warn during later tests that the directory is gone
         run.checkpoints.close()
     finally:
         subprocess.run(["umount", "-l", str(mounted)], check=True)
@@ -205,7 +207,7 @@ def test_background_failure_surfaces_at_a_later_poll_and_saves_never_overlap(tmp
     failpoints.arm("checkpoint.shard_written=errno:EIO")
     run.checkpoints.begin(progress(2))
     with pytest.raises(CheckpointError, match="Input/output error"):
-        run.checkpoints.begin(progress(4))  # waits for the one under way, which has failed
+        run.checkpoints.begin(progress(4))  # waits for the save in progress, which has failed
     assert run.checkpoints.under_way is None
     failpoints.arm("checkpoint.shard_written=error:unforeseen")
     save = run.checkpoints.begin(progress(6))
@@ -259,7 +261,7 @@ def test_training_waits_for_a_save_that_is_late(
     for steps_done in range(5, 5 + lag_steps):
         assert save.advance(steps_done) is None
     released.set()
-    # without waiting, one call moves a save by one stage at most
+    # without waiting, one call advances a save by one stage at most
     assert save.advance(5 + lag_steps) == Saved(5, tmp_path / "checkpoints" / "step_00000005")
 
 
@@ -292,7 +294,7 @@ def test_killed_before_best_is_named(tmp_path: Path) -> None:
 
 
 def test_durability_order(tmp_path: Path) -> None:
-    """strace: every file is fsynced before the rename, the folder after it, and LATEST comes last."""
+    """Checked with strace: every file is fsynced before the rename, the folder after it, and LATEST is written last."""
     trace = tmp_path / "trace"
     script = f"""
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a GPU's state is copied into: pinned memory of its own size."""
+"""Snapshots of a GPU's state use pinned memory of exactly the state's size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from frontier_llm.checkpoint import snapshot
 
 
 class Runtime:
-    """CUDA's runtime as torch shows it; HIP's has the same names there."""
+    """CUDA's runtime as torch exposes it. HIP's runtime has the same function names there."""
 
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses
@@ -34,7 +34,7 @@ def test_pinned_memory_is_no_larger_than_the_state(monkeypatch: pytest.MonkeyPat
     assert runtime.registered == {image.data_ptr(): 4_000_004} and image.shape == (1_000_001,)
     del image
     gc.collect()
-    assert not runtime.registered  # before the memory goes back
+    assert not runtime.registered  # unregistered before the memory is freed
 
 
 def test_where_the_driver_refuses_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:

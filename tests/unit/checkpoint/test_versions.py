@@ -22,7 +22,7 @@ LOSSES = [4.284821391105652, 4.02243709564209]  # of steps 3 and 4, as commit 1a
 
 
 def resume(tmp_path: Path) -> int:
-    """Exit code of two more steps on another layout, from the checkpoint in `tmp_path`."""
+    """Continue the checkpoint in `tmp_path` for two steps on another layout, and return the exit code."""
     config = json.loads((WRITTEN / MANIFEST).read_text())["config"]
     run = tmp_path / "run.yaml"
     run.write_text(yaml.safe_dump(config))
@@ -68,7 +68,7 @@ def test_other_versions_are_refused_and_left_alone(
 
 
 def test_a_digest_follows_the_documented_formula(tmp_path: Path) -> None:
-    """Of a header, two full blocks and a short one: the numbers of docs/checkpoint_format.md, without the package."""
+    """Hash a header, two full blocks and a short block by the formula of docs/checkpoint_format.md."""
     head = b"header"
     data = random.Random(1).randbytes(9 << 20)
     blocks = [data[start : start + (4 << 20)] for start in range(0, len(data), 4 << 20)]

@@ -1,6 +1,4 @@
-"""Where packages are missing or a directory cannot take anything: every command says so in a line, and how to mend
-it.
-"""
+"""If a package is missing or a directory is not writable, every command reports it in one line with a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tests.harness.system import full_disk
 from tests.unit.experiments.measure.test_report import make_run
 
 BLOCKED = ("torch", "plotly", "tensorboard", "transformers")
-# every command, with what it writes in {d}; {run} is the directory of a run
+# Every command with its arguments. {d} is the directory for outputs, {run} the directory of a run.
 COMMANDS = {
     "plan --emit": "plan gpt-tiny --machine local --nodes 1 --emit {d}/x.yaml",
     "plan --figures": "plan gpt-tiny --machine local --nodes 1 --figures {d}/plan.html",
@@ -43,7 +41,7 @@ COMMANDS = {
     "calibrate": "calibrate bench --ranks 1 --output {d}/machine.yaml",
     "completion": "completion bash",
 }
-# what they read is asked for first, or they would measure for long
+# These commands check their input first or measure for a long time, so they are not run with an unwritable output.
 READERS = (
     "calibrate",
     "data tokenizer",
@@ -55,7 +53,7 @@ READERS = (
     "bench comm",
 )
 WRITERS = {name: words for name, words in COMMANDS.items() if "{d}" in words and name not in READERS}
-# one process for all of them: it is the start of Python that takes long
+# one process for all of them, because starting Python takes the most time
 _EACH = """
 import contextlib, io, json, sys
 from frontier_llm.cli.main import main
@@ -78,7 +76,6 @@ def run_each(
     commands: Mapping[str, str],
     environment: Mapping[str, str],
 ) -> dict[str, tuple[int, str]]:
-    """Exit code and output of each command."""
     text = tmp_path / "text.txt"
     text.write_text("a few words of text\n" * 200)
     run_dir = make_run(tmp_path / "run")
@@ -137,13 +134,13 @@ def test_a_bare_wheel(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    """/proc takes nothing, not even from root."""
+    """/proc refuses all writes, even from root."""
     results = run_each(tmp_path, Path("/proc/none"), WRITERS, {})
     assert [(name, said) for name, (code, said) in results.items() if code == 2 and "/proc/none" not in said] == []
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """Whatever cannot be written whole is said, and no part of it stays."""
+    """Every command reports an output that it cannot write completely, and leaves no part of it."""
     with full_disk(tmp_path / "full") as full:
         results = run_each(tmp_path, full, WRITERS, {})
         said = {

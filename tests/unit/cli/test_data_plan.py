@@ -1,4 +1,4 @@
-"""`data plan`, `data show`, `status` and the report: what a run reads, has read, and how often."""
+"""`data plan`, `data show`, `status` and the report: the data that a run will read and has read, and how often."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ways into the program besides `frontier-llm COMMAND`: the module, the version, help as a word, the shell's
-completion.
-"""
+"""Ways to start the program besides `frontier-llm COMMAND`: the module, the version, `help`, and shell completion."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def test_help_is_a_word_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def completed(script: str, *typed: str) -> set[str]:
-    """What bash offers for the last of these words."""
+    """Return bash's completions of the last word."""
     words = " ".join(f"'{word}'" for word in ("frontier-llm", *typed))
     ask = f'COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _frontier_llm; printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-uc", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
@@ -57,7 +55,7 @@ def test_bash_completes_commands_options_and_names(capsys: pytest.CaptureFixture
     assert completed(script, "plan", "gpt-1t", "--nod") == {"--nodes"}
     assert completed(script, "plan", "gpt-1") == {name for name in available("models") if name.startswith("gpt-1")}
     assert completed(script, "train", "quick") == {"quickstart"}
-    assert completed(script, "report", "runs/a") == set()  # a path: the shell's own
+    assert completed(script, "report", "runs/a") == set()  # a path: left to the shell's own completion
     assert "--system-root" not in script
 
 

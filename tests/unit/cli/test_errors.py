@@ -1,4 +1,4 @@
-"""Errors speak of what was typed: a flag by its name, not by that of a configuration key."""
+"""Error messages use the user's words: the name of a flag, not the configuration key behind it."""
 
 from __future__ import annotations
 

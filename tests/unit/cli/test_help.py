@@ -1,4 +1,4 @@
-"""Every command's --help: fast, complete, within 80 columns; wrong words are answered with the right ones."""
+"""Every command's --help is fast, complete and within 80 columns. Wrong words are answered with the right ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from frontier_llm.cli.arguments import count_of, natural, positive
 from frontier_llm.cli.main import COMMANDS, main, parser_of
 from frontier_llm.config import available
 
-# commands that a login node answers: they must not wait for torch
+# commands for a login node, which must not wait for the import of torch
 WITHOUT_TORCH = ("plan", "submit", "status", "doctor", "scaling", "data")
 
 
 def parsers() -> Iterator[argparse.ArgumentParser]:
-    """Every command's parser and those of its actions."""
+    """Yield the parsers of all commands and of their actions."""
     todo: list[argparse.ArgumentParser] = [parser_of(*COMMANDS)]
     while todo:
         parser = todo.pop()
@@ -69,7 +69,7 @@ def test_every_argument_is_explained(prog: str, monkeypatch: pytest.MonkeyPatch)
     for action in parser._actions:
         assert action.help or isinstance(action, argparse._SubParsersAction), action
         if action.option_strings and action.nargs != 0 and action.help != argparse.SUPPRESS:
-            # LONG_NAME of --long-name only repeats the flag; a word says what to type
+            # LONG_NAME of --long-name only repeats the flag. The metavar must tell the user what to type.
             assert action.metavar or action.choices or "-" not in action.option_strings[-1].removeprefix("--"), action
     assert parser.description and parser.description[0].isupper() and parser.description.endswith(".")
     for columns in ("80", "120"):
@@ -107,7 +107,7 @@ def test_what_several_commands_take_has_one_name_and_one_metavar() -> None:
     for parser in PARSERS.values():
         for action in parser._actions:
             for flag in action.option_strings:
-                # one or a list; a file or a directory
+                # these flags may differ: one value or a list, a file or a directory
                 if flag not in ("--data", "--model", "--nodes", "--output", "--time"):
                     seen.setdefault(flag, set()).add(f"{type(action).__name__} {action.metavar} {action.nargs}")
     assert {flag: kinds for flag, kinds in seen.items() if len(kinds) > 1} == {}

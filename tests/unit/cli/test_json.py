@@ -1,5 +1,5 @@
-"""What `--json` prints is JSON of RFC 8259, of every command: no NaN, nothing else on stdout; and so are the lines
-of metrics.jsonl.
+"""`--json` of every command prints JSON as defined by RFC 8259: no NaN, and nothing else on stdout. The lines of
+metrics.jsonl follow the same rule.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def test_every_command_with_json_is_played() -> None:
     with_json = {
         prog for prog, parser in PARSERS.items() if any("--json" in action.option_strings for action in parser._actions)
     }
-    # ops tune measures for minutes on a CPU; tests/unit/ops/test_attention_table.py holds what it writes
-    # and tests/unit/cli/test_data_plan.py what is read by a run
+    # ops tune measures for minutes on a CPU. tests/unit/ops/test_attention_table.py checks its output.
+    # tests/unit/cli/test_data_plan.py checks the commands about a run's data.
     elsewhere = {"ops tune", "data plan", "data show"}
     assert {prog.removeprefix("frontier-llm ") for prog in with_json} == {*COMMANDS, *elsewhere}
 

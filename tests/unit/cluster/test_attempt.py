@@ -24,7 +24,7 @@ def diagnose(code: int, said: list[str], log_dir: Path, record: Failure | None =
 
 
 def named(outcome: Outcome) -> tuple[str, int | None, str, bool]:
-    """(cause, rank, host, whether the host is suspect)."""
+    """Return (cause, rank, host, whether the host is suspect)."""
     assert outcome.failure is not None
     return outcome.cause, outcome.failure.rank, outcome.failure.host, outcome.failure.host_suspect
 
@@ -63,7 +63,9 @@ def test_srun_starts_one_task_per_gcd() -> None:
 def test_srun_is_read_to_its_end_whatever_it_says_and_wherever_that_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would wait for room in the pipe, and the job for it until the walltime."""
+    """If srun's output were not read to its end, srun would block on the full pipe. The job would then wait for srun
+    until the walltime.
+    """
     srun = tmp_path / "srun"
     srun.write_text(
         "#!/bin/bash\nprintf 'a node says \\xff\\n' >&2\nhead --bytes=200000 /dev/zero | tr '\\0' '\\n' >&2\n"
@@ -175,7 +177,9 @@ def test_nobody_is_blamed_for_losing_a_peer(tmp_path: Path, end: str, silent: bo
 
 
 def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
-    """As `frontier-llm train` says it; the ranks that srun ends for it are victims, not causes."""
+    """The refusal is reported with the message of `frontier-llm train`. The ranks that srun ends because of it are
+    victims, not causes.
+    """
     write(tmp_path, 0, "frontier-llm train: error\n/nowhere.bin: no such file\n    fix: give the path\n", 100)
     said = [
         "srun: error: n0: task 0: Exited with exit code 2",
@@ -202,7 +206,7 @@ SURVIVORS = Failure(
 
 @pytest.mark.parametrize("record", [None, SURVIVORS], ids=["no record", "record of the survivors"])
 def test_a_refusal_after_the_ranks_have_agreed_is_no_crash(tmp_path: Path, record: Failure | None) -> None:
-    """One rank refuses; the others see only that it is gone, and one of them may have recorded that first."""
+    """One rank refuses. The other ranks only detect that it is gone, and one of them may have recorded that first."""
     refusal = "frontier-llm train: error\ncomm.backend: no process group of nccl fits\n    fix: comm.backend=gloo\n"
     write(tmp_path, 1, refusal, 100)
     write(tmp_path, 0, TRACE.format("RankFailure: all_reduce on axis dp: rank 1 has died or left"), 101)
@@ -225,7 +229,7 @@ def test_a_killed_rank_beside_a_refusal_does_not_hide_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("code", [20, 255])
 def test_a_code_that_begins_with_a_two_is_no_refusal(tmp_path: Path, code: int) -> None:
-    """255 is how a container ends that cannot be started on a node: another attempt may have better luck."""
+    """A container that cannot be started on a node exits with 255. Another attempt may succeed."""
     assert diagnose(code, [f"srun: error: n2: task 9: Exited with exit code {code}"], tmp_path).cause == "crash"
 
 

@@ -1,4 +1,4 @@
-"""From the words of a batch script, or from job.json, to the job that the supervisor runs."""
+"""Build the job that the supervisor runs, from the arguments of a batch script or from job.json."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WANTED = {"nodes": 1, "spares": 1, "continuation": "successor", "max_node_hours"
 
 @pytest.fixture(autouse=True)
 def allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch shell of a job on n0 and n1 of the site `local`."""
+    """Set the environment of the batch shell of a job on n0 and n1 of the site `local`."""
     variables = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[0-1]",
@@ -56,7 +56,7 @@ def allocation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(directory: Path, **fields: Any) -> Job:
-    """The record of a run on one node in `directory`."""
+    """Write and return the record of a run on one node in `directory`."""
     words = (*SMALL, f"train.run_dir={directory}")
     job = Job(**{"run_dir": str(directory), "words": words, "site": "local", "nodes": 2, "warning_s": 60.0, **fields})
     write_job(job)
@@ -172,7 +172,7 @@ def test_a_script_of_submit_receives_the_directory(
     assert run.job == job and run.command[-1] == "--strict" and run.config.model.name == "gpt-tiny"
     assert "FRONTIER_LLM_CONTINUE=never is not read" in capsys.readouterr().err
     run = open_batch((f"--run-dir={tmp_path}", "train.steps=7", "--allow-change=train.steps", "job.spares=0"))
-    assert run.job == job  # words of one start are not recorded
+    assert run.job == job  # arguments of one start are not recorded
     assert run.config.train.steps == 7 and run.command[-3:] == (
         "train.steps=7",
         "--strict",
@@ -183,7 +183,7 @@ def test_a_script_of_submit_receives_the_directory(
 def test_a_directory_without_a_record_gets_it_from_the_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a script that was made before there was job.json leaves it."""
+    """A script from before job.json leaves such a directory."""
     (tmp_path / "run.yaml").write_text(f"base: train_small\ntrain: {{run_dir: {tmp_path}}}\n")
     words = [f"--run-dir={tmp_path}", *SMALL[1:]]
     for name, value in VARIABLES.items():

@@ -1,4 +1,4 @@
-"""What the supervisor decides, as a table: records in, one decision out. On a real Slurm: tests/slurm."""
+"""The supervisor's decisions as a table: records in, one decision out. tests/slurm tests them on a real Slurm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WITHOUT_N1 = ("n0", "n2")
 def made(
     cause: str, start_step: int = 0, end_step: int = 0, *, hours: float = 1.0, exit_code: int = 1, **fields: Any
 ) -> Attempt:
-    """A start of the ranks on n0 and n1 that ended at this moment."""
+    """Return a start of the ranks on n0 and n1 that ends now."""
     values = {
         "incarnation": 1,
         "job_id": "7",
@@ -49,7 +49,7 @@ def made(
 
 
 def after(*attempts: Attempt, own: int = 1, history: History = NEW) -> History:
-    """The history with these starts, of which the last `own` belong to this supervisor."""
+    """Return the history with these starts. The last `own` of them belong to this supervisor."""
     for number, attempt in enumerate(attempts):
         history = history.after(attempt, attempt.end_step, is_own=number >= len(attempts) - own)
     return history
@@ -61,7 +61,7 @@ NEVER = replace(JOB, continuation="never")
 SUCCESSOR = replace(JOB, continuation="successor")
 BUDGET = replace(JOB, max_node_hours=10.0)
 
-# (what it shows, job, history, now, class of the decision, expected fields)
+# (behaviour, job, history, now, class of the decision, expected fields)
 TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
     ("a new run starts on the first nodes", JOB, NEW, NOW, Start, {"nodes": FIRST_TWO, "wait_s": 0.0}),
     ("ranks end before the walltime", JOB, NEW, NOW, Start, {"deadline_s": 7200.0 - RESERVE_S}),
@@ -107,7 +107,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         Done,
         {"reason": "stopped at step 7 by /run/STOP; delete it to go on"},
     ),
-    # budget: a start uses 2 nodes; 10 node-hours are 5 h of them
+    # budget: a start uses 2 nodes, so 10 node-hours last 5 h
     ("ranks save when the budget ends", BUDGET, NEW, NOW, Start, {"save_after_s": 5 * 3600 - 120.0}),
     (
         "the starts of all jobs count for the budget",
@@ -479,7 +479,7 @@ def test_the_module_reaches_neither_disk_nor_clock_nor_processes() -> None:
 
 
 def test_months_of_a_run_are_simulated_in_a_moment() -> None:
-    """The decisions alone lead a run with failures to its end, each time the same way."""
+    """The decisions alone lead a run with failures to its end. Two simulations give the same result."""
 
     def simulate() -> tuple[int, list[str]]:
         history = replace(NEW, target_step=3000)

@@ -87,7 +87,9 @@ def test_only_what_distinguishes_a_node_excludes_it() -> None:
 
 
 def test_one_node_needs_no_network() -> None:
-    """Slurm gives it no access to Slingshot, so that fi_info finds nothing; RCCL is told to use sockets there."""
+    """Slurm gives a single-node job no access to Slingshot, so fi_info finds nothing. RCCL is configured to use sockets
+    there.
+    """
     fact = replace(healthy("n0"), provider_error="no data", plugin_error="missing")
     found = judge(FRONTIER, {"n0": fact}, {}, ["n0"], 0)
     assert [(finding.check, finding.fatal) for finding in found] == [("libfabric", False), ("RCCL plugin", False)]
@@ -98,7 +100,7 @@ def test_one_node_needs_no_network() -> None:
         ["n0", "n1"],
         0,
     )
-    # cannot be told: no tool to ask
+    # without fi_info the provider cannot be determined
     assert [(finding.check, finding.fatal) for finding in found] == [("libfabric", False)]
 
 
@@ -140,7 +142,7 @@ def test_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin_error(None) == "" and plugin_error("libc.so.6") == ""
     assert "librccl-net-of-nobody.so" in plugin_error("librccl-net-of-nobody.so")
     monkeypatch.setenv("NCCL_NET_PLUGIN", "/nonexistent/librccl-net.so")
-    assert "/nonexistent/librccl-net.so" in plugin_error("libc.so.6")  # where RCCL itself would look
+    assert "/nonexistent/librccl-net.so" in plugin_error("libc.so.6")  # the path that RCCL itself would load
     fake = tmp_path / "fi_info"
     fake.write_text('#!/bin/sh\n[ "$2" = cxi ] && echo "provider: cxi"\n')
     fake.chmod(0o755)
@@ -167,8 +169,8 @@ def test_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
-# what srun would pass on from an allocation: the nodes' lines in any order, noise between them, and some nodes that
-# never say anything
+# Output that srun would forward from an allocation: the nodes' lines in any order, with noise between them. Some nodes
+# never answer.
 FAKE_SRUN = """#!{python}
 import json, random, sys, time
 answers = json.load(open({answers!r}))
@@ -184,7 +186,7 @@ time.sleep({silence_s})
 
 
 def allocation_of(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silence_s: float) -> list[str]:
-    """Node names whose simulated answers a `srun` on PATH gives; the last node stays silent."""
+    """Put a simulated `srun` on PATH that answers for these nodes. The last node never answers."""
     nodes = [f"node{number:03}" for number in range(count)]
     answers = [(host, asdict(replace(healthy(host), cores=8 if host == "node200" else 56))) for host in nodes[:-1]]
     (tmp_path / "answers.json").write_text(json.dumps(answers))
@@ -198,9 +200,7 @@ def allocation_of(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_384_nodes_are_judged_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: the nodes and srun's start on them. Real: this node's own probe, the pipe, the reading and the
-    judging.
-    """
+    """Simulated: the nodes and srun's start on them. Real: this node's probe, the pipe, reading and judging."""
     nodes = allocation_of(384, tmp_path, monkeypatch, silence_s=0)
     report = examine(Settings(site=FRONTIER, run_dir=str(tmp_path)), nodes)
     assert {(finding.check, finding.hosts) for finding in report.findings} == {
@@ -225,5 +225,5 @@ def test_a_hung_node_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: py
     nodes = allocation_of(4, tmp_path, monkeypatch, silence_s=600)
     facts, skew_s = ask_nodes(
         Settings(site=FRONTIER, run_dir=str(tmp_path)), nodes, timeout_s=5.0
-    )  # and comes back, long before the silence ends
+    )  # returns long before the silent node ends
     assert sorted(facts) == sorted(skew_s) == nodes[:-1]

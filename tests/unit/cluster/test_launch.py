@@ -1,4 +1,4 @@
-"""launch/: what happens between sbatch and Python, with stand-ins for the site's commands."""
+"""launch/: the steps between sbatch and Python, with stand-ins for the site's commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def executable(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A checkout with launch/ and one site, whose modules put a Python of their own first and set RCCL's variables."""
+    """A checkout with launch/ and one site. The site's modules put their own Python first on PATH and set RCCL's
+    variables.
+    """
     shutil.copytree(LAUNCH, tmp_path / "root" / "launch")
     executable(tmp_path / "modules" / "python3", "echo python of the modules; exit 1")
     site = tmp_path / "root" / "slurm" / "sites" / "fake.sh"
@@ -47,7 +49,7 @@ def job_sh(root: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment(tmp_path: Path) -> Path:
-    """An active environment; its python3 is this one."""
+    """An active environment whose python3 runs the interpreter of this test."""
     executable(tmp_path / "env" / "bin" / "python3", f'exec {sys.executable} "$@"')
     return tmp_path / "env"
 
@@ -87,7 +89,7 @@ def test_the_names_of_the_users_and_the_modules_variables_reach_the_supervisor(r
 
 
 def test_every_variable_of_the_machines_is_kept_by_the_job_if_the_user_has_exported_it(root: Path) -> None:
-    """launch/job.sh restores what the user has exported by a pattern of names."""
+    """launch/job.sh restores variables that the user has exported, by a pattern of names."""
     names = sorted({variable.name for name in ("frontier", "lumi") for variable in machine_variables(name, 9000)})
     site = root / "slurm" / "sites" / "fake.sh"
     site.write_text("".join(f"export {name}=site\n" for name in names))
@@ -104,7 +106,7 @@ def test_a_python_without_the_package_is_explained(root: Path) -> None:
 
 
 def container(tmp_path: Path, **variables: str) -> list[str]:
-    """The words that a container's runtime gets."""
+    """Return the arguments that a container's runtime receives."""
     executable(tmp_path / "bin" / "singularity", 'printf "%s\\n" "$@"')
     return container_says(tmp_path, **variables)
 
@@ -123,7 +125,7 @@ def test_the_containers_python_sees_the_data_and_not_the_hosts_rocm(tmp_path: Pa
     assert words[:2] == ["exec", "--bind"] and words[3:] == [f"{tmp_path}/image.sif", "python3", "-m", "a b"]
     assert {str(tmp_path), "/code", "/tmp", "/data", "/more"} <= set(words[2].split(","))
     assert "--rocm" not in words
-    # else ~/.local comes before the image's packages
+    # otherwise packages in ~/.local come before the image's packages
     executable(tmp_path / "bin" / "singularity", 'echo "${PYTHONNOUSERSITE-}"')
     assert container_says(tmp_path) == ["1"]
 
@@ -195,8 +197,8 @@ def test_an_unknown_binding_is_refused(tmp_path: Path) -> None:
 def broadcast(
     tmp_path: Path, dead: str = "", gone: str = "", spares: int = 0, words: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """launch/broadcast_env.sh on n0 and n1; every command fails on the `dead` one, Slurm no longer has the one that
-    is `gone`.
+    """Run launch/broadcast_env.sh on n0 and n1. Every command fails on the node `dead`. Slurm no longer has the node
+    `gone`.
     """
     bin_dir = tmp_path / "bin"
     executable(
@@ -210,7 +212,7 @@ def broadcast(
     if not (tmp_path / "env").exists():
         executable(tmp_path / "env" / "bin" / "python", "echo mine")
         subprocess.run(["tar", "-czf", "env.tar.gz", "-C", "env", "."], check=True, cwd=tmp_path)
-        (tmp_path / "local" / "frontier_llm_env_7").mkdir(parents=True)  # a neighbour's guess
+        (tmp_path / "local" / "frontier_llm_env_7").mkdir(parents=True)  # another user has guessed the name
     env = {
         "PATH": f"{bin_dir}:/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
@@ -255,7 +257,7 @@ def test_spares_stand_in_for_nodes_that_do_not_get_the_environment(
 
 
 def test_libraries_of_the_host_that_an_image_lacks_come_with_it(tmp_path: Path) -> None:
-    """Those of the five that this machine has; the user's own list stays."""
+    """The container gets each of the five libraries that this machine has. The user's own list is kept."""
     executable(tmp_path / "bin" / "apptainer", 'echo "libraries ${APPTAINER_CONTAINLIBS:-none}"')
     here = [
         path

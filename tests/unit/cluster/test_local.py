@@ -72,7 +72,7 @@ def test_first_failure_is_told_last_and_stops_the_others(
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_the_ranks_own_record_names_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str], frozen: bool) -> None:
-    """Rank 0 ends first, because it misses rank 1, of which it has left a record."""
+    """Rank 0 ends first, because it lost contact with rank 1. It has written a record that names rank 1."""
     code = f"""
         import os, sys, time
         from pathlib import Path
@@ -94,7 +94,7 @@ def test_the_ranks_own_record_names_the_first(tmp_path: Path, capfd: pytest.Capt
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("print('saved', flush=True); sys.exit(75)", ["saved"]),  # at a signal: no failure
+        ("print('saved', flush=True); sys.exit(75)", ["saved"]),  # ended by a signal: no failure
         (
             r"sys.exit(print('10:00 a word\nfrontier-llm train: error\nlr: is wrong', flush=True) or 2)",
             ["frontier-llm train: error", "lr: is wrong"],
@@ -105,7 +105,8 @@ def test_the_ranks_own_record_names_the_first(tmp_path: Path, capfd: pytest.Capt
 def test_what_all_ranks_say_alike_is_told_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: str, told: list[str]
 ) -> None:
-    # rank 0 is the last to end, when the others have been collected; they end when it can no longer be stopped
+    # Rank 0 ends last, after the other ranks have been collected. The others end only when rank 0 already ignores
+    # SIGTERM.
     start = """
         import os, signal, sys, time
         from pathlib import Path
@@ -259,7 +260,7 @@ def test_children_of_a_dead_rank_are_removed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_full_disk_does_not_hold_the_ranks_up() -> None:
-    lines = [b"x" * 1000 + b"\n"] * 200  # three times what a pipe holds
+    lines = [b"x" * 1000 + b"\n"] * 200  # three times the capacity of a pipe
     terminal = io.StringIO()
     with open("/dev/full", "wb", buffering=0) as full:
         _copy(io.BytesIO(b"".join(lines)), terminal, full)

@@ -1,4 +1,4 @@
-"""The variables of the ranks: set before torch is imported, with the origin of each, and a user's value wins."""
+"""Variables of the ranks are set before torch is imported, with their origin. A user's value has precedence."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from frontier_llm.run.job import Job
 from frontier_llm.run.job_secret import VARIABLE, folder_of
 from frontier_llm.run.rank_env import with_this_package
 
-# Python imports this first: when somebody imports torch, it prints the environment at that moment, as the C library has
-# it, and ends.
+# Python imports this module first. At the import of torch it prints the environment of that moment, as the C library
+# sees it, and ends.
 WATCH = """
 import ctypes, json, os, sys
 class Watch:
@@ -58,7 +58,7 @@ COMMANDS = {
 
 
 def at_import_of_torch(tmp_path: Path, words: list[str], **variables: str) -> dict[str, str]:
-    """A rank's environment when it imports torch."""
+    """Return a rank's environment at the import of torch."""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     env = with_this_package({"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), **PLACE, **variables})
     command = [sys.executable, "-m", "frontier_llm.cli.main", *words, f"train.run_dir={tmp_path}/run"]
@@ -87,14 +87,14 @@ def test_one_rank_of_a_node_logs_its_network_from_the_start(tmp_path: Path) -> N
 
 
 def test_without_a_secret_only_what_needs_the_private_folder_waits(tmp_path: Path) -> None:
-    """Under torchrun and mpirun rank 0 has yet to write the secret."""
+    """Under torchrun and mpirun, rank 0 has not written the secret yet."""
     seen = at_import_of_torch(tmp_path, COMMANDS["train"], SLURM_PROCID="8", SLURM_LOCALID="0")
     names = {variable.name for variable in environment("frontier", 2)}
     assert names - seen.keys() == {"MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"}
 
 
 def step_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus_per_task: int = 7) -> dict[str, str]:
-    """What the supervisor gives to srun for two nodes of Frontier."""
+    """Return the environment that the supervisor gives to srun for two nodes of Frontier."""
     srun = tmp_path / "srun"
     srun.write_text(SRUN.format(python=sys.executable, folder=tmp_path))
     srun.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What is refused, from facts alone: one row per mistake; and the facts' way through launch/job.sh."""
+"""Refusals before a start, decided from facts alone: one row per mistake. Also how launch/job.sh passes the facts."""
 
 from __future__ import annotations
 
@@ -179,9 +179,7 @@ def planted_site(tmp_path: Path, modules: str = "[]") -> Path:
 def test_the_interpreter_of_the_job_is_asked_with_the_modules_of_the_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`module` is a function of the login shell; the last word of `module load rocm/9` sets a variable that the
-    interpreter sees.
-    """
+    """`module` is a function of the login shell. Here `module load rocm/9` sets a variable for the interpreter."""
     monkeypatch.setattr(slurm, "cluster_name", lambda: "here")
     monkeypatch.setenv(
         "BASH_FUNC_module%%", '() { [[ "$2" != gone/* ]] && export PYTHONPATH="' + str(tmp_path) + '"; }'

@@ -50,7 +50,7 @@ def test_every_script_names_files_that_exist_and_a_legal_layout(job: sbatch.JobS
     assert (root_dir() / job.config).is_file()
     config = load_run(str(root_dir() / job.config))
     world = job.nodes * load_site(job.site).tasks_per_node
-    if job.name == "weak_scaling":  # its batch is one replica's
+    if job.name == "weak_scaling":  # its batch size is given per replica
         replicas = world // (config.parallel.tensor * config.parallel.pipeline)
         config = load_run(str(root_dir() / job.config), [f"batch.global_batch={config.batch.global_batch * replicas}"])
     assert plan_problems(config, world) == []
@@ -66,7 +66,8 @@ def test_walltime_and_signal_follow_the_site() -> None:
 
 TRAINING = [job for job in sbatch.JOBS if job.program == "frontier_llm.cli.job"]
 BENCHMARKS = [job for job in TRAINING if saves_nothing(load_run(str(root_dir() / job.config)).train)]
-# tokens/s per GCD (arXiv:2312.12705); for 22B nothing was published, so the planner's step counts
+# Step times from published tokens/s per GCD (arXiv:2312.12705). For 22B nothing was published, so the planner's step
+# time is used.
 ORNL_STEP_S = {"train_22b": 21.0, "train_175b": 427.0, "train_1t": 853.0}
 
 
@@ -132,7 +133,7 @@ def test_modules_do_not_set_what_depends_on_the_node_count(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("warning", ["", "$(id) 7"])
 def test_overrides_arrive_as_words(tmp_path: Path, warning: str) -> None:
-    """What a user types after the script's name reaches the program unchanged, spaces and quotes included."""
+    """Arguments after the script's name reach the program unchanged, including spaces and quotes."""
     (tmp_path / "launch").mkdir()
     fake = tmp_path / "launch" / "job.sh"
     fake.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')

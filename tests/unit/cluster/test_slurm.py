@@ -10,7 +10,7 @@ from frontier_llm.errors import FrontierError
 
 @pytest.fixture
 def sinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A sinfo whose controller is away for the first two questions; returns the file that counts them."""
+    """Provide a sinfo whose first two calls do not reach the controller. Return the file that counts the calls."""
     count = tmp_path / "count"
     (tmp_path / "sinfo").write_text(
         f"""#!/bin/bash

@@ -18,7 +18,7 @@ from tests.harness.checkpoints import save_only
 
 @pytest.fixture
 def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run at step 40 of 100 with a crash behind it, on a machine without Slurm."""
+    """A run at step 40 of 100 that crashed before, on a machine without Slurm."""
     monkeypatch.setenv("PATH", "/nonexistent")
     directory = tmp_path / "runs" / "a"
     directory.mkdir(parents=True)
@@ -100,7 +100,7 @@ def test_runs_are_found_and_a_missing_one_is_an_error(
     assert main(["status"]) == 0
     assert "runs/a" in capsys.readouterr().out
     (run_directory.parent / "table.csv").touch()
-    (run_directory / "code-1" / "metrics.jsonl").mkdir(parents=True)  # nobody looks for a run inside a run
+    (run_directory / "code-1" / "metrics.jsonl").mkdir(parents=True)  # runs are not searched inside a run
     assert main(["status", "runs", "--json"]) == 0
     assert [row["run_dir"] for row in json.loads(capsys.readouterr().out)] == ["runs/a"]
     assert main(["status", "runs/b"]) == 2

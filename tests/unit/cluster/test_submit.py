@@ -22,7 +22,7 @@ from frontier_llm.run.job import read_job
 
 @pytest.fixture
 def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands that write down their arguments; the real ones are used in tests/slurm."""
+    """Commands that record their arguments. tests/slurm uses the real ones."""
     commands = tmp_path / "bin"
     commands.mkdir()
     log = tmp_path / "calls"
@@ -54,7 +54,7 @@ PRETRAIN_1T = [
 
 @pytest.fixture
 def here(tmp_path: Path) -> list[str]:
-    """SMALL on the cluster of `fake_slurm`, whose ranks compute on CPUs: what they need is installed there."""
+    """`SMALL` on the cluster of `fake_slurm`. Its ranks compute on CPUs, so everything that they need is installed."""
     content = yaml.safe_load((root_dir() / "slurm" / "sites" / "frontier.yaml").read_text())
     content |= {"name": "here", "cluster": "here", "machine": "local", "bind": "none", "node_local": str(tmp_path)}
     content |= {"modules": [], "unset": [], "environment": {}, "run_roots": []}
@@ -218,7 +218,7 @@ def test_a_snapshot_holds_the_bytecode_that_ranks_would_each_write(tmp_path: Pat
 
 
 def test_debug_must_not_chain(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """OLCF: production work and job chaining using the debug QOS is prohibited."""
+    """OLCF prohibits production work and job chaining in the debug QOS."""
     words = [*SMALL, "--nodes", "1", "--qos", "debug", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 2
     assert "--continue-with never" in capsys.readouterr().err
@@ -228,13 +228,15 @@ def test_debug_must_not_chain(fake_slurm: Path, tmp_path: Path, capsys: pytest.C
 def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """statvfs shows the whole of Orion; a project may keep 50 TB there, and the 1T run's checkpoint has 12."""
+    """statvfs reports the capacity of all of Orion. A project may keep 50 TB there, and a checkpoint of the 1T run has
+    12 TB.
+    """
     words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r", "train.steps=100"]
     assert main(words) == 0
     assert "50 TB" not in capsys.readouterr().err
     assert main([*words, "train.keep_checkpoints=3"]) == 0
     assert "up to 4 checkpoints of 12.1 TB are 48 TB" in capsys.readouterr().err
-    assert main([*words, "train.steps=15259", "train.keep_every=5000"]) == 0  # three more that stay for good
+    assert main([*words, "train.steps=15259", "train.keep_every=5000"]) == 0  # three more that are kept permanently
     assert "up to 6 checkpoints of 12.1 TB are 73 TB" in capsys.readouterr().err
     assert (
         main([*words, "train.keep_checkpoints=3", "train.save_interval=0", "train.save_final=false", "train.steps=5"])
@@ -335,7 +337,7 @@ def test_a_token_target_is_the_length_of_the_run(
         f"train.run_dir={directory}",
     ]
     assert main(words) == 0
-    # in tokens: a batch that changes on the way changes the number of steps
+    # In tokens, because a batch size that changes during the run changes the number of steps.
     assert "steps: 1000000 tokens\n" in (directory / "run.yaml").read_text()
     job = read_job(directory)
     assert job is not None and job.flags == ("--allow-change", "train.steps")
@@ -362,7 +364,7 @@ def test_a_walltime_that_saving_would_eat_is_refused(
 
 
 def test_a_way_out_lies_within_the_bin(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On 64 nodes a step of ORNL's whole batch takes nearly an hour, and the bin of 64 nodes ends after two."""
+    """On 64 nodes a step of ORNL's full batch takes nearly an hour, and a job of 64 nodes may run for two hours."""
     words = [*PRETRAIN_1T, "--nodes", "64", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 2
     err = capsys.readouterr().err

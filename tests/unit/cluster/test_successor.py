@@ -1,4 +1,4 @@
-"""A successor job differs from the one before it in what it has learnt, not in where it runs."""
+"""A successor job keeps the queue and account of the job before it, but uses the newly measured warning time."""
 
 from __future__ import annotations
 

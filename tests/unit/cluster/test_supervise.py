@@ -1,4 +1,6 @@
-"""The shell around `decide`: what it reads, and how it carries decisions out. Slurm and the ranks are functions."""
+"""The shell around `decide`: the records that it reads, and how it executes decisions. Functions replace Slurm and the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from frontier_llm.run.failure import Evidence, Failure, read_failure
 from frontier_llm.run.job import Job, read_job, write_job
 from tests.harness.checkpoints import save_only
 
-Ending = Callable[[int], tuple[str, int]]  # number of the attempt → (cause, steps it did)
+Ending = Callable[[int], tuple[str, int]]  # number of the attempt → (cause, steps done)
 
 
 class Cluster:
-    """A job on n0, n1 and n2 that uses two of them; an attempt ends as `ending` says."""
+    """A job on n0, n1 and n2 that uses two of them. `ending` defines how an attempt ends."""
 
     def __init__(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch, ending: Ending, walltime_s: float = 7200.0
@@ -70,7 +72,7 @@ class Cluster:
         self.requeued += 1
 
     def supervise(self) -> int | str:
-        """The supervisor's exit code; 'requeued' when Slurm would have ended it."""
+        """Return the supervisor's exit code, or 'requeued' if Slurm would have ended it."""
         before = self.requeued
         try:
             return supervise(self.run)
@@ -81,7 +83,7 @@ class Cluster:
 
 
 def test_starts_of_earlier_jobs_count_as_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each requeued job starts the ranks once; the third gives the run up."""
+    """Each requeued job starts the ranks once. The third one gives the run up."""
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 0))
     assert [cluster.supervise() for _ in range(3)] == ["requeued", "requeued", 2]
     assert (len(cluster.used), cluster.requeued) == (3, 2)
@@ -117,7 +119,7 @@ def test_a_host_that_computes_wrongly_gives_way_to_the_spare_and_is_never_used_a
     assert failure is not None and failure.what == "planted"
     run_dir.distrust(tmp_path, ["n2"])
     save_only(tmp_path, 1)
-    with pytest.raises(FrontierError, match=r"--exclude=n\[1-2\]"):  # not requeued, perhaps onto the same nodes
+    with pytest.raises(FrontierError, match=r"--exclude=n\[1-2\]"):  # not requeued: it could get the same nodes
         cluster.supervise()
     assert len(cluster.used) == 2 and cluster.requeued == 0
 

@@ -1,4 +1,4 @@
-"""The authenticated store: it answers as torch's own does, and groups are made with it."""
+"""The authenticated store gives the same answers as torch's own store, and process groups can be built on it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @contextmanager
 def opened(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The name of a Unix socket behind which `serve` answers."""
+    """Yield the name of a Unix socket on which `serve` answers."""
     name = socket_name(os.urandom(16), 1, 0)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(name)
@@ -53,7 +53,7 @@ def store_at(name: str, timeout_s: float, connections: int = 100) -> Authenticat
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """Where the server answers."""
+    """Yield the name of the server's socket."""
     serve, close = store_server.open_server()
     with opened(serve) as name:
         yield name
@@ -62,7 +62,7 @@ def name() -> Iterator[str]:
 
 @pytest.fixture
 def upstream() -> dist.TCPStore:
-    """torch's own, to compare with."""
+    """torch's own store, for comparison."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
 
 
@@ -91,7 +91,7 @@ def _timed_out(call: Callable[[], object]) -> bool:
     return False
 
 
-# What torch 2.4 to 2.13 asks of a store, as C++ does it: through a prefix. Each gives an answer to compare.
+# Calls that torch 2.4 to 2.13 makes on a store, through a prefix as in C++. Each call returns a value to compare.
 CALLS: dict[str, Callable[[dist.Store], object]] = {
     "a communicator's id": lambda store: (store.set("0", bytes(range(256))[-128:]), store.get("0")),
     "the ids of many roots": lambda store: (
@@ -148,8 +148,8 @@ def test_waiting_for_a_key_holds_up_nobody(name: str) -> None:
     for thread in threads:
         thread.start()
     other.set("else", "1")
-    assert waiting.check(["else"])  # on the store that two threads are waiting on
-    # held up, this thread would have come here only when their waits had failed
+    assert waiting.check(["else"])  # on the store on which two threads are waiting
+    # if the waits blocked this thread, it would get here only after they had failed
     assert all(thread.is_alive() for thread in threads)
     other.set("late", "now")
     for thread in threads:
@@ -189,12 +189,12 @@ def test_questions_that_no_rank_asks_end_their_connection_alone(name: str) -> No
             stranger.sendall(nonsense)
             stranger.shutdown(socket.SHUT_WR)
             stranger.settimeout(5.0)
-            with suppress(ConnectionResetError):  # some of it was not even read
+            with suppress(ConnectionResetError):  # the server may have left some of it unread
                 assert stranger.recv(1) == b""
     store.set("still", "works")
 
 
-# (operation, arguments): too few of them, and values that are no numbers or none that a store keeps
+# (operation, arguments): too few arguments, or values that are not numbers or that no store can hold
 UNANSWERABLE = [
     (b"add", b"text", b"1"),
     (b"add", b"count", b"one"),
@@ -226,7 +226,9 @@ def test_a_question_that_cannot_be_answered_is_an_error_and_the_connection_lives
 
 
 def _sockets_to(port: int) -> int:
-    """Established TCP connections of this machine's processes to a local port, from the client's side."""
+    """Return the number of established TCP connections from this machine's processes to a local port, counted on the
+    client's side.
+    """
     rows = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
     ]
@@ -235,7 +237,7 @@ def _sockets_to(port: int) -> int:
 
 def _on_pretended_nodes(rank: int, port: int, per_node: int, kind: StoreKind) -> tuple[float, str, int]:
     dist.barrier()
-    dist.destroy_process_group()  # the pool's own world
+    dist.destroy_process_group()  # the rank pool's own world
     meeting = Meeting("127.0.0.1", port, rank - rank % per_node, per_node, lambda: b"a secret of this job", kind)
     connect(rank, 4, meeting, "gloo", 60.0)
     board = Board()
@@ -261,8 +263,8 @@ def _on_pretended_nodes(rank: int, port: int, per_node: int, kind: StoreKind) ->
     ids=["two nodes", "one node", "torch's, two nodes", "torch's, one node"],
 )
 def test_groups_and_notices(ranks: RankPool, per_node: int, kind: StoreKind, expected: int) -> None:
-    """Authenticated: two connections of each rank of other nodes. torch: three of each rank (with heartbeats), and
-    the server's own.
+    """The authenticated store has two connections from each rank of other nodes. torch's store has three from each rank
+    (with heartbeats), and one of the server itself.
     """
     for total, claimed, connections in ranks.run(4, _on_pretended_nodes, free_port(), per_node, kind):
         assert (total, claimed) == (1112.0, "same")

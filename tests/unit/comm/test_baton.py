@@ -1,4 +1,4 @@
-"""One half of a rank's work runs at a time, and what one of them raises is what comes out."""
+"""One half of a rank's work runs at a time, and an error of either half reaches the caller."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from frontier_llm.comm.baton import Baton
 
 
 def share(halves: dict[str, Callable[[Baton], None]], log: list[str], baton: Baton | None = None) -> None:
-    """Both halves on a new baton, or this; the log is told of turns."""
+    """Run both halves on `baton`, or on a new one. The log records each turn."""
     baton = baton or Baton()
     baton.share(list(halves), lambda name: halves[name](baton), lambda name: log.append(f"turn {name}"))
 
 
 def rounds(name: str, count: int, log: list[str]) -> Callable[[Baton], None]:
-    """A half that begins something, passes the baton and ends it, so often."""
+    """Return a half that starts an operation, yields to the other half and ends the operation, `count` times."""
 
     def half(baton: Baton) -> None:
         for number in range(count):
@@ -56,7 +56,7 @@ def fails(baton: Baton) -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("others", [0, 1, 5])
 def test_a_failure_in_one_half_ends_the_other_with_the_same_error(first: bool, others: int) -> None:
-    """The other waits for its turn, or has ended, or (below) has not begun; its thread is free for the next two."""
+    """The other half waits for its turn or has already ended. Its thread is free for the next pair."""
     log: list[str] = []
     other = {"other": rounds("o", others, log)}
     baton = Baton()
@@ -81,7 +81,7 @@ def test_a_half_whose_other_failed_before_it_began_is_left_out() -> None:
 
 
 class Waiting(Function):
-    """Passes the baton in its backward, as rows on their way home do."""
+    """Yields to the other half in its backward, as a wait for communication does."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, baton: Baton) -> Tensor:
@@ -95,7 +95,9 @@ class Waiting(Function):
 
 
 def test_an_error_reaches_through_autograd_and_the_next_pair_begins_anew() -> None:
-    """A backward that is ended in the middle leaves nothing behind; a forward beside a backward records its graph."""
+    """A backward that is stopped in the middle leaves no state behind. A forward beside a backward records its
+    graph.
+    """
     baton = Baton()
     x = torch.ones(2, requires_grad=True)
 

@@ -1,5 +1,5 @@
-"""Two-stage collectives on pretended nodes: values, gradients, reproducibility, bytes and messages against closed
-forms.
+"""Two-stage collectives on pretended nodes: values, gradients and reproducibility, and bytes and messages against
+closed forms.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 Transport = Literal["auto", "torch"]
-LAYOUTS = [(2, 2), (3, 2), (4, 2), (2, 4), (5, 1), (7, 1)]  # (nodes, ranks per node); odd node counts are the point
+LAYOUTS = [(2, 2), (3, 2), (4, 2), (2, 4), (5, 1), (7, 1)]  # (nodes, ranks per node), with odd node counts
 
 
 def _axis(rank: int, nodes: int, per_node: int, transport: Transport = "auto") -> Axis:
@@ -65,7 +65,7 @@ def _contribution(rank: int, elements: int) -> torch.Tensor:
 
 
 def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int, transport: Transport = "auto") -> dict[str, object]:
-    """Every collective once; the results' errors against sums made here, and the ledger."""
+    """Run every collective once. Return the errors against sums computed here, and the ledger."""
     axis = _axis(rank, nodes, per_node, transport)
     assert axis.group is not None and axis.hierarchical is not None
     axis.hierarchical._chunk_bytes = chunk_bytes  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def test_halving_covers_every_block_in_the_fewest_rounds(size: int) -> None:
 
 
 def _one_level(rank: int) -> list[bool]:
-    """Axes inside a node, uneven ones, and those of a flat table stay as they are."""
+    """Check that axes inside a node, uneven axes and axes of a flat table stay one-level."""
     inside = build_mesh(
         Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=8
     ).dp
@@ -158,8 +158,8 @@ def test_one_level_is_used_where_there_is_only_one(ranks: RankPool) -> None:
 
 
 def test_the_shipped_table_follows_the_costs() -> None:
-    """Wherever the estimate says that one algorithm is 1.5 times faster than the other, the table must say so too (8
-    ranks per node).
+    """If the estimate says that one algorithm is 1.5 times faster than the other, the table must choose it (8 ranks per
+    node).
     """
     machine = rates(load_machine("frontier"))
     table = load_algorithms("frontier")
@@ -202,7 +202,7 @@ def test_a_damaged_table_is_refused_with_every_violation(tmp_path: Path) -> None
 
 
 class _Device:
-    """Records what is asked of streams and events, as `torch.cuda` is; 'main' is the stream that calls come from."""
+    """Replaces `torch.cuda` and records the calls on streams and events. 'main' is the caller's stream."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -258,7 +258,7 @@ def test_on_a_gpu_all_is_queued_on_one_side_stream_and_each_wait_covers_its_own_
         assert device.log[place : place + 5] == [
             f"{side} waits for all of main",
             f"{side}: {name}, stage 1 of chunk 0",
-            f"{side}: {name}, stage 1 of chunk 1",  # under way while chunk 0 is in its second stage
+            f"{side}: {name}, stage 1 of chunk 1",  # in flight while chunk 0 is in its second stage
             f"{side}: {name}, stage 2 of chunk 0",
             f"{side}: {name}, stage 2 of chunk 1",
         ]
@@ -266,8 +266,8 @@ def test_on_a_gpu_all_is_queued_on_one_side_stream_and_each_wait_covers_its_own_
 
 
 def _nodes_that_split_pairs(rank: int) -> list[float]:
-    """Three ranks per node and tp of two: the middle pair spans both nodes, the others do not, and dp's groups come
-    after them.
+    """Three ranks per node and tp of two. The middle pair spans both nodes, and the others do not. The groups of dp are
+    created after them.
     """
     mesh = build_mesh(
         Grid(2, 1, 3),

@@ -1,5 +1,5 @@
-"""Sums whose summands travel in 16 bits: the stated error bound, the same bits in every run and on every rank, half
-the bytes.
+"""Sums with 16-bit summands in the messages: the stated error bound, the same bits in every run and on every rank, and
+half the bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.parity.cases import Case
 from tests.parity.play import Source
 
 PART = 5_003
-ROUNDING = 2.0**-8  # of bf16, whose significand has 8 bits, to nearest
+ROUNDING = 2.0**-8  # bf16's rounding to nearest; its significand has 8 bits
 
 
 def _contribution(rank: int, size: int) -> torch.Tensor:
-    """Magnitudes over eight decades, as gradients have."""
+    """Return magnitudes over eight decades, as gradients have."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(PART * size, generator=generator) * 10.0 ** (
         torch.rand(PART * size, generator=generator) * 8 - 8
@@ -37,7 +37,7 @@ def _sums(rank: int, size: int, transport: str) -> tuple[torch.Tensor, torch.Ten
     everywhere = x.clone()
     pending = start_narrow_sum_(everywhere, axis, torch.bfloat16, everywhere=True)
     pending.wait()
-    pending.wait()  # nothing is added twice
+    pending.wait()  # the second wait adds nothing
     return scattered.chunk(size)[rank], everywhere, moved
 
 
@@ -50,7 +50,7 @@ def test_each_summand_is_rounded_once(ranks: RankPool, size: int, transport: str
         others = magnitude - whole[rank].abs()
         mine = slice(rank * PART, (rank + 1) * PART)
         error = (own.double() - whole.sum(0)[mine]).abs()
-        slack = 1e-6 * magnitude[mine]  # of the additions in fp32
+        slack = 1e-6 * magnitude[mine]  # for the additions in fp32
         assert bool((error <= ROUNDING * others[mine] + slack).all())
         assert float(error.max()) > 0
         assert bool(((everywhere.double() - whole.sum(0)).abs() <= 2 * ROUNDING * magnitude).all())
@@ -76,10 +76,11 @@ def _losses(rank: int, case: Case, wire: str) -> list[tuple[float, float]]:
 )
 def test_training_stays_within_the_rounding_of_gradients(ranks: RankPool, case: Case) -> None:
     full, narrow = (ranks.run(case.world_size, _losses, case, wire) for wire in ("full", "bf16"))
-    assert narrow[0] != full[0] and narrow[0][0][0] == full[0][0][0]  # the first loss comes before any sum
+    assert narrow[0] != full[0] and narrow[0][0][0] == full[0][0][0]  # the first loss is computed before any sum
     assert all(reply == narrow[0] for reply in narrow)
     # the first norm: rounding errors of 4e-3 average out
     assert narrow[0][0][1] == pytest.approx(full[0][0][1], rel=1e-3)
-    # Adam's first steps have the size of the learning rate whatever the gradient's, which makes much of little
+    # Adam's first steps have the size of the learning rate, whatever the gradient's size, so small differences are
+    # amplified.
     assert [loss for loss, _ in narrow[0]] == pytest.approx([loss for loss, _ in full[0]], rel=5e-3)
     assert [norm for _, norm in narrow[0]] == pytest.approx([norm for _, norm in full[0]], rel=5e-2)

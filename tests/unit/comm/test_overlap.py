@@ -1,5 +1,5 @@
-"""Overlap changes nothing but time: each switch gives the same bits, in every kind of layout, and really leaves
-something under way.
+"""Overlap changes nothing but time. Each switch gives the same bits in every kind of layout, and really leaves
+communication in flight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.play import Source
 
-SMALL_BUCKETS = 2_000  # elements: a dozen buckets or more, so that gathers end at different layers
+SMALL_BUCKETS = 2_000  # elements: at least a dozen buckets, so that gathers end at different layers
 LAYOUTS = [
     Case("llama", dp=2),
     Case("gpt", dp=2, pp=2, recompute="full"),  # a tied embedding on both ends
@@ -39,7 +39,7 @@ LAYOUTS = [
 
 
 class Outcome(NamedTuple):
-    """What one rank has after three steps with an evaluation between them."""
+    """Results of one rank after three steps with an evaluation between them."""
 
     numbers: list[float]
     weights: list[torch.Tensor]
@@ -95,7 +95,10 @@ def test_overlapping_the_weights_changes_no_bit(ranks: RankPool, case: Case) -> 
 
 
 def _arrivals(rank: int) -> tuple[list[int], list[int], list[int]]:
-    """First uses of the buckets under way: after a step, after the first norm was taken, after the last layer's was."""
+    """Return the first uses of the buckets in flight at three points in time.
+
+    They are after a step, after reading a weight of the first block, and after reading a weight of the last block.
+    """
     state = _state(rank, Case("llama", dp=2), {"overlap_weights": True})
     train_step(state)
 
@@ -138,7 +141,9 @@ def test_gathers_start_in_the_order_of_the_next_forward(ranks: RankPool) -> None
 
 
 def _stale(rank: int) -> list[float]:
-    """Taking parameters without waiting: what the test above would not notice if gathers happened to be early."""
+    """Read parameters without waiting. The result must be wrong. Otherwise the test above only passes because gathers
+    end early.
+    """
     state = _state(rank, Case("llama", dp=2), {"overlap_weights": True})
     losses = []
     for _ in range(3):
@@ -176,9 +181,9 @@ def test_posting_receives_ahead_changes_no_bit(ranks: RankPool, case: Case) -> N
 def test_tensor_chunks_stay_within_rounding(
     ranks: RankPool, dtype: str, chunks: int, recompute: str, sequence_parallel: bool, tolerance: float
 ) -> None:
-    """Sums go over the same ranks in the same order, but a library's product may round otherwise for another number of
-    rows:
-    a few units in the last place, 1e-16, 6e-8 and 4e-3, which the model amplifies."""
+    """Sums go over the same ranks in the same order, but a library's product may round differently for another number
+    of rows. The difference is a few units in the last place (1e-16, 6e-8 and 4e-3), and the model amplifies it.
+    """
     case = Case("gpt", tp=2, sequence_parallel=sequence_parallel, recompute=recompute)
     whole, cut = (ranks.run(2, _three_steps, case, {"tensor_chunks": count}, dtype) for count in (1, chunks))
     assert cut[0].numbers == pytest.approx(whole[0].numbers, rel=tolerance)
@@ -194,9 +199,7 @@ def test_chunks_must_divide_a_ranks_part_of_the_sequence() -> None:
 
 
 class Traced(NamedTuple):
-    """A switch, the call that it hides, and what a rank turns to while such a call is under way: another action, or
-    the next chunk's call.
-    """
+    """A switch, the call that it hides, and the row on which a rank works during such a call."""
 
     case: Case
     on: dict[str, Any]
@@ -238,7 +241,9 @@ def _two_steps(rank: int, case: Case, comm: dict[str, Any]) -> MeasuredTimeline:
 
 
 def _crossed(path: Path, call: str, beside: str) -> int:
-    """How often rank 0 of a Chrome trace turned to something on the row `beside` while a `call` was under way."""
+    """Count how often rank 0 of a Chrome trace begins something on the row `beside` while a `call` is in flight. On the
+    row "compute" ends are counted too.
+    """
     bars = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
     flights = [
         (bar["ts"], bar["ts"] + bar["dur"])
@@ -253,7 +258,7 @@ def _crossed(path: Path, call: str, beside: str) -> int:
 
 @pytest.mark.parametrize("switch", but_first(list(TRACED), 2))
 def test_the_timeline_shows_what_each_switch_puts_under_way(ranks: RankPool, switch: str, tmp_path: Path) -> None:
-    """By the order of what one rank does, which no load of the machine changes."""
+    """The order of one rank's actions does not depend on the load of the machine."""
     case, on, off, call, beside = TRACED[switch]
     crossed = []
     for name, comm in (("on", on), ("off", off)):

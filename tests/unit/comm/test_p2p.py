@@ -1,5 +1,5 @@
-"""Pipeline messages where the CPU's transports hide what RCCL does: streams that are opened by both hosts, and sends
-that end late.
+"""Pipeline messages under conditions of RCCL that the CPU's transports hide: both hosts open each stream, and sends end
+late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Stream = tuple[str, int, int]  # channel and the two stages
 
 
 def _calls(schedule: Schedule, stage: int) -> list[Stream]:
-    """The streams that a stage's host uses, in its order."""
+    """Return the streams that a stage's host uses, in its order."""
     used = []
     for kind, _, position in schedule.actions[stage]:
         if not kind.computes:
@@ -40,7 +40,7 @@ def _opening(placement: Placement, stage: int) -> list[Stream]:
 
 
 def _meet(hosts: list[list[Stream]]) -> set[int]:
-    """Stages whose hosts never get to the end, when the first use of a stream waits for the other end's first use."""
+    """Return the stages whose hosts never finish, if the first use of a stream waits for the other end's first use."""
     queues = [list(reversed(calls)) for calls in hosts]
     opened = set[Stream]()
     while True:
@@ -65,7 +65,9 @@ def test_every_stream_is_opened_before_a_step_could_hang_on_it(name: str, pp: in
 
 @pytest.mark.parametrize("name, pp, m, v", SCHEDULES)
 def test_streams_that_are_opened_by_use_meet_too(name: str, pp: int, m: int, v: int) -> None:
-    """Because all hosts use them in one order; with receives posted as early as that order allows as well."""
+    """All hosts use the streams in one order, so no host waits for ever. This also holds if receives are posted as
+    early as that order allows.
+    """
     schedule = build(name, pp, m, v)
     ahead = replace(schedule, actions=tuple(tuple(posted_ahead(actions)) for actions in schedule.actions))
     assert not _meet([_calls(schedule, stage) for stage in range(pp)])
@@ -80,7 +82,7 @@ def test_a_host_that_uses_streams_in_an_order_of_its_own_never_meets_its_neighbo
 
 
 class _Late:
-    """A send that the receiver takes when it is told to; waiting for it would be noticed."""
+    """A send that completes when the test sets `taken`. `waited` records if a caller waited for it."""
 
     def __init__(self) -> None:
         self.taken = self.waited = False
@@ -102,7 +104,7 @@ class _Channel:
 
 
 def test_a_send_that_is_done_lets_go_of_its_tensor_long_before_the_limit() -> None:
-    """A limit of 130 messages, as 64 stages have, would otherwise hold 130 activations."""
+    """Otherwise a limit of 130 messages, as for 64 stages, would hold 130 activations."""
     group = _Channel()
     sends = Sends(limit=130)
     axis = Axis("pp.forward", 0, 2, (0, 1), group)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""What torch is asked for where ranks have GPUs. Stand-ins with the signatures of the installed torch record it: no
-RCCL runs here.
+"""Calls to torch on ranks with GPUs. Stand-ins with the signatures of the installed torch record them, because no RCCL
+runs here.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ CALLS = [
 
 @pytest.fixture
 def asked() -> Iterator[SimpleNamespace]:
-    """torch.distributed as rank RANK of a world on RCCL sees it; a call that the real one would not take is a
-    TypeError.
+    """Replace torch.distributed as on rank RANK of a world on RCCL. A call that the real function would not accept
+    raises TypeError.
     """
     stands_in = {name: create_autospec(getattr(dist, name)) for name in CALLS}
     stands_in |= {name: create_autospec(getattr(group, name)) for name in ("_all_gather", "_reduce_scatter")}
@@ -64,7 +64,7 @@ def asked() -> Iterator[SimpleNamespace]:
 
 
 def test_no_communicator_is_made_before_it_is_used(asked: SimpleNamespace) -> None:
-    """`device_id` would make torch open the world's at once, and every smaller one by splitting it."""
+    """With `device_id`, torch would open the world's communicator at once, and every smaller one by splitting it."""
     store = dist.HashStore()
     with (
         patch.object(dist, "is_backend_available", lambda name: True),
@@ -94,7 +94,7 @@ def test_a_rank_makes_the_groups_that_it_is_in_and_no_other(asked: SimpleNamespa
     )
     made = {tuple(call.args[0]): call.kwargs for call in asked.new_group.call_args_list}
     assert all(RANK in ranks and options["use_local_synchronization"] for ranks, options in made.items())
-    # it holds no end of the tied embedding
+    # this rank does not hold an end of the tied embedding
     assert set(made) == {mesh.tp.ranks, mesh.pp.ranks, mesh.dp.ranks, mesh.world.ranks, (RANK,)}
     assert (
         made[mesh.dp.ranks]["timeout"].total_seconds() == 7.0
@@ -104,7 +104,7 @@ def test_a_rank_makes_the_groups_that_it_is_in_and_no_other(asked: SimpleNamespa
     assert all(
         isinstance(axis.group, TorchGroup) for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.world, *mesh.channels.values())
     )
-    # each is used once at the start, on its device; pp itself carries nothing in training
+    # each group is used once at the start, on its device; pp itself has no communication in training
     assert [call.args[0] for call in asked.warm_up.call_args_list] == ["tp", "dp", "world"]
     assert [call.args[1] for call in asked.first_use.call_args_list] == [axis.name for axis in mesh.channels.values()]
     assert all(
@@ -167,8 +167,8 @@ def test_messages_go_to_global_ranks_and_an_exchange_is_one_batch(asked: SimpleN
 
 
 class _PairStream:
-    """Notes the order of a rank's messages with one peer: RCCL has one stream for both directions, and runs them in
-    this order.
+    """Records the order of a rank's messages with one peer. RCCL has one stream for both directions, and runs the
+    messages in this order.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def test_the_recorder_of_rccl_is_dumped_and_not_gloos(asked: SimpleNamespace, tm
 
 
 def test_streams_and_events_are_those_of_this_torch() -> None:
-    """What `HierarchicalGroup` calls on a device; the order of the calls is tested in test_hierarchical."""
+    """`HierarchicalGroup` makes these calls on a device. test_hierarchical.py tests their order."""
     inspect.signature(torch.cuda.Stream.__new__).bind(torch.cuda.Stream, torch.device("cuda", 0), priority=-1)
     inspect.signature(torch.cuda.Stream.wait_stream).bind(None, None)
     inspect.signature(torch.cuda.Stream.record_event).bind(None)

@@ -1,4 +1,4 @@
-"""Shared-memory groups: values, order, overlap, overlapping groups, failures; against sums made here."""
+"""Shared-memory groups: values, order, overlap, overlapping groups and failures, against sums computed here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
-SIZES = (1, 1000, 8193, 300_007)  # up to several steps of a slot, never a multiple of one
+SIZES = (1, 1000, 8193, 300_007)  # up to several slots, never a multiple of a slot
 
 
 def _axis(rank: int, size: int, timeout_s: float = 30.0) -> Axis:
@@ -49,7 +49,7 @@ def _axis(rank: int, size: int, timeout_s: float = 30.0) -> Axis:
 
 
 def _until_there(path: str) -> None:
-    """What one rank must not do before another has done its part."""
+    """Wait until another rank has done its part."""
     deadline_s = time.monotonic() + 60.0
     while not Path(path).exists():
         assert time.monotonic() < deadline_s, f"no {path}"
@@ -64,7 +64,9 @@ def _contribution(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """In rank order, 16-bit types in fp32 and rounded once: what the library promises bit by bit."""
+    """Sum in rank order. 16-bit types are summed in fp32 and rounded once. The library guarantees exactly these
+    bits.
+    """
     total = parts[0].float() if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
     for part in parts[1:]:
         total = total + part.to(total.dtype)
@@ -143,7 +145,7 @@ def test_own_part_of_a_buffer_may_be_input_and_output(ranks: RankPool) -> None:
 
 
 def _check_overlap(rank: int, size: int) -> None:
-    """Many collectives under way, waited for in another order; the ranks drift apart."""
+    """Many collectives are in flight and are waited for in another order. The ranks run at different speeds."""
     axis = _axis(rank, size)
     for round_number in range(4):
         elements = [10, 300_000, 1, 70_000, 4000, 200_000]
@@ -172,7 +174,7 @@ def test_collectives_under_way_complete_in_any_order_of_waiting(ranks: RankPool,
 
 
 def _start_early(rank: int, told: str) -> None:
-    """Rank 0 starts and computes on; rank 1 must get its result without rank 0's wait."""
+    """Rank 0 starts a collective and continues to compute. Rank 1 must get its result without rank 0's wait."""
     axis = _axis(rank, 2)
     x = torch.full((100_000,), float(rank + 1))
     barrier(axis)
@@ -191,7 +193,7 @@ def test_a_started_collective_does_not_make_the_peer_wait(ranks: RankPool, tmp_p
 
 
 def _check_overlapping_groups(rank: int) -> list[float]:
-    """tp, dp and world of a 2 × 2 mesh at once; every axis has its own memory."""
+    """tp, dp and world of a 2 × 2 mesh communicate at once. Every axis has its own memory."""
     mesh = build_mesh(Grid(2, 1, 2), rank, timeout_s=30.0, comm=CommConfig(transport="shm"))
     assert {axis.name: axis.ranks for axis in (mesh.tp, mesh.dp)} == {
         "tp": (0, 1) if rank < 2 else (2, 3),
@@ -219,7 +221,9 @@ def test_groups_that_overlap_do_not_mix(ranks: RankPool) -> None:
 
 
 def _check_messages(rank: int, size: int) -> None:
-    """Many messages around the ring, received late; sizes that wrap the arena; two channels at once."""
+    """Many messages around the ring are received late. Their sizes wrap the arena, and two channels are in use at
+    once.
+    """
     mesh = build_mesh(
         Grid(1, size, 1), rank, placement=round_robin(size, 2), timeout_s=30.0, comm=CommConfig(transport="shm")
     )
@@ -252,8 +256,8 @@ def test_messages_arrive_in_order_on_each_channel(ranks: RankPool, size: int) ->
 
 
 def _lag_by_more_than_an_arena(rank: int) -> None:
-    """The sender must wait when the arena is full, and the arena must be used round and round."""
-    # this process serves other tests too: restored below
+    """The sender must wait when the arena is full, and the arena is reused many times."""
+    # this process runs other tests too, so the sizes are restored below
     shm.ARENA_BYTES = 1 << 20
     shm.PIECE_BYTES = 1 << 17
     try:
@@ -309,7 +313,7 @@ def _die(rank: int) -> str:
         while True:
             all_reduce_(torch.ones(1000), axis)
     except RankFailure as error:
-        # the pool shows one line
+        # the rank pool shows only one line
         raise AssertionError(f"{error.problems[0].what} after {time.monotonic() - start_s:.2f} s") from error
 
 

@@ -1,6 +1,4 @@
-"""TCPStore in a process of its own: it outlives rank 0, ends with the last rank, and each question to it has a time
-limit.
-"""
+"""TCPStore in its own process. It outlives rank 0, ends with the last rank, and each request to it has a time limit."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from tests.harness.marks import thorough
 SECRET = b"a secret of this job"
 START_S = 60.0  # for a process that loads torch on a busy machine
 
-# rank 0 of two: it prints the id of the store's process, then does what its argument says
+# Rank 0 of two. It prints the process id of the store, then does the action that its argument names.
 RANK_0 = """
 import ctypes, sys, time
 from frontier_llm.comm import Meeting, rendezvous
@@ -55,8 +53,6 @@ def _left() -> Iterator[None]:
 
 
 class Rank0:
-    """A process that is rank 0 of a job."""
-
     def __init__(self, what: str = "sleep") -> None:
         self.port = free_port()
         command = [sys.executable, "-c", RANK_0, str(self.port), what]
@@ -119,7 +115,7 @@ def test_a_rank_0_that_is_stopped_or_killed_takes_nothing_from_the_others(rank_0
 def test_the_store_goes_on_while_rank_0_lives_and_ends_with_it(rank_0: Callable[..., Rank0]) -> None:
     first = rank_0()
     for number in SURVIVED:
-        os.kill(first.server, number)  # as launchers send them to each process of a job
+        os.kill(first.server, number)  # launchers send these signals to each process of a job
     assert first.joined_by_rank_1().add("count", 1) == 1
     forget_stores()
     time.sleep(1.5)
@@ -144,7 +140,7 @@ def test_on_one_node_the_port_is_random_and_on_loopback(tmp_path: Path) -> None:
     seen = set()
     for _ in range(2):
         meeting = Meeting("127.0.0.1", free_port(), 0, 2, lambda: SECRET, folder=lambda: tmp_path)
-        (tmp_path / "store-port").write_text("1")  # of an earlier start
+        (tmp_path / "store-port").write_text("1")  # left by an earlier start
         join_store(0, 2, meeting, START_S)
         join_store(1, 2, meeting, START_S)
         address = store_address()
@@ -224,7 +220,7 @@ def test_heartbeats_go_on_while_the_main_thread_holds_the_interpreter_lock(rank_
 
 
 def is_held(hear: object) -> bool:
-    """Whether rank 0 has not said yet that it holds the lock no longer."""
+    """Return True until rank 0 reports that it has released the lock."""
     import select
 
     time.sleep(0.1)
@@ -257,8 +253,8 @@ def test_a_store_that_is_gone_ends_the_heartbeats(rank_0: Callable[..., Rank0]) 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("store", "waits"), [("torch", False), thorough("authenticated", True)])
 def test_a_poller_in_cpp_beside_a_main_thread_that_holds_the_lock(store: str, waits: bool) -> None:
-    """As RCCL's monitor and watchdog threads ask. The authenticated store is written in Python, so it waits for the
-    lock.
+    """RCCL's monitor and watchdog threads poll like this. The authenticated store is written in Python, so it waits for
+    the lock.
     """
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.comm.store", "lock", "--store", store, "--hold-s", "4"],

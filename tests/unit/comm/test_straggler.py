@@ -1,5 +1,5 @@
-"""Stragglers are named in time and never wrongly: on simulated step times with noise, and on real ranks with one
-that sleeps.
+"""Stragglers are named in time and never wrongly: on simulated step times with noise, and on real ranks of which one
+sleeps.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from tests.harness.pool import RankPool
 
 
 def _noisy(generator: np.random.Generator, ranks: int, usual_s: float) -> np.ndarray:
-    """Simulated busy times: 2 % spread, a machine-wide wobble, and now and then a hiccup of up to 80 % on one rank."""
+    """Return simulated busy times: 2 % spread, a machine-wide variation, and sometimes a delay of up to 80 % on one
+    rank.
+    """
     busy = usual_s * (1 + 0.02 * generator.standard_normal(ranks)) * (1 + 0.05 * abs(generator.standard_normal()))
     hiccups = generator.random(ranks) < 0.02
     return np.where(hiccups, busy * (1 + 0.8 * generator.random(ranks)), busy)
 
 
 def _samples(generator: np.random.Generator, ranks: int, scale: np.ndarray | float = 1.0) -> np.ndarray:
-    """What the ranks tell after an interval: medians over its samples."""
+    """Return the values that the ranks report after an interval: medians over its samples."""
     return np.median([_noisy(generator, ranks, 1.0) * scale for _ in range(SAMPLES)], axis=0)
 
 
@@ -74,10 +76,10 @@ def test_a_machine_that_slows_down_is_no_straggler(ranks: int, stages: int) -> N
 
 
 def _train_with_a_sleeper(rank: int, steps: int, begin: int) -> tuple[list[tuple[int, int, str]], list[int]]:
-    """Real ranks whose compute is a sleep of 20 ms; from `begin` on rank 2 sleeps 200 ms more, and everyone waits for
-    it.
+    """Run ranks whose compute is a sleep of 20 ms. From step `begin` on, rank 2 sleeps 200 ms more, and all ranks wait
+    for it.
 
-    (step, rank and host of the named, steps in which the watch has communicated).
+    Return (step, rank, host) of each named straggler, and the steps in which the watch has communicated.
     """
     grid = Grid(1, 1, 4)
     mesh = build_mesh(grid, rank, timeout_s=30.0)
@@ -102,7 +104,7 @@ def test_a_rank_that_sleeps_200_ms_is_named_by_every_rank(ranks: RankPool) -> No
 
 
 class _Event:
-    """An event of a device that computes 1 s between two of them, and stands still for 5 s in a wait."""
+    """An event of a device whose clock is `now_s`, which the test advances."""
 
     now_s = 0.0
 

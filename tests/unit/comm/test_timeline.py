@@ -1,5 +1,5 @@
-"""Overlap changes nothing but time: equal bits with and without; and the timeline says what was hidden and what
-exposed.
+"""Overlap changes nothing but time: the bits are equal with and without it. The timeline shows the hidden and the
+exposed parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.harness.pool import RankPool
 
 
 def _record(rank: int) -> MeasuredTimeline:
-    """Two all-reduces: one waited for at once, one under way while 60 ms are computed."""
+    """Record two all-reduces: one waited for at once, and one in flight during 60 ms of compute."""
     mesh = build_mesh(Grid(1, 1, 2), rank, timeout_s=30.0)
     barrier(mesh.world)
     timeline = MeasuredTimeline(rank)
@@ -40,9 +40,7 @@ def _record(rank: int) -> MeasuredTimeline:
 
 
 def test_exposed_and_hidden(ranks: RankPool, tmp_path: Path) -> None:
-    """Only bounds that hold however busy the machine is: a sleep is not shorter than asked for, and a wait is
-    counted as one.
-    """
+    """The bounds hold on a busy machine: a sleep is at least as long as requested, and a wait is counted as one."""
     timelines = ranks.run(2, _record)
     for timeline in timelines:
         spent = timeline.exposed_and_hidden_s()

@@ -1,5 +1,5 @@
-"""The transport check on log lines in the formats that RCCL and aws-ofi-nccl print (written here after published
-logs, not recorded on Frontier).
+"""The transport check on log lines in the formats of RCCL and aws-ofi-nccl. The lines follow published logs and were
+not recorded on Frontier.
 """
 
 from __future__ import annotations

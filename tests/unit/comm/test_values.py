@@ -1,4 +1,4 @@
-"""Small values between ranks: whole, in axis order, whatever their lengths."""
+"""Small values that ranks exchange arrive complete and in axis order, whatever their lengths."""
 
 from __future__ import annotations
 

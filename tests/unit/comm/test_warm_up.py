@@ -1,4 +1,4 @@
-"""The first communication of each group has a time limit, and its error a name."""
+"""The first communication of each group has a time limit, and its error names the group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def test_the_thread_works_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def refusal(rank: int, plant: str) -> str:
-    """What building a mesh of two stages and two replicas ends with, where rank 3 sleeps at a group's first use."""
+    """Return the error from building a mesh of two stages and two replicas. Rank 3 sleeps at the first use of a
+    group.
+    """
     failpoints.arm(plant, rank)
     try:
         build_mesh(Grid(1, 2, 2), rank, round_robin(2), timeout_s=1.0)

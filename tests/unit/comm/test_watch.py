@@ -1,4 +1,4 @@
-"""What is known when something goes wrong: which call failed, how long calls blocked, and the last calls."""
+"""Information after a failure: the call that failed, how long calls blocked, and the last calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_message_names_its_peer(ranks: RankPool) -> None:
 
 
 def _own_timeouts(rank: int, transport: str) -> tuple[str, float, str]:
-    """Ranks 1 and 2 never come to the collective on dp, whose time-out is short; tp's would be long."""
+    """Ranks 1 and 2 do not join the collective on dp, whose time-out is short. The time-out of tp would be long."""
     mesh = build_mesh(
         Grid(1, 1, 3),
         rank,

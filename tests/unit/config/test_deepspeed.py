@@ -1,4 +1,6 @@
-"""The DeepSpeed JSON: passed on, filled in from the run file, refused by name where the two disagree."""
+"""The DeepSpeed JSON is passed on and completed from the run file. A key in which the two disagree is refused by
+name.
+"""
 
 from __future__ import annotations
 

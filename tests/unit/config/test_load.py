@@ -1,4 +1,4 @@
-"""Composition of files, overrides, and what a user reads when something is wrong."""
+"""Composition of files, overrides, and the messages about errors."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_an_unknown_name_gets_the_closest_file() -> None:
         find_file("llama-tinny", "models")
     with pytest.raises(ConfigError, match="gpt-175b is a model: name a run that trains it"):
         load_run("gpt-175b")
-    # the file system refuses the first three
+    # the file system refuses the first three names
     for name in ("a" * 5000, "a" * 300 + ".yaml", "llama\0tiny.yaml", "../models/llama-tiny"):
         with pytest.raises(ConfigError, match="no model file"):
             find_file(name, "models")
@@ -200,7 +200,7 @@ def test_every_shipped_model_is_valid(name: str) -> None:
 
 
 def test_the_shapes_of_ornl_have_their_names_sizes() -> None:
-    """Parameters from 12 L H^2 + V H: 22 B, 175 B, 1 T within 4 %."""
+    """12 L H^2 + V H parameters are 22 B, 175 B and 1 T within 4 %."""
     for name, published in (("gpt-22b", 22e9), ("gpt-175b", 175e9), ("gpt-1t", 1e12)):
         model = load_model(name)
         parameters = 12 * model.layers * model.hidden**2 + model.padded_vocab_size * model.hidden

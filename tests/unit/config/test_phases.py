@@ -1,4 +1,4 @@
-"""Phases of a run, and durations in tokens and epochs: what the run file's words become."""
+"""Phases of a run, and durations in tokens and epochs, as parsed from the run file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_phase_is_the_run_with_a_few_keys_changed(tmp_path: Path) -> None:
     assert phases[1].config.model == config.model and phases[2].config.optimizer == config.optimizer
     assert [phase_at(phases, step).number for step in (0, 2, 3, 5, 7)] == [1, 1, 2, 3, 3]
     assert planned_tokens(phases) == 2304
-    assert RunConfig.model_validate(yaml.safe_load(dump(config))) == config  # as a run directory keeps it
+    assert RunConfig.model_validate(yaml.safe_load(dump(config))) == config  # as in a run directory
 
 
 def test_the_last_phase_goes_on_to_the_runs_end_and_a_run_that_ends_before_it_is_told(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_tokens_are_counted_over_phases_from_the_start_and_a_decay_from_the_end(
 
 
 def test_durations_count_what_was_done_as_it_was_done(tmp_path: Path) -> None:
-    """20 steps of 256 tokens, then the batch doubled: before, everything was counted with 512 from step 0, and the
-    run was over.
+    """20 steps of 256 tokens are done, and then the batch size doubles. If the steps done were counted with 512 tokens,
+    the run would already be over.
     """
     words = (
         "train.steps=10_240 tokens",
@@ -119,9 +119,9 @@ def test_durations_count_what_was_done_as_it_was_done(tmp_path: Path) -> None:
     assert counts == [(40, 10, 4), (20, 5, 2), (30, 10, 2)]
     assert resolved(small, [(20, 256)]) == small and resolved(resolved(large, [(20, 256)]), []).train.steps == 30
     in_decay = resolved(large, [(38, 256)])
-    # 2 of 256 and 1 of 512 tokens: it began at step 36
+    # the decay began at step 36: 2 steps of 256 tokens and 1 of 512
     assert (in_decay.train.steps, in_decay.optimizer.decay_steps) == (39, 3)
-    # a run directory keeps the tokens
+    # a run directory stores the tokens
     loaded = RunConfig.model_validate(yaml.safe_load(dump(large)), context=[(20, 256)])
     assert "steps: 10240 tokens" in dump(large) and loaded.train.steps == 30
     assert not hasattr(run(tmp_path, "train.steps=30").train.steps, "tokens")
@@ -134,7 +134,7 @@ def test_a_phase_in_tokens_ends_after_its_tokens(tmp_path: Path) -> None:
     assert doubled.train.steps == 11
     phases = "train.phases=[{steps: 4}, {steps: 6, batch: {global_batch: 8}}]"
     halved = resolved(run(tmp_path, phases, "optimizer.warmup_steps=2_560 tokens"), [(2, 128)])
-    # 2 x 128 done, then 2 x 256 to the end of the first phase, and 4 x 512
+    # 2 steps of 128 tokens done, then 2 of 256 to the end of the first phase, and 4 of 512
     assert halved.optimizer.warmup_steps == 8
 
 
@@ -150,7 +150,7 @@ def test_the_same_tokens_are_no_change_whatever_the_steps(tmp_path: Path) -> Non
         "train": {**saved["train"], "steps": 40},
         "optimizer": {**saved["optimizer"], "warmup_steps": 10},
     }
-    assert config_changes(before, saved, step=20, done=[(20, 256)]) == []  # of a checkpoint that says steps
+    assert config_changes(before, saved, step=20, done=[(20, 256)]) == []  # of a checkpoint that stores steps
 
 
 def test_epochs_are_of_the_data_that_lie_there(tmp_path: Path) -> None:
@@ -194,7 +194,10 @@ def test_what_has_been_trained_may_not_change_and_what_is_to_come_may(tmp_path: 
         mode="json"
     )
     check_allowed(config_changes(saved, other_end, step=4), [], "step_4")
-    for step, allowed in ((5, []), (7, ["optimizer"])):  # the second phase would have been longer; the third has begun
+    for step, allowed in (
+        (5, []),
+        (7, ["optimizer"]),
+    ):  # the second phase should have been longer; the third has begun
         with pytest.raises(CheckpointError, match=r"--allow-change train\.phases"):
             check_allowed(config_changes(saved, other_end, step=step), allowed, "step")
     check_allowed(config_changes(saved, other_end, step=7), ["train.phases"], "step_7")

@@ -1,4 +1,4 @@
-"""Plugins by an installed package's entry point, and where the paths of plugin files lead; docs/extending.md plays
+"""Plugins by an installed package's entry point, and the resolution of plugin paths. test_extending.py tests plugin
 files and modules.
 """
 
@@ -43,7 +43,7 @@ def test_what_cannot_be_loaded_is_named_with_what_is_installed(name: str) -> Non
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """runs/run.yaml on top of base/base.yaml, which names a plugin; the working directory is elsewhere/."""
+    """runs/run.yaml is based on base/base.yaml, which names a plugin. The working directory is elsewhere/."""
     for name in ("runs", "base", "elsewhere"):
         (tmp_path / name).mkdir()
     (tmp_path / "base" / "base.yaml").write_text("model: llama-tiny\nbatch: {global_batch: 2}\nplugins: [one.py]\n")

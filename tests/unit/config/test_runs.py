@@ -1,6 +1,4 @@
-"""The run files that are shipped: each is legal on its machine, fits its memory, and trains for the tokens that it
-says.
-"""
+"""The shipped run files: each is legal on its machine, fits its memory, and trains for the stated number of tokens."""
 
 from __future__ import annotations
 

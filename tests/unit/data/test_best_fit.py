@@ -1,5 +1,6 @@
-"""Best-fit packing: what fits a sequence stays whole, nothing is lost or learnt twice, and sample k depends on the
-seed and k alone.
+"""Best-fit packing: documents that fit a sequence are not cut, and no token is lost or learnt twice.
+
+Sample k depends only on the seed and k.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LENGTHS = [9, 4, 30, 2, 17, 1, 16, 3] * 12
 
 
 def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
-    """Documents of these lengths; every token of the dataset is a different number."""
+    """Write documents of these lengths. Every token of the dataset is a different number."""
     with IndexedWriter(prefix, "i4") as writer:
         for start, length in zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False):
             writer.add_document(list(range(start, start + length)))
@@ -37,7 +38,7 @@ def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
 
 
 def sample(stream: PackedSamples, k: int) -> tuple[list[int], list[bool], list[int]]:
-    """(tokens, which are learnt, lengths of the pieces)."""
+    """Return (tokens, whether each is learnt, lengths of the pieces)."""
     tokens = np.full(stream.sequence_length + 1, -1, np.int64)
     learnt = np.empty(tokens.size, np.bool_)
     lengths = stream.fill(k, tokens, learnt)
@@ -46,7 +47,7 @@ def sample(stream: PackedSamples, k: int) -> tuple[list[int], list[bool], list[i
 
 
 def rooms_of_a_plain_packing(lengths: list[int], capacity: int) -> list[int]:
-    """Best-fit decreasing, as one would write it on a blackboard: what each sequence has left."""
+    """Return the free space of each sequence after best-fit decreasing, in its simplest form."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -119,7 +120,7 @@ def test_any_call_order_and_any_process_gives_the_same_and_epochs_differ(
     epochs = forward[:count], forward[count:]
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
     assert forward != [sample(PackedSamples(dataset, 16, order_key("best-fit", 8, 0)), k) for k in range(2 * count)]
-    # the order must never change between versions: a resumed run would see other data
+    # The order must never change between versions, because a resumed run would read other data.
     assert hashlib.sha256(repr(forward).encode()).hexdigest()[:16] == "99cfb6c399c70bfd"
 
 
@@ -203,7 +204,7 @@ def test_what_both_ways_part_is_counted(tmp_path: Path) -> None:
         and packed["parted_tokens"] == 12 * (30 - 17) < report["truncated"]["expected_tokens"]
     )
     held = packed["sequences"] * 17 - packed["padding_tokens"]
-    assert held == sum(LENGTHS) + 12  # the token at each cut twice
+    assert held == sum(LENGTHS) + 12  # the token at each cut is held twice
 
 
 @pytest.mark.parametrize("damage", [1 << 44, -1])

@@ -1,4 +1,4 @@
-"""Exact proportions at every point of the run, found at once for any k."""
+"""Exact proportions at every point of the run, computed directly for any k."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def worst_error(blend: Blend, weights: list[Fraction], samples: int) -> Fraction
     worst = Fraction(0)
     for k in range(samples):
         source, index = blend.locate(k)
-        assert index == taken[source]  # each source's samples come in order, none left out
+        assert index == taken[source]  # each source's samples come in order, without a gap
         taken[source] += 1
         worst = max(worst, *(abs(taken[i] - (k + 1) * weight) for i, weight in enumerate(weights)))
     return worst

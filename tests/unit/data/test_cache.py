@@ -1,4 +1,4 @@
-"""One process builds, the others wait; a dead builder is replaced; a damaged file is named."""
+"""One process builds and the others wait. A dead builder is replaced. A damaged file is named."""
 
 from __future__ import annotations
 

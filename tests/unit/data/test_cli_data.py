@@ -1,4 +1,4 @@
-"""`frontier-llm data …` through its parser: results on stdout, JSON where asked, errors as FrontierErrors."""
+"""`frontier-llm data …` through its parser: results on stdout, JSON if requested, errors as FrontierError."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_tokenizer_output_without_a_kind(corpus: Path) -> None:
 @pytest.mark.parametrize("kind", ["model", "json"])
 def test_another_tokenizer_is_not_replaced_unasked(corpus: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     words = ("tokenizer", corpus / "in", "--output", corpus / f"t.{kind}")
-    assert run(*words, "--vocab-size", 290) == run(*words, "--vocab-size", 290) == 0  # the same again
+    assert run(*words, "--vocab-size", 290) == run(*words, "--vocab-size", 290) == 0  # the same result again
     before = (corpus / f"t.{kind}").read_bytes()
     with pytest.raises(DataError, match=rf"(?s)t\.{kind}: is another tokenizer.*t\.new\.{kind}"):
         run(*words, "--vocab-size", 300)
@@ -166,7 +166,7 @@ def test_more_ids_than_asked_for_are_announced(corpus: Path, capsys: pytest.Capt
 
 
 def test_records_of_datasets_are_no_text(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(2):  # the second time the first result lies among the inputs
+    for _ in range(2):  # in the second round the first result is among the inputs
         assert (
             run("tokenize", corpus / "in", "--output", corpus / "in" / "tokens", "--tokenizer", "bytes", "--workers", 1)
             == 0
@@ -175,11 +175,11 @@ def test_records_of_datasets_are_no_text(corpus: Path, capsys: pytest.CaptureFix
 
 
 def test_the_tokens_that_lose_their_beginning_are_counted() -> None:
-    """Against cuts at every offset of documents laid end to end."""
+    """Compared with cuts at every offset of the concatenated documents."""
     lengths = np.array([3, 17, 40, 8, 1])
     S = 8
     ends = lengths.cumsum()
-    beginnings = np.repeat(ends - lengths, lengths)  # of each token's document
+    beginnings = np.repeat(ends - lengths, lengths)  # the beginning of each token's document
     places = np.arange(lengths.sum())
     lost = [int((beginnings < (places + offset) // S * S - offset).sum()) for offset in range(S)]
     found = truncation(lengths, S)

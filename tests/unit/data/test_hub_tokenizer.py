@@ -1,5 +1,5 @@
-"""A tokenizer by its name on the Hub, fetched by the real client from a local server that plays it; later from what
-was fetched.
+"""A tokenizer by its name on the Hub. The real client fetches it from a local server that imitates the Hub, and later
+from its cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """One repository with these files."""
+    """Serves one repository with these files."""
 
     files: dict[str, bytes]
     claimed_bytes: int | None = None
@@ -49,7 +49,7 @@ class _Hub(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Silent."""
+        """Write no log lines."""
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_it_is_fetched_once_and_then_needs_no_network(
     with pytest.raises(UnreachableError, match=r"(?s)hf://me/other.*HF_HOME"):
         load_tokenizer("hf://me/other")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "another machine"))
-    assert inspect(str(tmp_path / "out"))["samples"][0]["text"] is None  # a record's name is asked of nobody
+    assert inspect(str(tmp_path / "out"))["samples"][0]["text"] is None  # a name from a record is not looked up
 
 
 def test_what_is_no_tokenizer_is_not_fetched(server: type[_Hub]) -> None:

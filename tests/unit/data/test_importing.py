@@ -1,4 +1,4 @@
-"""Tokens that others made: packed samples are cut where documents end; ids outside the vocabulary are named."""
+"""Imported tokens: packed samples are cut at the ends of documents, and ids outside the vocabulary are named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from frontier_llm.data.meta import read_meta
 from frontier_llm.errors import DataError
 from tests.harness.system import full_disk
 
-EOD = 256  # of `bytes`
+EOD = 256  # end-of-document id of `bytes`
 SHARDS = Path(__file__).parent / "mds_shards"
 
 
@@ -33,7 +33,7 @@ def test_documents_end_at_eod_across_blocks_and_files(
     block: int,
 ) -> None:
     monkeypatch.setattr(importing, "BLOCK_TOKENS", block)
-    np.array([1, 2, EOD, EOD, 3, 4], "<u2").tofile(tmp_path / "part-0.npy")  # OLMo: no header
+    np.array([1, 2, EOD, EOD, 3, 4], "<u2").tofile(tmp_path / "part-0.npy")  # OLMo's format has no header
     np.array([5, EOD, 6], "<u2").tofile(tmp_path / "part-1.npy")
     meta = import_tokens([tmp_path], tmp_path / "out", "bytes", "uint16")
     assert documents(tmp_path / "out") == [[1, 2, EOD], [EOD], [3, 4, 5, EOD], [6]]

@@ -1,4 +1,4 @@
-"""`.bin/.idx`: round trips, streaming, atomicity, and damage named by file and byte."""
+"""`.bin/.idx` files: round trips, streaming, atomicity, and damage reported by file and byte."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_dtype(tmp_path: Path, dtype: np.dtype) -> None:
 
 
 def test_float_codes_are_megatrons(tmp_path: Path) -> None:
-    # GPT-NeoX swaps these two
+    # GPT-NeoX swaps these two codes
     for code, dtype in ((6, "f8"), (7, "f4")):
         with IndexedWriter(tmp_path / dtype, dtype) as writer:
             writer.add_document(np.array([1.5], dtype))
@@ -211,7 +211,7 @@ def test_missing_files_and_given_endings(small: Path) -> None:
 def test_digest_follows_content(small: Path, tmp_path: Path) -> None:
     write(tmp_path / "same", [[[9, 9, 9]], [[9], [9, 9]]])
     write(tmp_path / "other", [[[1, 2, 3]], [[4, 5], [6]]])
-    assert IndexedDataset(small).digest() == IndexedDataset(tmp_path / "same").digest()  # lengths decide, not tokens
+    assert IndexedDataset(small).digest() == IndexedDataset(tmp_path / "same").digest()  # of lengths, not of tokens
     assert IndexedDataset(small).digest() != IndexedDataset(tmp_path / "other").digest()
 
 
@@ -276,7 +276,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_another_dataset_of_the_same_name_takes_the_record_along(tmp_path: Path) -> None:
-    """Whoever writes it: a record beside other tokens would let the wrong tokenizer pass."""
+    """This holds for every writer, because a record beside other tokens would let the wrong tokenizer pass."""
     write(tmp_path / "d", [[[1]]])
     write_meta(tmp_path / "d", DatasetMeta("bytes", "0" * 64, 257, 256, 1, 1, text_bytes=1))
     write(tmp_path / "d", [[[2]]])

@@ -1,4 +1,4 @@
-"""Cutting never loses or doubles a line; damage is named by file and line."""
+"""Cutting never loses or doubles a line, and damage is reported by file and line."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, monkeypatch: pytest.Monkey
     lines = tmp_path / "a.jsonl"
     text.write_text("first\nsecond\n\ufeffthird", encoding="utf-8-sig")
     lines.write_text('{"text": "first"}\n', encoding="utf-8-sig")
-    whole = [Text("first\nsecond\n\ufeffthird")]  # inside a text it is a character like any other
+    whole = [Text("first\nsecond\n\ufeffthird")]  # inside a text it is an ordinary character
     assert read_all(text, documents="file") == whole
     assert read_all(text) == [Text("first"), Text("second"), Text("\ufeffthird")]
     assert read_all(lines) == [Text("first")]

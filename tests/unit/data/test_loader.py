@@ -1,5 +1,5 @@
-"""The global batch is the same set of samples for every layout; masks, reading ahead, and every mismatch refused by
-name.
+"""The global batch is the same set of samples for every layout. Also tests masks, reading ahead and refused
+mismatches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from frontier_llm.errors import DataError
 
 
 def step_rows(global_batch: int, micro_batch: int, dp: int, step: int) -> list[tuple[int, ...]]:
-    """The global batch of a step as (sample order, tokens), gathered over ranks and microbatches."""
+    """Return the global batch of a step as (sample order, tokens), gathered over ranks and microbatches."""
     rows = {}
     for rank in range(dp):
         batches = Batches(SyntheticSamples(8, 3, 50), global_batch, micro_batch, rank, dp, read_ahead=0)
@@ -109,7 +109,7 @@ def test_documents_positions_and_mask(tmp_path: Path) -> None:
     lengths = [3, 1, 6, 2] * 10
     with IndexedWriter(tmp_path / "d", "u2") as writer:
         for document, length in enumerate(lengths):
-            writer.add_document([document] * length)  # a token tells its document
+            writer.add_document([document] * length)  # each token is its document's number
     samples = DocumentSamples(IndexedDataset(tmp_path / "d"), 10, order_key("concatenate", 1, 0))
     batch = Batches(samples, 8, 8, reset_at_documents=True, read_ahead=0).microbatch(0, 0)
     assert batch.documents_BS is not None
@@ -274,7 +274,7 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(cor
         and np.array_equal(of_step(1, 3), every[12:20])
         and np.array_equal(of_step(1, 4), every[20:28])
     )
-    assert batches[2].sample_ids(5, 0)[0] == 28  # of the run: dropout's masks do not repeat
+    assert batches[2].sample_ids(5, 0)[0] == 28  # counted over the run, so that dropout's masks do not repeat
     assert [stream.taken for stream in position.streams] == [28, 8]
     other = SyntheticSamples(8, 3, 50, key=7)
     assert (
@@ -286,7 +286,7 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(cor
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 def test_the_origin_of_each_token_of_a_sample_is_known(tmp_path: Path, packing: str) -> None:
-    """Documents of several and of empty sequences; samples that cross documents and epochs, and padding."""
+    """Documents of several and of empty sequences, samples that cross documents and epochs, and padding."""
     with IndexedWriter(tmp_path / "d", "<u2") as writer:
         for document in range(40):
             for part in range(document % 3):
@@ -319,13 +319,13 @@ def test_a_token_beyond_the_vocabulary_names_dataset_document_and_place(tmp_path
         DataError,
         match=rf"{tmp_path}/d: document 7, token 4: sample 1\d holds token 300, the vocabulary has 256",
     ):
-        batches.microbatch(1, 0)  # the second epoch, in which no row has the number of its sample
+        batches.microbatch(1, 0)  # the second epoch, in which row numbers and sample numbers differ
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["null", "named"])
 @pytest.mark.parametrize("split", ["train", "validation", "phase"])
 def test_another_tokenizer_in_any_source_is_refused(tmp_path: Path, split: str, named: bool) -> None:
-    """Also if the run names no tokenizer."""
+    """This also holds if the run names no tokenizer."""
     tokenizers = {"a": ("bytes", load_tokenizer("bytes").digest), "b": ("b.model", "b" * 64)}
     for name, (tokenizer, digest) in tokenizers.items():
         with IndexedWriter(tmp_path / name, "<u2") as writer:
@@ -365,7 +365,7 @@ def test_a_dataset_whose_largest_id_the_model_lacks_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
     recorded: bool,
 ) -> None:
-    """As recorded, even of a dataset that is too large to read; or of a small dataset without a record as it is
+    """The record gives the largest id, even of a dataset that is too large to read. A small dataset without a record is
     read.
     """
     with IndexedWriter(tmp_path / "d", "<u2") as writer:

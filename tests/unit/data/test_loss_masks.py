@@ -1,4 +1,4 @@
-"""Prompts that are read and answers that are learnt: from JSONL to the targets that count."""
+"""Prompts that are only read and answers that are learnt: from JSONL to the targets of the loss."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 from frontier_llm.errors import DataError
 
-# no character is in both
+# no character is in both prompts and answers
 PAIRS = [("WHAT IS 2 + 2?", "four."), ("SAY SOMETHING!", "no."), ("", "an-answer-to-nothing")] * 20
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    """Sixty pairs, tokenized as bytes in several parts."""
+    """Write sixty pairs, tokenized as bytes in several parts."""
     lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in PAIRS]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     options = TokenizeOptions("response", prompt_key="prompt", shard_bytes=1000)
@@ -38,7 +38,7 @@ def test_a_prompt_is_a_sequence_that_is_not_learnt(prefix: str) -> None:
         [np.repeat([False, True], [len(prompt), len(response) + 1]) for prompt, response in PAIRS]
     )
     assert np.array_equal(dataset.learnt(0, dataset.token_count), expected)
-    for start in range(0, 80):  # from and to anywhere
+    for start in range(0, 80):  # any start and end
         for count in (1, 3, 17, 50):
             assert np.array_equal(dataset.learnt(start, count), expected[start : start + count]), (start, count)
     report = inspect(prefix, samples=0)
@@ -57,7 +57,7 @@ def run_on(prefix: str, **data: object) -> RunConfig:
 def test_targets_count_where_they_are_learnt(prefix: str, documents: bool) -> None:
     batches = open_batches(run_on(prefix, reset_at_documents=documents), 0, 1)
     assert batches is not None and batches.masks_targets
-    answers = {*b"".join(response.encode() for _, response in PAIRS), 256}  # and the end of a document
+    answers = {*b"".join(response.encode() for _, response in PAIRS), 256}  # 256 is the end of a document
     seen = set()
     for step in range(3):
         batch = batches.microbatch(step, 0)

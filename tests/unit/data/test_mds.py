@@ -1,4 +1,4 @@
-"""Mosaic MDS shards. `mds_shards/` was written by MDSWriter of mosaicml-streaming 0.13.0, 40 (or 5) samples each."""
+"""Mosaic MDS shards. MDSWriter of mosaicml-streaming 0.13.0 wrote `mds_shards/`, with 40 (or 5) samples each."""
 
 from __future__ import annotations
 

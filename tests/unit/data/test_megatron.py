@@ -1,4 +1,4 @@
-"""The same bytes as megatron-core's own builder, and each reads what the other wrote."""
+"""The same bytes as megatron-core's own builder. Each program reads the files of the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A missing, foreign or outdated library is an error with the build command; the data room never imports torch."""
+"""A missing, foreign or outdated library is an error with the build command. The data package never imports torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Positions in the data alone: whatever changes, each sample of a stream is dealt once, in order, and what is left
-out is recorded.
+"""Positions in the data. After any change, each sample of a stream is used once and in order, and samples that are left
+out are recorded.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def blend(*sources: Source, length: int = 8, packing: str = "concatenate", seed:
 
 
 class Model:
-    """Plain counts of what was dealt, sample by sample."""
+    """Reference model that counts the samples used one by one."""
 
     def __init__(self) -> None:
         self.position = START
-        # by order key: indices in the order in which they were trained on
+        # by order key: indices in the order of training
         self.read: dict[str, list[int]] = defaultdict(list)
         self.skipped: dict[str, set[int]] = defaultdict(set)
         self.tokens = self.steps = self.samples = 0
 
     def deal(self, samples: int, trained: bool) -> None:
-        """The next samples one by one, with random access from where the position is."""
+        """Use the next samples one by one, by random access from the current position."""
         for offset in range(samples):
             place, index = self.position.sample(offset)
             stream = self.position.current[place]
@@ -82,7 +82,7 @@ class Model:
 
 
 def any_blend(rng: random.Random) -> Wanted:
-    numbers = [rng.randrange(len(DATASETS)) for _ in range(rng.randint(1, 4))]  # one may come twice
+    numbers = [rng.randrange(len(DATASETS)) for _ in range(rng.randint(1, 4))]  # a dataset may occur twice
     weights = [rng.choice([1, 1, 2, 3, 0.5, 0.25, 0.1, 7]) for _ in numbers]
     members = [
         source(number, weight, rng.choice(["", f"moved/{number}"]))
@@ -207,7 +207,7 @@ def test_a_position_that_cannot_be_true_is_named(field: str, value: object, what
         target = target[int(key) if key.isdecimal() else key]
     target[last] = value
     faults = list(Position.model_validate_json(json.dumps(content)).faults(3, 12, 96))
-    if what is None:  # other proportions from here on: true of some run, but not of what was dealt before
+    if what is None:  # other proportions from here on are possible, but contradict the samples dealt before
         assert faults == ["position.dealt is 12, more than position.streams.0.taken 6 allows"]
     else:
         assert any(fault.startswith(what) for fault in faults), faults

@@ -1,5 +1,5 @@
-"""Text and tokens from object stores, servers and datasets by name: the same dataset as from a disk, the same
-bounds, and no secrets kept.
+"""Text and tokens from object stores, servers and named datasets: the same dataset as from a disk, the same bounds, and
+no stored secrets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINES = "".join(json.dumps({"text": f"document {n} " * (n % 7 + 1)}) + "\n" for 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """One of each kind."""
+    """Write one file of each kind."""
     directory = tmp_path / "corpus"
     directory.mkdir()
     (directory / "a.jsonl").write_bytes(LINES)
@@ -55,7 +55,7 @@ def bucket(corpus: Path) -> Iterator[str]:
 
 
 class _Server(BaseHTTPRequestHandler):
-    """Gives files and parts of them, until `lives` requests for content have come."""
+    """Serves files and parts of files, until `lives` requests for content have come."""
 
     files: dict[str, bytes]
     lives = 1 << 30
@@ -84,7 +84,7 @@ class _Server(BaseHTTPRequestHandler):
             self.wfile.write(data[first : last + 1])
 
     def log_message(self, *_: object) -> None:
-        """Silent."""
+        """Write no log lines."""
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_bucket_gives_what_a_directory_gives(corpus: Path, bucket: str, tmp_pa
 def test_a_changed_object_is_noticed(bucket: str, tmp_path: Path) -> None:
     first = tokenize([f"{bucket}/a.jsonl"], tmp_path / "out", "bytes", SMALL, workers=1)
     assert tokenize([f"{bucket}/a.jsonl"], tmp_path / "out", "bytes", SMALL, workers=1) == first
-    fsspec.filesystem("memory").pipe("/bucket/a.jsonl", LINES.replace(b"document", b"DOCUMENT"))  # of the same size
+    fsspec.filesystem("memory").pipe("/bucket/a.jsonl", LINES.replace(b"document", b"DOCUMENT"))  # other content
     with pytest.raises(DataError, match="made from other inputs"):
         tokenize([f"{bucket}/a.jsonl"], tmp_path / "out", "bytes", SMALL, workers=1)
 
@@ -156,7 +156,7 @@ def test_what_lets_somebody_in_is_used_and_kept_nowhere(
     meta = read_meta(output)
     assert meta is not None and meta.damaged_examples[0].startswith(f"http://{address}/a.jsonl:201: is no JSON")
     assert not any(b"HUSH" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    # signed anew it is the same plan
+    # a new signature in the URL gives the same plan
     assert (
         main(
             [

@@ -1,8 +1,8 @@
-"""Runs that change nothing read what they read before positions were recorded.
+"""Runs without changes read the same samples as before positions were recorded.
 
-`sample_order.json` was written by the program of before: the first 8 digits of the sha256 of each sample's tokens
-(int64), and the losses of 8 steps. Every case is bit-equal on the machine that wrote it; other processors round losses
-differently.
+`sample_order.json` was written by the program before that change. It holds the first 8 digits of the sha256 of each
+sample's tokens (int64), and the losses of 8 steps. Every case is bit-equal on the machine that wrote it. Other
+processors round losses differently.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def write_datasets(directory: Path) -> None:
 
 
 def samples_of(config: RunConfig) -> list[str]:
-    """Digests of all samples of a run."""
+    """Return the digests of all samples of a run."""
     datasets = datasets_of([config])
     position = START
     digests = []

@@ -1,5 +1,5 @@
-"""Sample order: a pure function of (seed, k) that visits every token of an epoch once; checked against a plain
-Python model.
+"""The sample order is a pure function of (seed, k) that visits every token of an epoch once. It is compared with a
+plain Python model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ corpora = st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=3), min_siz
 
 
 def write(prefix: Path, lengths: list[list[int]]) -> IndexedDataset:
-    """Documents of sequences of these lengths; every token of the dataset is a different number."""
+    """Write documents of sequences of these lengths. Every token of the dataset is a different number."""
     token = 0
     with IndexedWriter(prefix, "i4") as writer:
         for document in lengths:
@@ -46,7 +46,7 @@ def sample(stream: SampleStream, k: int) -> list[int]:
 
 
 def order(dataset: IndexedDataset, samples: DocumentSamples, epoch: int) -> list[int]:
-    """An epoch's stream, materialised."""
+    """Return the tokens of an epoch, in order."""
     positions = np.arange(dataset.document_count, dtype=np.uint64)
     documents = permute(dataset.document_count, samples.index.order_key(epoch), positions)
     return np.concatenate([dataset.document(int(document)) for document in documents]).tolist()
@@ -111,7 +111,7 @@ def test_any_call_order_and_any_process_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_order_is_pinned(tmp_path: Path) -> None:
-    """The order must never change between versions: a resumed run would see other data."""
+    """The order must never change between versions, because a resumed run would read other data."""
     dataset = write(tmp_path / "d", [[9], [4], [30], [2]] * 20)
     stream = DocumentSamples(dataset, 16, order_key("concatenate", 7, 0))
     digest = hashlib.sha256(repr([sample(stream, k) for k in range(200)]).encode()).hexdigest()
@@ -135,7 +135,7 @@ def test_neighbouring_cuts_of_a_long_document_part(tmp_path: Path) -> None:
     starts = [sample(stream, k)[0] // 10 for k in range(1000)]
     assert sorted(starts) == list(range(1000))
     neighbours = sum(after == before + 1 for before, after in pairwise(starts))
-    assert neighbours < 10  # one in a thousand by chance
+    assert neighbours < 10  # by chance, one in a thousand
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 255, 256, 257, 1023, 1024, 1025, 5000])
@@ -147,7 +147,7 @@ def test_permutation_is_one(size: int) -> None:
 
 @pytest.mark.parametrize("size", [5, 40, 1030])
 def test_permutation_is_even(size: int) -> None:
-    """Each element reaches each place equally often: chi-square within five standard deviations."""
+    """Each element reaches each place equally often. The chi-square value is within five standard deviations."""
     trials = 3000
     places = np.arange(size, dtype=np.uint64)
     watched = min(size, 40)

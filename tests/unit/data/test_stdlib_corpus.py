@@ -1,4 +1,6 @@
-"""The embedded corpus: split by path, lossless, reused when nothing changed, made anew when something did."""
+"""The embedded corpus is split by path and lossless. It is reused if nothing changed, and rebuilt if something
+changed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from frontier_llm.errors import DataError
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A part of the standard library, with things that must be left out."""
+    """A part of the standard library, with files that must be left out."""
     root = tmp_path_factory.mktemp("library")
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     for name in ("json", "email", "concurrent", "asyncio", "importlib", "unittest", "logging", "http"):

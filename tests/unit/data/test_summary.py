@@ -1,4 +1,4 @@
-"""What a run says of its data before it starts, and what data it refuses as too short."""
+"""A run's summary of its data before the start, and datasets that are refused as too short."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_data_shorter_than_a_batch_or_a_sequence_is_refused(prefix: str) -> None
 
 
 def test_check_says_the_same(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`train --check`: what the start would say, before it."""
+    """`train --check` prints the same summary as a start."""
     words = [
         "train",
         "quickstart",
@@ -106,7 +106,7 @@ def test_validation_data_that_is_also_trained_on_is_said(
 ) -> None:
     for ending in ("bin", "idx"):
         shutil.copy(f"{prefix}.{ending}", tmp_path / f"copy.{ending}")
-    (tmp_path / "b.txt").write_text("some text of the corpse\n" * 50)  # of the same length
+    (tmp_path / "b.txt").write_text("some text of the corpse\n" * 50)  # same length, other content
     tokenize([tmp_path / "b.txt"], tmp_path / "others", "bytes")
     train = (DataSource(path=prefix),)
     log_datasets(

@@ -1,5 +1,5 @@
-"""Tokenization: the same bytes for any number of workers, a kill costs only unfinished parts, damage has an explicit
-policy.
+"""Tokenization gives the same bytes for any number of workers. A kill costs only unfinished parts, and damaged input
+follows an explicit policy.
 """
 
 from __future__ import annotations

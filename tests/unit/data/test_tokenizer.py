@@ -1,4 +1,4 @@
-"""Every tokenizer gives a text back exactly, never reads text as a special id, and is known by its digest."""
+"""Every tokenizer restores a text exactly, never reads text as a special id, and is identified by its digest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HARD = [
 
 
 def write_pair(tokenizer_json: Path, directory: Path) -> None:
-    """The files that GPT2BPETokenizer reads, of a byte-level tokenizer.json."""
+    """Write the files that GPT2BPETokenizer reads, from a byte-level tokenizer.json."""
     model = json.loads(tokenizer_json.read_text(encoding="utf-8"))["model"]
     (directory / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
     (directory / "gpt2-merges.txt").write_text(
@@ -118,7 +118,7 @@ def test_gpt2s_pair_is_the_tokenizer_json_of_the_same_model(tmp_path: Path) -> N
         load_tokenizer(tmp_path / "pair" / "gpt2-merges.txt")
     digest = pair.digest
     merges = tmp_path / "pair" / "gpt2-merges.txt"
-    # one merge less
+    # remove one merge
     merges.write_text(merges.read_text(encoding="utf-8").rpartition("\n")[0].rpartition("\n")[0], encoding="utf-8")
     assert load_tokenizer(tmp_path / "pair").digest != digest
 

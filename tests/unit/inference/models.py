@@ -1,4 +1,4 @@
-"""Tiny models with random weights, as a source of weights that needs no file."""
+"""Tiny models with random weights that need no file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ NAMES = ("llama-tiny", "gpt-tiny", "mpt-tiny")
 
 
 class RandomWeights:
-    """Every tensor random, norms and biases too, so that each of them matters; a pure function of the name."""
+    """Every tensor is random, including norms and biases, so that each of them matters. Values depend only on the
+    name.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
@@ -55,8 +57,8 @@ def prompts(lengths: Sequence[int], vocab: int = 250) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Completion:
-    """One row's new tokens and why it ended: "stop" (a stop token) or "length" (asked-for number, or the context is
-    full).
+    """New tokens of one row, and the reason for its end. The reason is "stop" (a stop token) or "length" (the requested
+    number, or a full context).
     """
 
     tokens: tuple[int, ...]
@@ -69,7 +71,7 @@ def generate(
     sampling: Sampling,
     use_cache: bool = True,
 ) -> list[Completion]:
-    """Complete every prompt, in one batch. Collective over tp and pp; every rank returns the same."""
+    """Complete every prompt, in one batch. Collective over tp and pp. Every rank returns the same."""
     rows: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(model, prompts, sampling, use_cache):
         for row, token in zip(rows, tokens, strict=True):

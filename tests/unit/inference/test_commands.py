@@ -1,4 +1,4 @@
-"""The commands as a user types them: import, generate, evaluate, export; on one rank and on local ranks."""
+"""The commands as a user types them: import, generate, evaluate and export, on one rank and on local ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = load_model("llama-tiny", {"vocab_size": 257, "sequence_length": 64})
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf/ (a model and its tokenizer), data.bin/.idx, run.yaml."""
+    """Make a directory with hf/ (a model and its tokenizer), data.bin/.idx and run.yaml."""
     directory = tmp_path_factory.mktemp("commands")
     export_huggingface(
         RandomWeights(MODEL),
@@ -39,7 +39,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedWriter(directory / "data", np.dtype("<u2")) as writer:
         writer.add_document([*BYTES.encode(text), BYTES.eod])
     write_meta(directory / "data", DatasetMeta("bytes", BYTES.digest, 257, 256, 1, len(text) + 1, len(text)))
-    # tokens of a tokenizer that is not there any more
+    # tokens of a tokenizer that no longer exists
     with IndexedWriter(directory / "others", np.dtype("<u2")) as writer:
         writer.add_document([*BYTES.encode(text), BYTES.eod])
     write_meta(directory / "others", DatasetMeta("gone.model", "0" * 64, 257, 256, 1, len(text) + 1, len(text)))
@@ -165,7 +165,7 @@ def test_a_flipped_byte_is_named_and_ends_the_command(
     shutil.copytree(room / "run", tmp_path / "run")
     (shard,) = (tmp_path / "run" / "checkpoints").glob("step_*/shard_*")
     content = bytearray(shard.read_bytes())
-    content[len(content) // 4] ^= 1  # of a master
+    content[len(content) // 4] ^= 1  # in a master weight
     shard.write_bytes(content)
     command, *options = words
     assert main([command, str(tmp_path / "run"), *options, *ranks, "--json"]) == 2
@@ -233,7 +233,7 @@ def test_a_tokenizer_of_another_size_is_refused(room: Path, capfd: pytest.Captur
 
 
 def test_tokens_that_read_the_same_belong_to_the_model(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    # the exported tokenizer.json has another digest than `bytes`, which made the data
+    # the exported tokenizer.json has another digest than `bytes`, the tokenizer of the data
     assert main(["evaluate", str(room / "hf"), f"--data={room / 'data'}", "--windows=1"]) == 0
     assert "held-out data" in capfd.readouterr().out
 
@@ -262,4 +262,4 @@ def test_json_is_strict_where_a_number_does_not_exist(
     (tmp_path / "t.jsonl").write_text(json.dumps({"query": "q", "choices": ["x", "yy"], "gold": 0}))
     assert main(["evaluate", str(room / "hf"), f"--task=one={tmp_path / 't.jsonl'}", "--json"]) == 0
     content = json.loads(capfd.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-    assert content["tasks"][0]["stderr"] is None  # of a single question
+    assert content["tasks"][0]["stderr"] is None  # a single question has no standard error

@@ -1,4 +1,6 @@
-"""The cache against no cache, batches against single rows, layouts against one rank, all against transformers."""
+"""Generation with and without the cache, in batches and in single rows, on layouts and on one rank, compared with
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,7 @@ def test_tensor_ranks_that_share_out_experts_generate_the_same(
     pipeline: int,
     expert: int,
 ) -> None:
-    """Prompts that no number of ranks cuts evenly, and single tokens."""
+    """Neither the tokens of the prompts nor single tokens divide evenly over the ranks."""
     serial = tiny("moe-tiny")
     expected = [row.tokens for sampling in (GREEDY, SAMPLED) for row in generate(serial, prompts(LENGTHS), sampling)]
     assert ranks.run(tensor * pipeline, _generate_on_layout, "moe-tiny", tensor, pipeline, expert) == [expected] * (

@@ -1,4 +1,4 @@
-"""Needles of random tokens: what is asked, and that only who recalls is credited."""
+"""Needles of random tokens: the questions, and credit only for a correct recall."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def test_lengths_halve_from_the_window() -> None:
 def test_a_reader_that_looks_back_finds_every_needle_and_one_with_a_short_memory_the_near_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Readers in the model's place: the answer follows the question's first occurrence, if that is within reach."""
+    """Readers replace the model. A reader finds an answer after the question's first occurrence, if that is within its
+    reach.
+    """
     model, (prefix, _) = tiny("llama-tiny"), dataset(tmp_path, (200, 300))  # a window of 32
 
     def reader(reach: int) -> Any:
@@ -54,7 +56,7 @@ def test_a_reader_that_looks_back_finds_every_needle_and_one_with_a_short_memory
 
 
 def test_a_model_is_asked(tmp_path: Path) -> None:
-    """Untrained, it recalls nothing and is about as surprised as chance."""
+    """An untrained model recalls nothing, and its loss is about as high as for random guesses."""
     found = needles(tiny("llama-tiny"), dataset(tmp_path, (200,))[0], samples=2, batch_size=4)
     assert len(found) == 5 and all(
         one.found == 0 and one.needles == 2 and one.loss > 0.8 * math.log(250) for one in found

@@ -1,7 +1,7 @@
-"""A run's plugins belong to its identity: what reads a checkpoint imports them from files that the user named, or
-refuses.
+"""A run's plugins are part of its identity. Commands that read a checkpoint import the plugins from files that the user
+named, or refuse.
 
-Every command runs in an interpreter of its own, because what a plugin changes stays.
+Every command runs in its own interpreter, because a plugin's changes cannot be undone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.run.complete import digest_line
 from tests.harness.marks import but_first
 
-# an activation of one's own: nothing in the configuration or in the weights tells of it
+# A user's own activation, which neither the configuration nor the weights show.
 PLUGIN = """
 from frontier_llm.model.layers import Mlp
 
@@ -50,7 +50,9 @@ def frontier_llm(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """run.yaml with mine.py beside it, started from another directory; run/ holds two steps."""
+    """A directory with run.yaml, mine.py beside it, and run/ with two steps. The run was started from another
+    directory.
+    """
     directory = tmp_path_factory.mktemp("plugins")
     codec = load_tokenizer("bytes")
     text = "the quick brown fox jumps over the lazy dog; " * 40
@@ -80,7 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy_of(trained: Path, tmp_path: Path) -> Path:
-    """A run directory that may be changed, and mine.py beside it."""
+    """Copy the run directory, with mine.py beside it, so that a test may change it."""
     shutil.copytree(trained / "run", tmp_path / "run")
     shutil.copy(trained / "mine.py", tmp_path / "mine.py")
     config = (tmp_path / "run" / "config.yaml").read_text()
@@ -100,7 +102,9 @@ def test_the_manifest_records_each_plugin_as_data(trained: Path) -> None:
 
 
 def test_evaluation_of_the_own_run_directory_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
-    """The run's samples and evaluation's windows begin at other tokens of the same text."""
+    """The run's samples and the evaluation's windows begin at different tokens of the same text, so the losses agree
+    only approximately.
+    """
     rows = map(json.loads, (trained / "run" / "metrics.jsonl").read_text().splitlines())
     (*_, during) = [row["loss"] for row in rows if row["kind"] == "evaluation"]
     words = ("evaluate", str(trained / "run"), "--json")
@@ -115,7 +119,7 @@ def test_evaluation_of_the_own_run_directory_is_that_of_the_run(trained: Path, t
     ids=" ".join,
 )
 def test_a_checkpoint_alone_never_causes_an_import(trained: Path, tmp_path: Path, words: list[str]) -> None:
-    """Not even where it brings a run file of its own."""
+    """This also holds if the checkpoint contains its own run file."""
     checkpoint = tmp_path / "step_00000002"
     shutil.copytree(trained / "run" / CHECKPOINT, checkpoint)
     (checkpoint / "config.yaml").write_text("plugins: [mine.py]\n")
@@ -181,9 +185,7 @@ def test_a_plugin_that_only_lies_elsewhere_is_the_same(trained: Path, tmp_path: 
 
 
 def test_a_checkpoint_from_before_digests_is_known_by_its_plugins_names(trained: Path, tmp_path: Path) -> None:
-    """No plugins in the manifest, as up to version 3, whose configuration named them relative to the working
-    directory.
-    """
+    """Up to version 3, a manifest has no plugins. Its configuration names them relative to the working directory."""
     run_dir = copy_of(trained, tmp_path)
     manifest = json.loads((run_dir / CHECKPOINT / "manifest.json").read_text())
     del manifest["plugins"]

@@ -1,4 +1,4 @@
-"""Each filter against its definition, and against transformers' own."""
+"""Each filter against its definition, and against the filter of transformers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_kept_probabilities_equal_transformers(
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 999),
-    levels=st.sampled_from([3, 12, 10_000]),  # few: many equal logits, whose order is by id
+    levels=st.sampled_from([3, 12, 10_000]),  # few levels give many equal logits, which are ordered by id
     top_k=st.integers(0, 9),
     top_p=st.sampled_from([0.3, 0.9, 1.0]),
     min_p=st.sampled_from([0.0, 0.2]),

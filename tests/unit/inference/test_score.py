@@ -1,4 +1,6 @@
-"""Scores against a softmax over whole logits, one text at a time; batches, layouts and replicas give the same."""
+"""Scores against a softmax over complete logits, one text at a time. Batches, layouts and replicas give the same
+scores.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_impossible_requests_are_named(request_: tuple[list[int], list[int]], wo
 
 
 def greedy_requests(model: InferenceModel) -> list[tuple[list[int], list[int]]]:
-    """Contexts with the model's own choice."""
+    """Return contexts with the model's greedy continuations."""
     contexts = prompts((3, 5, 7, 9, 11, 13))
     return [
         (context, list(row.tokens))
@@ -98,7 +100,7 @@ def _score_on_layout(
 def test_every_layout_scores_the_same(ranks: RankPool, name: str, layout: tuple[int, int, int]) -> None:
     model = tiny(name)
     chosen = greedy_requests(model)
-    # in another rank's part of the vocabulary, too
+    # also in another rank's part of the vocabulary
     assert any(token >= 125 for _, tokens in chosen for token in tokens)
     serial = score(model, requests() + chosen, 2)
     assert [found.greedy for found in serial] == [False] * len(requests()) + [True] * len(chosen)

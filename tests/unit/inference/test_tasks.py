@@ -1,4 +1,4 @@
-"""Task files: prompts and scores against lm_eval itself on the exported model; everything wrong in a file is named."""
+"""Task files: prompts and scores against lm_eval itself on the exported model. Every fault in a file is named."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with the bytes' vocabulary and its tokenizer."""
+    """Export a model with the vocabulary of `bytes`, and its tokenizer."""
     directory = tmp_path_factory.mktemp("model") / "hf"
     model = load_model("llama-tiny", {"vocab_size": 257, "sequence_length": 256})
     tokenizer = load_tokenizer("bytes")
@@ -116,7 +116,7 @@ SHIPPED = {
 
 
 def write_local_tasks(lm_eval: Any, directory: Path) -> None:
-    """lm_eval's own task files, with nothing changed but where the data comes from."""
+    """Write lm_eval's own task files with only the source of the data changed."""
     shipped = Path(lm_eval.__file__).parent / "tasks"
     for name, lines in LINES.items():
         data = write_lines(directory / f"{name}.jsonl", lines)
@@ -228,7 +228,7 @@ def test_whole_texts_and_generated_ones_equal_those_of_lm_evals_own_model(export
     assert get_model("frontier-llm") is FrontierLM
     ours = FrontierLM(str(exported), device="cpu")
     theirs = HFLM(pretrained=str(exported), dtype="float32", device="cpu", batch_size=1)
-    texts = ["a text of some length. " * 30, "short"]  # 690 tokens roll over a context of 256
+    texts = ["a text of some length. " * 30, "short"]  # 690 tokens exceed a context of 256
     rolling = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(
         theirs.loglikelihood_rolling(rolling, disable_tqdm=True),

@@ -1,4 +1,4 @@
-"""Text that comes in pieces: whole characters, nothing of a stop string, and the same text in the end."""
+"""Streamed text: complete characters, nothing of a stop string, and the same text at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL = SimpleNamespace(config=load_model("llama-tiny"))
 
 
 def play(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None:
-    """Let the model say these tokens."""
+    """Let the model generate these tokens."""
 
     def stream(
         model: Any,

@@ -1,4 +1,4 @@
-"""A machine file made of micro-benchmarks gives back the machine that made them."""
+"""A machine file from simulated micro-benchmarks gives the machine that they were made from."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ STEPS = ((4, 1), (4, 3), (1, 3))
 
 
 def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Samples:
-    """`in_step`: how much longer a whole step takes than its kernels one by one."""
+    """Return simulated samples. `in_step` is the ratio of a step's time to the sum of its kernels' times."""
     shapes = [(M, N, K) for M in (256, 1024, 2048) for N in (384, 1536) for K in (192, 384, 1536)]
     passes = elementwise(CONFIG.model, steps_layout(CONFIG, TENSOR, 4, 1), truth, CONFIG.model.ffn_hidden)[0]
     attention = [
@@ -113,8 +113,8 @@ def test_host_time_that_is_not_there_is_not_invented() -> None:
 
 
 def test_kernels_that_are_slower_within_a_step_are_told_from_host_time() -> None:
-    """All kernels take a quarter longer in a step than in a loop: found as such, so that it does not grow with the
-    microbatches.
+    """All kernels take a quarter longer in a step than in a loop. The calibration must attribute this to the kernels,
+    so that it does not grow with the number of microbatches.
     """
     made = samples(replace(TRUTH, launch_s=0.0, step_s=0.0), in_step=1.25)
     found = calibrated(made)
@@ -124,8 +124,8 @@ def test_kernels_that_are_slower_within_a_step_are_told_from_host_time() -> None
 
 
 def test_ranks_that_wait_for_each_other_are_told_from_slow_collectives() -> None:
-    """Steps over tp tell waiting by the meeting from waiting by the compute between; sharded steps then show their
-    own collectives.
+    """Steps over tp separate a constant wait (`meeting_s`) from a wait that grows with the compute (`spread`). Sharded
+    steps then show the cost of their own collectives.
     """
     late = replace(TRUTH, meeting_s=3e-4, spread=0.06, sharded_slowdown=4.0)
     found = calibrated(samples(late))
@@ -163,7 +163,7 @@ def test_collectives_are_priced_by_their_own_measurements() -> None:
 
 
 def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
-    """Two stages on one core: with all busy a kernel takes twice its time, so a pipeline's bubble costs nothing."""
+    """Two stages share one core. With both busy a kernel takes twice its time, so a pipeline's bubble costs nothing."""
     made = samples()
     made.contention = [(1, 0.5), (2, 1.0)]
     found = calibrated(made)

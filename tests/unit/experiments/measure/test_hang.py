@@ -1,4 +1,4 @@
-"""The hang test: what it says of a mode, and a planted hang that it must find."""
+"""The hang test: its verdict on a mode, and a planted hang that it must find."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from frontier_llm.experiments.measure import hang
 from frontier_llm.experiments.measure.hang import Verdict, in_flight_of, watch
 from frontier_llm.machine.load import load_machine
 
-# with one communication in flight the first stage waits for its first gradient before it has sent anything
+# Planted fault: with one communication in flight, the first stage waits for its first gradient before it has sent
+# anything.
 PLANT = """
 from frontier_llm.parallel import pipeline as engine
 from frontier_llm.schedule import Kind

@@ -148,8 +148,8 @@ class _Clock:
 
 
 def _measure(rank: int) -> tuple[list[LinkTime], list[Pair], int]:
-    """Two pretended nodes, each with a pair of tp; the messages between ranks 1 and 2 are made to take three times
-    as long as others.
+    """Measure two pretended nodes, each with a pair of tp. Messages between ranks 1 and 2 take three times as long as
+    others.
     """
     grid = Grid(2, 1, 2)
     mesh = build_mesh(grid, rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=2)

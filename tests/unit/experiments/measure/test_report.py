@@ -1,4 +1,4 @@
-"""report.html: self-contained and complete; tests/docs/test_browser.py looks at it in a real browser."""
+"""report.html is self-contained and complete. tests/docs/test_browser.py opens it in a real browser."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def page(tmp_path_factory) -> Path:
 
 
 def test_the_page_needs_nothing_from_elsewhere(page):
-    text = page.read_text().split("<script>")[0]  # where Plotly begins
+    text = page.read_text().split("<script>")[0]  # the part before Plotly
     assert not re.findall(r'(?:src|href)="(?!#)[^"]+"', text)
     assert "alert(1)</script>" not in text, "the sample is text, not markup"
     assert text.count("class=figure>") == text.count("<div class=chart>") == 4 + 2 + 2  # curves, timelines, latencies
@@ -117,8 +117,8 @@ def test_runs_of_one_layout_are_told_apart_by_their_names(tmp_path):
 
 def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
     before = ["parallel.tensor=1", "parallel.data=2", "parallel.sequence_parallel=false", "batch.micro_batch=2"]
-    # a rule of the last attempt's configuration (nothing to cut without tensor parallelism) does not concern the one
-    # before
+    # The rule that `comm.tensor_chunks` needs tensor parallelism applies to the last attempt's configuration, not to
+    # the attempt before.
     run = make_run(tmp_path / "run", "comm.tensor_chunks=2")
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines()
@@ -138,11 +138,11 @@ def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
     text = write_report([run], tmp_path / "report.html").read_text()
     assert "Layout after step 0: TP1 x PP2 x DP2, 1f1b, 4 microbatches" in text
     assert "Layout after step 30: TP2 x PP2 x DP1, 1f1b, 4 microbatches, sequence parallel" in text
-    # each figure: at the change, in the legend
+    # in each figure: a label at the change, and an entry in the legend
     assert text.count('"text": "TP2 x PP2 x DP1"') == text.count('"name": "2 layouts"') == 4
     assert "<b>9,036</b><span>tokens/s (median since step 30)" in text
     assert "<td>TP1 x PP2 x DP2, then TP2 x PP2 x DP1</td>" in text
-    assert "Communication TP1 x PP2 x DP2" in text  # which the first attempt has written
+    assert "Communication TP1 x PP2 x DP2" in text  # written by the first attempt
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
@@ -174,7 +174,7 @@ schedule.register("of-a-plugin", schedule.rule("1f1b"))
     "words", [["report"], ["plan", "--machine=local", "--measured"]], ids=["report", "plan --measured"]
 )
 def test_a_run_with_a_plugins_schedule_is_read(tmp_path, words):
-    """In processes of their own, because what is registered stays."""
+    """The commands run in their own processes, because a registration cannot be undone."""
     run = make_run(tmp_path / "run", "parallel.tensor=1")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(

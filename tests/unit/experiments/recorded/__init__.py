@@ -1,4 +1,6 @@
-"""Machine files that earlier versions wrote from the measurements of these tests: later versions write the same."""
+"""Machine files that earlier versions wrote from the measurements of these tests. Later versions must write the
+same.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ FOLDER = Path(__file__).parent
 
 
 def assert_recorded(name: str, content: dict[str, Any]) -> None:
-    """The same keys and texts (but for dates), and the same numbers to one unit in the last of four digits."""
+    """Assert the same keys and texts (except dates), and the same numbers up to one unit in the last of four digits."""
     recorded = dict(leaves(yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))))
     found = dict(leaves(content))
     assert list(found) == list(recorded)
@@ -24,7 +26,7 @@ def assert_recorded(name: str, content: dict[str, Any]) -> None:
 
 
 def leaves(content: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every text and number of nested mappings and lists, by its path."""
+    """Yield every text and number in nested mappings and lists, with its path."""
     if isinstance(content, dict | list | tuple):
         parts = content.items() if isinstance(content, dict) else enumerate(content)
         for key, value in parts:

@@ -1,4 +1,4 @@
-"""Nothing expensive starts by accident, whichever way it is started."""
+"""No expensive job starts by accident, however it is started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SYNTHETIC = ["data.train=synthetic", "data.allow_synthetic=true"]
 
 @pytest.fixture
 def allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the batch shell of train_1t.sbatch finds on Frontier."""
+    """Set the environment of the batch shell of train_1t.sbatch on Frontier."""
     variables = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[001-384]",
@@ -80,7 +80,7 @@ def test_production_runs_save_at_the_planners_interval(script: str) -> None:
 def test_a_benchmark_that_became_a_run_is_refused_with_the_production_script(
     allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], unsaved: str
 ) -> None:
-    """Both ways into the queue: `submit`, and the batch shell of slurm/train_1t.sbatch."""
+    """Both `submit` and the batch shell of slurm/train_1t.sbatch refuse it."""
     with IndexedWriter(tmp_path / "tokens", "u2") as writer:
         writer.add_sequence(list(range(10_000)))
         writer.end_document()
@@ -168,7 +168,8 @@ def test_the_preview_says_nodes_minutes_node_hours_and_bytes(
     assert main(production) == 0
     err = capsys.readouterr().err
     assert "for about 687 minutes" in err and "70 steps of about 580 s" in err
-    # every second step of 70, and one at the walltime; 12 bytes of each of 1.008e12 parameters
+    # A checkpoint after every second step of 70, and one at the walltime. It has 12 bytes for each of 1.008e12
+    # parameters.
     assert (
         f"396.1 TiB, 36 checkpoints of 11.0 TiB, to {tmp_path}/p/checkpoints, and keeps 2 (train.keep_checkpoints)"
         in err
@@ -193,9 +194,9 @@ def test_a_bare_sbatch_makes_the_same_checks(
 def test_a_chain_pays_for_each_start_and_each_save() -> None:
     config = load_run("pretrain_1t", ["train.steps=3250"])
     cost = Cost(config, Path("r"), done=10, step_s=10.0, nodes=100, slice_hours=2.0, lead_s=600.0, chained=True)
-    # of each job ten minutes start and ten minutes wait for its end
+    # each job spends ten minutes on the start, and ten minutes on the wait for its end
     assert cost.node_hours == 900.0 and cost.chain() == (6, 1200.0)
-    # 2 h less the start and the lead
+    # 2 h less the start and the warning time
     assert cost.job_steps == 600 and cost.job_saves == 301 and cost.job_minutes == 110
     assert replace(cost, slice_hours=0.1).chain() is None
 
@@ -203,8 +204,8 @@ def test_a_chain_pays_for_each_start_and_each_save() -> None:
 def test_a_lead_time_shorter_than_a_step_is_pointed_out(
     allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As with `sbatch slurm/train_1t.sbatch train.save_final=true`: the benchmark's script warns 60 s before the
-    walltime.
+    """`sbatch slurm/train_1t.sbatch train.save_final=true` starts the same. The benchmark's script warns 60 s before
+    the walltime.
     """
     words = ("train_1t", f"train.run_dir={tmp_path}/r", "train.save_final=true")
     admit_job(open_batch((*words, "job.warning_s=60")))

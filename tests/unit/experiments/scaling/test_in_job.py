@@ -1,5 +1,5 @@
-"""A series inside one allocation: which points run when, what becomes of dead nodes and of a walltime that ends; and
-what a dry run promises.
+"""A series inside one allocation: the order of its points, dead nodes, the end of the walltime, and the predictions of
+a dry run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_the_baseline_is_alone_and_the_others_may_share_the_allocation(tmp_path:
 
 
 class FourNodes:
-    """An allocation whose n1 dies in the first run that has it."""
+    """An allocation whose n1 fails in the first run that uses it."""
 
     def __init__(self, left_s: float = 1e9) -> None:
         self.nodes = 4
@@ -133,7 +133,7 @@ def test_a_dry_run_prices_every_point(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_point_saves_and_evaluates_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As a trial of `tune`: a node counts the steps that are measured, not what comes between them."""
+    """As in a trial of `tune`, only steps are measured, without saves and evaluations between them."""
     requests: list[submit.JobRequest] = []
 
     def queue(request: submit.JobRequest) -> submit.Submission:

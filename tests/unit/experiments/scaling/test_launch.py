@@ -1,4 +1,4 @@
-"""Short runs inside an allocation: which of its nodes they may have, and for how long."""
+"""Short runs inside an allocation: the nodes that they may use, and their time limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frontier_llm.run.job import read_job
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> AllocationRanks:
-    """Two nodes at a time of n0, n1 and n2."""
+    """Runs on two nodes at a time, out of n0, n1 and n2."""
     variables = {"JOB_ID": "7", "JOB_NODELIST": "n[0-2]", "NTASKS_PER_NODE": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

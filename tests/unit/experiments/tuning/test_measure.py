@@ -1,4 +1,4 @@
-"""A trial's end is told apart by what ranks left behind; the command on a machine without a scheduler."""
+"""The files that ranks leave determine how a trial ended. Also tests the command on a machine without a scheduler."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_the_dry_run_lists_the_space_and_what_a_trial_costs(tmp_path: Path, caps
 
 
 def table(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """trials.csv as if the planner's order were the wrong way round, without a single trial."""
+    """Write trials.csv with step times that reverse the planner's order, and return the trials' layouts. No trial is
+    run.
+    """
     assert (
         main(
             ["tune", "train_small", *TINY, *SPACE, "--budget-node-hours", "1", "--output", str(directory), "--dry-run"]

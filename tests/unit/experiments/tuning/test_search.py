@@ -1,6 +1,4 @@
-"""The search on tables of step times: what it tries first, what it makes of failures, when it ends, and how it goes
-on after a walltime.
-"""
+"""The search on tables of step times: its first trials, failures, its end, and its continuation after a walltime."""
 
 from __future__ import annotations
 
@@ -46,7 +44,9 @@ def trial_of(search: Tuner, proposal: Proposal, step_s: float | None, status: st
 
 
 def true_times(space: Space) -> np.ndarray:
-    """A machine on which messages are slow and pipelines better than the planner thinks."""
+    """Return the step times of a machine on which messages are slower and pipelines faster than the planner
+    predicts.
+    """
     return np.array(
         [plan.step_s * (1.3 + 0.2 * (plan.layout.tp > 1) - 0.35 * (plan.layout.pp > 1)) for plan in space.plans]
     )
@@ -153,7 +153,7 @@ def test_it_goes_on_from_its_table(space: Space, tmp_path: Path) -> None:
     write_trials(path, [replace(trial, detail='a "quoted",\nbroken line') for trial in play(space, 6, seed=3).trials])
     trials = read_trials(path, space.plans[0].layout)
     assert [trial.layout for trial in trials] == [trial.layout for trial in whole.trials[:6]]
-    # as of a search with other choices fixed
+    # of a search with other fixed choices
     other = replace(space.plans[0].layout, gradient_wire="bf16", data_shard=2)
     assert read_trials(path, other) == trials
     assert trials[0].detail == 'a "quoted", broken line'
@@ -198,7 +198,7 @@ def test_the_space_is_what_the_planner_prices_and_each_layout_can_be_said_in_wor
     ("run", "overrides", "axis"), [("moe_small", [], "ep"), ("train_small", ["model.sequence_length=131072"], "cp")]
 )
 def test_a_layout_with_every_axis_is_run_as_what_it_is(run: str, overrides: list[str], axis: str) -> None:
-    """Also over a run file with choices of its own: of those none is left."""
+    """The run file's own choices of a layout must all be replaced."""
     own = ["parallel.context=2", "parallel.tensor=2", "parallel.expert=2" if axis == "ep" else "comm.tensor_chunks=2"]
     config = load_run(run, [*overrides, "batch.global_batch=16"])
     space = make_space(config, NUMBERS, 8, 8, {})
@@ -210,7 +210,7 @@ def test_a_layout_with_every_axis_is_run_as_what_it_is(run: str, overrides: list
 
 
 def measured_on(space: Space, true: Rates, trials: int, noise: float) -> Everything:
-    """Trials of a machine with these constants, whose log times have `noise`."""
+    """Run trials of a machine with the constants `SLOWER`. Their log times have the standard deviation `noise`."""
     rng = np.random.default_rng(5)
     search = Everything(space, [])
 

@@ -1,5 +1,5 @@
-"""Tiny random models of transformers, one per family and variant, saved to disk; every parameter random, norms and
-biases too.
+"""Tiny random models of transformers, one per family and variant, saved to disk. Every parameter is random, including
+norms and biases.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def llama(kind: str = "Llama", **over: object) -> transformers.PreTrainedModel:
         "tie_word_embeddings": False,
     } | over
     config = getattr(transformers, f"{kind}Config")(**values)
-    config._experts_implementation = "eager"  # its grouped product knows no float64
+    config._experts_implementation = "eager"  # its grouped product does not support float64
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
@@ -71,9 +71,10 @@ def mpt(**over: object) -> transformers.PreTrainedModel:
 
 
 def gemma2(**over: object) -> transformers.PreTrainedModel:
-    """Caps low enough to bend what a tiny model computes; three layers, of which the second sees everything.
+    """Caps low enough to affect a tiny model's values, and three layers. The second layer has no sliding window.
 
-    The root of hidden, by which embeddings are scaled, is a number that float32 holds: transformers keeps it as one.
+    Embeddings are scaled by the root of the hidden size. This hidden size has a root that is exact in float32, because
+    transformers stores it as float32.
     """
     values = {
         "hidden_size": 64,
@@ -89,7 +90,7 @@ def gemma2(**over: object) -> transformers.PreTrainedModel:
 
 
 def experts(kind: str, **over: object) -> transformers.PreTrainedModel:
-    """Routers whose logits lie far enough apart that rounding decides nothing."""
+    """Routers whose logits differ so much that rounding cannot change a choice."""
     return llama(kind, **{"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 3} | over)
 
 
@@ -105,7 +106,8 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "qwen3": lambda: llama("Qwen3", head_dim=12),
     "olmo2": lambda: llama("Olmo2", pad_token_id=None),
     "olmo2-mha-tied": lambda: llama("Olmo2", num_key_value_heads=A, tie_word_embeddings=True, pad_token_id=None),
-    # not all of a head rotates, as in Phi-4-mini: else it would go out as a Llama or, with a window, as a Mistral
+    # Only a part of each head rotates, as in Phi-4-mini. Otherwise it would be exported as a Llama or, with a window,
+    # as a Mistral.
     "phi3": lambda: llama("Phi3", rope_parameters=ROPE_HALF, pad_token_id=None, eos_token_id=None),
     "phi3-window-tied": lambda: llama(
         "Phi3",

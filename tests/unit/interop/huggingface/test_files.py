@@ -1,5 +1,5 @@
-"""Configuration in old and new spellings, names in old files, and everything that is refused: named, with what was
-expected.
+"""Configurations in old and new spellings, names in old files, and refusals that name the fault and the expected
+value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def edit(directory: Path, **values: Any) -> None:
 
 
 def declared(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and global shapes as the model itself declares them."""
+    """Return names and global shapes as the model itself declares them."""
     ops = select_ops(OpsConfig(), "cpu", torch.float32)
     context = LayerContext(single("tp"), False, ops, WeightGradients(), torch.float32)
     (stage,) = build_stages(model, split_layers(model, 1), context, torch.device("cpu"))
@@ -216,7 +216,7 @@ def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
     run = RunConfig(model=model, batch=BatchConfig(global_batch=1), train=TrainConfig(run_dir=str(tmp_path / "run")))
     write_checkpoint(Counted(), run, 1 << 30)
     assert len(alive) == 2 * len(shapes)
-    assert most <= 2  # the one being written, and the next as it is made
+    assert most <= 2  # the tensor being written, and the next one
 
 
 def test_tokenizer_and_facts_go_along(tmp_path: Path) -> None:

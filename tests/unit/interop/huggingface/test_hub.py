@@ -1,4 +1,4 @@
-"""An export uploaded by the real client to a local server that plays the Hub, and refused before anything is
+"""The real client uploads an export to a local server that imitates the Hub. Faults are refused before anything is
 written.
 """
 
@@ -21,7 +21,7 @@ hub = pytest.importorskip("huggingface_hub")
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Takes every repository and every file of a commit."""
+    """Accepts every repository and every file of a commit."""
 
     files: dict[str, bytes]
     created: list[dict[str, object]]
@@ -62,7 +62,7 @@ class _Hub(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Silent."""
+        """Write no log lines."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Models of transformers against ours with the same weights, through files, both ways."""
+"""Models of transformers against this package with the same weights, exchanged as files in both directions."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def compare(ours: InferenceModel, theirs: torch.nn.Module, tolerance: float) -> 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_loss_equal_transformers_in_float32(variant: str, tmp_path: Path) -> None:
     theirs = saved(variant, tmp_path)
-    # tied, this one's logits reach 6, where 1e-5 is twenty roundings; ours are the nearer to fp64 (7.0e-6 against
-    # 1.09e-5)
-    # the same for Gemma 2, whose caps are taken of logits that reach some tens
+    # Tied, this variant's logits reach 6, so 1e-5 is twenty roundings. This package's logits are nearer to fp64 than
+    # transformers' (7.0e-6 against 1.09e-5).
+    # Gemma 2 needs the same limit, because its caps apply to logits of some tens.
     compare(
         imported(tmp_path, "fp32"),
         theirs,
@@ -71,13 +71,13 @@ def test_logits_and_loss_equal_transformers_in_float64(
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch, "float32", torch.float64)
-    again = type(theirs)(theirs.config).double().eval()  # its rotary tables were made when it was built
+    again = type(theirs)(theirs.config).double().eval()  # its rotary tables were computed when it was built
     again.load_state_dict(theirs.state_dict())
     compare(ours, again, 1e-11)
 
 
 def logits_on_rank(rank: int, directory: Path) -> torch.Tensor | None:
-    """Of the last stage, all of the vocabulary."""
+    """Return the logits of the complete vocabulary on the last stage, and None on other stages."""
     source = HuggingFaceModel(directory, vocab_multiple=2)
     plan = inference_plan(source.model, 2, 2, 4)
     mesh = build_mesh(plan.grid, rank, plan.placement, source.model.tied_embeddings)
@@ -89,7 +89,7 @@ def logits_on_rank(rank: int, directory: Path) -> torch.Tensor | None:
 
 @pytest.mark.parametrize("variant", ["olmo2", "phi3-window-tied", "gemma2"])
 def test_logits_of_two_by_two_ranks_are_those_of_one(ranks: RankPool, variant: str, tmp_path: Path) -> None:
-    """TP2 x PP2, which cuts what the file has fused, and sums what norms over all heads need."""
+    """TP2 x PP2 splits tensors that the file has fused, and sums the statistics of norms over all heads."""
     saved(variant, tmp_path, torch.float64)
     ours = imported(tmp_path, "fp64")
     with torch.inference_mode():
@@ -134,7 +134,7 @@ def test_import_then_export_gives_back_the_same_bytes_and_configuration(
     assert type(back).__name__ == family.architecture and back.dtype == dtype
     expected = theirs.state_dict()
     assert list(back.state_dict()) == list(expected)
-    # .to(bf16) had rounded its rotary table, too
+    # .to(bf16) had also rounded its rotary table
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     for name, tensor in back.state_dict().items():
         # transformers loads some parameters (router weights, depending on its version) as float32

@@ -1,4 +1,4 @@
-"""Training checkpoints of any layout ↔ Hugging Face directories, through files only."""
+"""Training checkpoints of any layout, converted to and from Hugging Face directories through files only."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def save(rank: int, config: RunConfig, steps: int) -> None:
 
 
 def global_weights(rank: int, config: RunConfig) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
-    """Load the newest checkpoint; this rank's rectangles. Then go on training."""
+    """Load the newest checkpoint, continue training, and return this rank's loaded rectangles."""
     state = state_on(rank, config)
     checkpoints = checkpoints_of(state, Path(config.train.run_dir))
     assert checkpoints.newest() is not None
@@ -165,7 +165,7 @@ def test_every_field_in_which_a_run_differs_is_named() -> None:
     assert {problem.where for problem in problems} == {"model.heads", "model.head_dim", "model.rope_theta"}
     stretched = load_model("llama-tiny", {"rope_scaling": LLAMA_3_SCALING})
     (problem,) = compare_models(stretched, load_model("llama-tiny"))
-    assert problem.fix == "set model.rope_scaling=null"  # as YAML has it
+    assert problem.fix == "set model.rope_scaling=null"  # in YAML's spelling
     (problem,) = compare_models(load_model("llama-tiny"), stretched)
     key, _, value = problem.fix.removeprefix("set ").partition("=")
     assert stretched.rope_scaling is not None

@@ -1,8 +1,8 @@
-"""A program: build a GPT with megatron-core itself on the CPU, save it as Megatron-LM does, and what it computes beside
+"""A program that builds a GPT with megatron-core on the CPU, saves it as Megatron-LM does, and saves its outputs beside
 it.
 
-megatron-core expects CUDA; tests/harness/megatron_on_cpu.py is what it takes to do without. It patches torch,
-so this runs in a process of its own: `python -m tests.unit.interop.megatron.core_model KIND FOLDER`.
+megatron-core expects CUDA. tests/harness/megatron_on_cpu.py makes it run without. That module patches torch, so this
+program runs in its own process: `python -m tests.unit.interop.megatron.core_model KIND FOLDER`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Files of torch.save without torch.load: the same content, and nothing in them is ever run."""
+"""Read files of torch.save without torch.load. The content is the same, and no code in the files is executed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_records_of_known_packages_are_kept_closed(tmp_path: Path, monkeypatch: 
     module.PositionEmbeddingType = kind  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.enums", module)
     state = np.random.default_rng(0).bit_generator.state["state"]
-    # as one Python or another writes kind.alibi
+    # the two forms in which Python versions write kind.alibi
     kinds = {"by value": Attack(kind, 3), "by name": Attack(getattr, kind, "alibi")}
     torch.save({"kind": kind.alibi, **kinds, "rng": np.arange(5), "state": state}, tmp_path / "x.pt")
     monkeypatch.delitem(sys.modules, "megatron.enums")
@@ -88,9 +88,9 @@ class Attack:
     [
         (os.system, ("touch {marker}",), "posix.system"),
         (eval, ("open('{marker}', 'w')",), "builtins.eval"),
-        (getattr, (str, "join"), "builtins.unicode"),  # what protocol 2 calls str
+        (getattr, (str, "join"), "builtins.unicode"),  # the name of str in protocol 2
         (getattr, (OrderedDict, "fromkeys"), "builtins.getattr"),
-        # pickle's own name for it in protocol 2
+        # pickle's name for subprocess in protocol 2
         (subprocess.check_output, (["touch", "{marker}"],), "commands.check_output"),
         (torch.load, ("{marker}",), "torch.serialization.load"),
         (pickle.loads, (b"cos\nsystem\n(S'touch {marker}'\ntR.",), "pickle.loads"),

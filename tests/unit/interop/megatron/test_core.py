@@ -1,4 +1,4 @@
-"""A checkpoint that megatron-core itself wrote computes here what megatron-core computed."""
+"""A checkpoint that megatron-core wrote gives the same outputs here as in megatron-core."""
 
 from __future__ import annotations
 

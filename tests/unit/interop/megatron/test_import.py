@@ -1,4 +1,4 @@
-"""Megatron checkpoints of known weights: the imported model computes what transformers computes with those weights."""
+"""Megatron checkpoints of known weights. The imported model computes the same as transformers with those weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS_SB = torch.randint(0, TRUE_VOCAB, (20, 3), generator=torch.Generator().ma
 
 
 def logits(source: object, rank: int = 0, tensor: int = 1, pipeline: int = 1) -> torch.Tensor | None:
-    """(S, B, V) on the last stage, None on others."""
+    """Return logits (S, B, V) on the last stage, and None on others."""
     world = tensor * pipeline
     plan = inference_plan(source.model, tensor, pipeline, world)  # type: ignore[attr-defined]
     mesh = serial_mesh() if world == 1 else build_mesh(plan.grid, rank, plan.placement, False)

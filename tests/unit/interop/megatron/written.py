@@ -1,7 +1,7 @@
-"""Checkpoints as Megatron-LM and Megatron-DeepSpeed write them, from models of transformers, for any layout, naming and
+"""Write checkpoints as Megatron-LM and Megatron-DeepSpeed do, from models of transformers, for any layout, naming and
 version.
 
-Written from the formats' description, with torch.save, and sharing no code with the reader.
+The code follows the formats' description and uses torch.save. It shares no code with the reader.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRANSFORMER_ENGINE = {
 
 
 class Natural:
-    """A model's weights in their plainest form: q, k, v by head; gate and up apart; the padded vocabulary."""
+    """A model's weights in their plainest form: q, k, v by head; gate and up separate; the padded vocabulary."""
 
     def __init__(self, variant: str) -> None:
         self.witness = build(variant)
@@ -87,7 +87,7 @@ class Natural:
         return parts
 
     def arguments(self, tp: int, pp: int, **over: Any) -> argparse.Namespace:
-        """What Megatron would have been started with."""
+        """Return the arguments with which Megatron would have been started."""
         c = self.config
         common = {
             "num_layers": len(self.layers),
@@ -125,7 +125,7 @@ class Natural:
         return argparse.Namespace(**(common | over))
 
     def layer(self, index: int, rank: int, tp: int, names: dict[str, str], version: float) -> dict[str, Tensor]:
-        """One layer's part of one tensor rank."""
+        """Return one tensor rank's part of a layer."""
         layer = self.layers[index]
         cut = {name: layer[name].chunk(tp)[rank] for name in layer if name[0] in "qkv"}
         result = {f"{names['qkv']}.weight": interleaved(cut["q"], cut["k"], cut["v"], version)}
@@ -148,12 +148,12 @@ class Natural:
 
 
 def pad(rows: Tensor) -> Tensor:
-    """With the rows that Megatron adds, which are trained, too: here, large."""
+    """Append the rows that Megatron adds. They are trained too, so they get large values here."""
     return torch.cat([rows, torch.full((PADDED_VOCAB - len(rows), rows.shape[1]), 7.0)])
 
 
 def interleaved(q: Tensor, k: Tensor, v: Tensor, version: float) -> Tensor:
-    """Heads' q (a, D, …), k and v (g, D, …) as rows of query_key_value."""
+    """Return the heads' q (a, D, …), k and v (g, D, …) as rows of query_key_value."""
     rest = q.shape[2:]
     if version == 0:
         rows = torch.stack([q, k, v])
@@ -175,7 +175,7 @@ def write_megatron(
     chunks: int = 1,
     **over: Any,
 ) -> None:
-    """iter_0001000/mp_rank_*; one layer per stage and chunk for two layers."""
+    """Write iter_0001000/mp_rank_*, with the layers divided evenly over stages and chunks."""
     step = directory / "iter_0001000"
     per_chunk = len(weights.layers) // (pp * chunks)
     for stage in range(pp):
@@ -246,7 +246,9 @@ def _core_model(
 def write_deepspeed(
     directory: Path, weights: Natural, tp: int, first_layer: int = 3, change: Callable[[dict], None] = lambda c: None
 ) -> None:
-    """global_step1000/layer_*; transformer layers from `first_layer` on (3 in older versions, 2 in newer ones)."""
+    """Write global_step1000/layer_*. Transformer layers begin at number `first_layer` (3 in older versions, 2 in newer
+    ones).
+    """
     step = directory / "global_step1000"
     step.mkdir(parents=True)
     last = first_layer + len(weights.layers)
