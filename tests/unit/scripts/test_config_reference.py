@@ -12,7 +12,7 @@ import pytest
 
 from frontier_llm.config import schema
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
