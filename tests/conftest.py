@@ -13,7 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests
 
 from tests.harness.pool import RankPool
 
-# a busy machine makes single examples slow at random; pytest's own time limit stays
+# Hypothesis's checks of time are off, because a busy machine makes some of its examples slow at random.
+# pytest's limit per test still applies.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
 

@@ -19,7 +19,7 @@ WORD = 0xFFFFFFFF
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-HALVES_PER_BLOCK = 8  # 4 words of 32 bits
+HALVES_PER_BLOCK = 8  # A Philox block has 4 words of 32 bits, so 8 halves of 16 bits.
 
 
 def stream_key(seed: int, name: str) -> int:

@@ -87,7 +87,7 @@ def _guard(module: ModuleType) -> None:
 def _refusal(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def refuse(*arguments: Any, **_kwargs: Any) -> Any:
-        name = getattr(arguments[0], "name", "") if arguments else ""  # name of a DeepSpeed op
+        name = getattr(arguments[0], "name", "") if arguments else ""  # In OpBuilder.jit_load: the name of the op.
         op = f" {name}" if isinstance(name, str) and name else ""
         raise BackendError(
             f"{_who_asked()} wants to compile{op} at run time ({what}), which ops.no_jit forbids",

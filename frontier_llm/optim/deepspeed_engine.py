@@ -98,7 +98,8 @@ def _import(device: torch.device) -> Any:
         raise BackendError(
             f"optimizer.engine=deepspeed needs DeepSpeed: {error}", INSTALL, "optimizer.engine"
         ) from error
-    # DeepSpeed's communication would compile its shared-memory collective on CPUs at start-up, on every rank.
+    # On a CPU device DeepSpeed would compile its shared-memory collective on every rank at start-up.
+    # The next line prevents this.
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
     return deepspeed

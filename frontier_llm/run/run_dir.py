@@ -211,7 +211,7 @@ def tasks(run_dir: Path) -> list[dict[str, Any]]:
 def layouts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of starts and rewinds at which the `layout` of the run changed.
 
-    Empty for files that were written before the layout was recorded.
+    Returns an empty list if metrics.jsonl was written before the layout was recorded.
     """
     changes: list[dict[str, Any]] = []
     for row in rows(run_dir):

@@ -18,7 +18,7 @@ from frontier_llm.training.build import TrainState
 from frontier_llm.training.guard import Wish
 from frontier_llm.training.routing import summary, tell_routers
 
-# Names of the step's own sums. The prefix distinguishes them from names of losses.
+# Keys of the values, besides the losses, that a step sums over all ranks. The prefix keeps them apart from losses.
 SQUARED_NORM = "step.squared_norm"
 STOP = "step.stop"
 SAVE = "step.save"

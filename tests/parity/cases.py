@@ -1,7 +1,7 @@
 """The runs that the parity tests compare.
 
-Either all legal combinations of degrees, schedule, recompute mode and family, or enough of them to contain all pairs of
-settings.
+`every_case` yields all legal combinations of degrees, sequence parallelism, schedule, recompute mode and family.
+`pairwise` returns fewer cases that contain every legal pair of settings.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Dispatch:
     # Rows to and from each rank of the axis, at least one with several ranks. Only these numbers must be on the host.
     sent: list[int]
     received: list[int]
-    # For each row in the order of sending: its choice, or -1 for an unused row.
+    # A choice is one (token, chosen expert, part of the expert); choices are numbered in this order.
+    # For each row in the order of sending: the number of its choice, or -1 for an unused row.
     source: Tensor
     # For each choice: its row in the order of sending, or -1 if it is dropped.
     place: Tensor

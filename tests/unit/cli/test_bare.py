@@ -1,4 +1,4 @@
-"""If a package is missing or a directory is not writable, every command reports it in one line with a remedy."""
+"""If a package is missing or a directory is not writable, commands report it in one line with a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.system import full_disk
 from tests.unit.experiments.measure.test_report import make_run
 
 BLOCKED = ("torch", "plotly", "tensorboard", "transformers")
-# Every command with its arguments. {d} is the directory for outputs, {run} the directory of a run.
+# Commands with their arguments. {d} is the directory for outputs, {run} the directory of a run.
 COMMANDS = {
     "plan --emit": "plan gpt-tiny --machine local --nodes 1 --emit {d}/x.yaml",
     "plan --figures": "plan gpt-tiny --machine local --nodes 1 --figures {d}/plan.html",

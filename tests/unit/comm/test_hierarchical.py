@@ -46,7 +46,7 @@ from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 Transport = Literal["auto", "torch"]
-LAYOUTS = [(2, 2), (3, 2), (4, 2), (2, 4), (5, 1), (7, 1)]  # (nodes, ranks per node), with odd node counts
+LAYOUTS = [(2, 2), (3, 2), (4, 2), (2, 4), (5, 1), (7, 1)]  # (nodes, ranks per node); some node counts are odd
 
 
 def _axis(rank: int, nodes: int, per_node: int, transport: Transport = "auto") -> Axis:

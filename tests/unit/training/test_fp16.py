@@ -1,6 +1,6 @@
 """fp16 with matrix products that flush: MI200 reads and writes zero for numbers below 6.1e-5.
 
-Simulated here in each product with a weight.
+The tests imitate this in the three products of each linear layer: forward, input gradient and weight gradient.
 """
 
 from __future__ import annotations
