@@ -484,10 +484,7 @@ class GpuOps(GpuAttention, GpuRouting):
         )
 
     def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
-        """Return the sum of x's rows for each row of places.
-
-        Each program reads all terms of its output row. The output needs no zeroing and no atomics.
-        """
+        """Return the sum of x's rows for each row of places, without atomics and without zeroing the output."""
         x = x_NH.detach().contiguous()
         rows, fan = places_Mf.shape
         columns = x_NH.shape[1]
@@ -577,10 +574,7 @@ class GpuOps(GpuAttention, GpuRouting):
     def embedding_backward_(
         self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int
     ) -> None:
-        """Add each token's gradient to the token's row, in the order of the tokens.
-
-        A stable sort of the tokens makes atomics unnecessary.
-        """
+        """Add each token's gradient to its row in token order. A stable sort makes atomics unnecessary."""
         rows_N, order_N = torch.sort(token_ids_N.reshape(-1).long() - first_vocab, stable=True)
         vocab_rows, columns = main_grad_vH.shape
         grid = (rows_N.numel(), _blocks(columns, self.kernels.block("embedding_backward", "any", "BLOCK")), 1)

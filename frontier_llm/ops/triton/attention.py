@@ -1,19 +1,15 @@
 """Causal FlashAttention-2 (arXiv:2307.08691) with grouped heads, ALiBi and document masks.
 
 The kernels use no atomics, so that results are reproducible.
-
 Scores are in base 2: log2(e) is part of the scale, because exp2 is one instruction on both vendors' hardware. EXTRAS
 adds ALiBi and documents. Without EXTRAS only the diagonal blocks are masked. SOFTCAP, which requires EXTRAS, adds a
 soft cap of the scores (Gemma 2, arXiv:2408.00118) and a sliding window of `window` positions.
-
 Queries and keys may be two different parts of a sequence. Query i is `offset` + i positions after the first key, and
 sees the keys up to this position. Loads past the end of a part read its last position again. They are not masked,
 because lane masks would occupy the scalar registers of CDNA. Positions are compared only in blocks that contain the end
 of some row's keys. One comparison covers the diagonal and the end of the keys.
-
 With AHEAD, an iteration of the loop over complete blocks loads the next block. The forward also computes the next
 block's product, so that softmax and products overlap (docs/benchmarks/ops.md).
-
 fp16 probabilities are multiplied by 2^14 before a product, and the result is divided by 2^14. Probabilities are at
 most 1, and in long rows most of them would be subnormal (below 6.1e-5). MI200's matrix instructions treat subnormal
 numbers as zero (docs/numerics.md).
@@ -64,9 +60,9 @@ def _scales(scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _scores(products, scale2, bound2, SOFTCAP: tl.constexpr):
-    """Return base-2 scores. SOFTCAP replaces them by bound2 * tanh(x).
+    """Return base-2 scores, which SOFTCAP replaces by bound2 * tanh(x) with tanh(x) = 1 - 2 / (e^2x + 1).
 
-    tanh(x) is computed as 1 - 2 / (e^2x + 1). e^2x is one instruction, and the formula is correct if it is infinite.
+    e^2x is one instruction, and the formula is correct if it is infinite.
     """
     if SOFTCAP:
         return bound2 * (1.0 - 2.0 / (tl.exp2(products * scale2) + 1.0))
@@ -92,11 +88,9 @@ def _logits(scores, tilt, row, last, column, row_document, column_document, wind
     A logit is -inf if `column` comes after `last`. It is about -1e20 if the column is in another document than the row,
     or outside the row's window. The arguments for rows and for columns broadcast against each other. Either of them may
     be the first dim.
-
     ALiBi is slope * (column - row). The row's part is constant in a softmax, so that only `tilt` = slope * (column - a
     nearby position) is added. Documents and window use arithmetic, because the lane masks of comparisons would
     spill the scalar registers of CDNA.
-
     A completely hidden block leaves wrong values in the running sums. The next visible block multiplies them by
     exp2(-1e20) = 0. The outputs of rows whose blocks are all hidden are set to 0 at the end.
     """
@@ -122,7 +116,6 @@ def _rows(base, stride, first, end, head_dim, PAST: tl.constexpr, BLOCK: tl.cons
 
     With PAST, rows may be past the end, and the last row is read instead. Without PAST, a lane's offset is the same in
     every iteration of a loop.
-
     Columns past head_dim read the row's first columns again. This is harmless, because the other factor is 0 there or
     the product is not stored.
     """
