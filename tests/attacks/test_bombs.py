@@ -43,7 +43,7 @@ def test_a_gigabyte_of_one_line(name: str, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
         (path,) = find_inputs([tmp_path / name])
         items = [item for piece in cut(path, "file", 1 << 20) for item in read(piece)]
-        return "holds more than 128.0 MiB; if that is right, give a larger --max-mib" in items[0].why and all(
+        return "has more than 128.0 MiB; if the input is correct, give a larger --max-mib" in items[0].why and all(
             isinstance(item, Damage) for item in items
         )
 

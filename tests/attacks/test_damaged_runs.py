@@ -148,7 +148,7 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("job of another run", another_job, "job.json: run_dir is /elsewhere: the record of another run"),
     ("folder as job", folder_for("job.json"), "job.json: is a directory, not a file"),
     ("binary config", content("config.yaml", BINARY), "config.yaml: is not text"),
-    ("empty config", content("config.yaml", ""), "config.yaml: holds nothing, not a mapping"),
+    ("empty config", content("config.yaml", ""), "config.yaml: is empty, but a mapping is expected"),
     ("truncated config", content("config.yaml", "train: {steps: 10"), "config.yaml: cannot read"),
     ("list as section", content("config.yaml", "train: [1]"), "config.yaml: train is [1], not a section"),
     ("NaN as steps", content("config.yaml", "train: {steps: .nan}"), "config.yaml: train.steps is nan"),

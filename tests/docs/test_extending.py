@@ -177,5 +177,5 @@ def test_a_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 def test_a_loss_that_nobody_registered_is_refused_before_ranks_start(tmp_path: Path) -> None:
     config = load_run("train_small", ["train.loss_weights={small-activation: 0.1}", f"train.run_dir={tmp_path}/run"])
-    with pytest.raises(ConfigError, match="'small-activation' is not a loss that was registered"):
+    with pytest.raises(ConfigError, match="'small-activation' is not a registered loss"):
         check(config, 4)

@@ -33,7 +33,7 @@ def family_for(model: ModelConfig) -> Family:
             return family
     raise CheckpointError(
         [
-            Problem(f"as {name}", "; ".join(why), "train a model of one of these families")
+            Problem(f"cannot be exported as {name}", "; ".join(why), "train a model of one of these families")
             for name, why in reasons.items()
         ]
     )

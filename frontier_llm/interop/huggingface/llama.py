@@ -35,7 +35,7 @@ class ConfigJson(Fields):
             self.refuse("rope_parameters.rope_type", kind, " or ".join(map(repr, kinds)))
         factor = {**scaling, **new}.get("factor", 1)
         if kind == "default" and factor != 1:
-            self.refuse("rope_parameters.factor", factor, "none without a rope_type")
+            self.refuse("rope_parameters.factor", factor, "no factor if there is no rope_type")
         theta = new.get("rope_theta", self.get(theta_key, ROPE_DEFAULT_THETA))
         fraction = new.get("partial_rotary_factor", self.get(fraction_key, default_fraction))
         values = {"rope_theta": float(theta), "rope_fraction": float(fraction)}

@@ -71,9 +71,9 @@ def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> N
         == [directory / "step_00000002"]
         == [open_model(directory / "step_00000002").path]
     )
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         find(directory / "checkpoints")
-    with pytest.raises(CheckpointError, match="is no model"):
+    with pytest.raises(CheckpointError, match="is not a model"):
         open_model(directory / "checkpoints")
 
 

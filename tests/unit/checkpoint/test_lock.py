@@ -81,7 +81,7 @@ def test_a_dead_holder_whose_clock_was_ahead_is_watched_and_replaced(
 ) -> None:
     holder_elsewhere(tmp_path, silent_s=-7200)
     assert RunLock(tmp_path, this_process("13")).incarnation == 2
-    assert "its clock is 7,200 s ahead, and no heartbeat has come" in capfd.readouterr().err
+    assert "its last heartbeat is 7,200 s in the future, and no new heartbeat was seen" in capfd.readouterr().err
 
 
 def test_a_living_holder_whose_clock_is_ahead_is_kept(tmp_path: Path, quick_watch: None) -> None:
@@ -96,7 +96,7 @@ def test_a_living_holder_whose_clock_is_ahead_is_kept(tmp_path: Path, quick_watc
     thread.start()
     try:
         with pytest.raises(
-            CheckpointError, match=r"is in use by job 12 on n7.*ahead, and a heartbeat has come"
+            CheckpointError, match=r"is in use by job 12 on n7.*in the future, and a new heartbeat was seen"
         ) as caught:
             RunLock(tmp_path, this_process("13"))
         assert f"if you know that it is dead, delete {path}" in str(caught.value)

@@ -189,7 +189,7 @@ def test_whole_numbers() -> None:
         (["plan", "gpt-22b", "--nodes", "16", "--figures", "/proc/x.html"], "/proc/x.html: No such file or directory"),
         (["report", "/nonexistent"], "is not a run directory"),
         (["scaling", "report", "/nonexistent"], "holds no point of a series"),
-        (["checkpoint", "list", "/nonexistent"], "holds no complete checkpoint"),
+        (["checkpoint", "list", "/nonexistent"], "contains no complete checkpoint"),
         (["generate", "/nonexistent"], "does not exist"),
         (["data", "inspect", "/nonexistent"], "no such file"),
     ],

@@ -277,7 +277,7 @@ def test_fp16_on_mi250x_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys:
     words = [*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
     for dtype, noted in (("fp16", True), ("bf16", False)):
         assert main([*words, f"precision.dtype={dtype}"]) == 0
-        assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted
+        assert ("treat numbers below 6.1e-5 as zero" in capsys.readouterr().err) is noted
 
 
 def test_a_device_from_a_test_at_home_is_pointed_out(

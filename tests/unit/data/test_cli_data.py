@@ -101,7 +101,7 @@ def test_inspect_finds_the_tokenizer_beside_moved_data(corpus: Path, capsys: pyt
 def test_inspect_refuses_another_tokenizer(corpus: Path) -> None:
     run("tokenizer", corpus / "in", "--output", corpus / "tok.model", "--vocab-size", 290)
     run("tokenize", corpus / "in", "--output", corpus / "t", "--tokenizer", "bytes", "--workers", 1)
-    with pytest.raises(DataError, match="did not make"):
+    with pytest.raises(DataError, match="is not the tokenizer of"):
         run("inspect", corpus / "t", "--tokenizer", corpus / "tok.model")
 
 

@@ -241,7 +241,7 @@ def test_a_dataset_by_name(tmp_path: Path) -> None:
     for query, why in [
         ("split=tests", "did you mean 'test'"),
         ("subset=en", "another subset"),
-        ("name=en", "no part of a dataset"),
+        ("name=en", "unknown parameter"),
     ]:
         with pytest.raises(DataError, match=why):
             find_inputs([f"dataset://{folder}?{query}"])

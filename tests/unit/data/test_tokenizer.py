@@ -129,20 +129,20 @@ def test_gpt2s_pair_is_the_tokenizer_json_of_the_same_model(tmp_path: Path) -> N
 )
 def test_foreign_files(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=r"is no .*tokenizer|is no sentencepiece"):
+    with pytest.raises(DataError, match=r"is not a .*tokenizer|is not a sentencepiece"):
         load_tokenizer(tmp_path / name)
 
 
 def test_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such tokenizer"):
         load_tokenizer(tmp_path / "x.model")
-    with pytest.raises(DataError, match="holds neither"):
+    with pytest.raises(DataError, match="contains neither"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("train", [train_sentencepiece, train_huggingface])
 def test_empty_corpus(tmp_path: Path, train: object) -> None:
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match="contain no text"):
         train([], tmp_path / "x.model", 300)  # type: ignore[operator]
     assert list(tmp_path.iterdir()) == []
 
@@ -153,7 +153,7 @@ def test_vocabulary_larger_than_the_text_allows(tmp_path: Path) -> None:
     assert raised.value.problems[0].fix == "set --vocab-size to at most 282, or give more text"
     with pytest.raises(
         DataError,
-        match="100 pieces are too few: every byte and the characters of the text take 276",
+        match="--vocab-size 100 is too small: all bytes and the characters of the text need 276",
     ) as raised:
         train_sentencepiece(["too little text of many words"], tmp_path / "x.model", 100)
     assert raised.value.problems[0].fix == "set --vocab-size to at least 276"

@@ -66,7 +66,7 @@ def test_unfit_data_is_named(tmp_path: Path) -> None:
         held_out(tiny("llama-tiny"), dataset(tmp_path / "b", (2000,), vocab=400)[0])
     with IndexedWriter(tmp_path / "negative", "i4") as writer:
         writer.add_document([*range(60), -3, *range(60)])
-    with pytest.raises(DataError, match="holds token -3, the model's vocabulary has 250"):
+    with pytest.raises(DataError, match="contains the token id -3, but the model's vocabulary has 250"):
         held_out(tiny("llama-tiny"), str(tmp_path / "negative"))
 
 

@@ -149,7 +149,7 @@ def test_a_former_name_is_read_with_a_notice(
 ) -> None:
     load._new_name.cache_clear()  # the notice is printed once per process
     assert load_machine(former) == load_machine(name)
-    assert f"machine {former!r} is now called {name!r}" in capsys.readouterr().err
+    assert f"machine {former!r} has the new name {name!r}" in capsys.readouterr().err
     assert former not in machine_names()
     path = tmp_path / "mine.yaml"
     path.write_text(f"base: {former}\ntitle: mine\n")

@@ -458,7 +458,7 @@ def test_fp16_on_a_device_that_flushes_is_pointed_out(tmp_path: Path, capsys: py
     for dtype, machine, noted in (("fp16", "lumi", True), ("bf16", "lumi", False), ("fp16", "mi300x", False)):
         written.write_text(f"base: train_small\nprecision: {{dtype: {dtype}}}\n")
         assert main(["plan", "--run", str(written), "--machine", machine, "--nodes", "1"]) == 0
-        assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted
+        assert ("treat numbers below 6.1e-5 as zero" in capsys.readouterr().err) is noted
 
 
 def test_nothing_but_validation_loads_the_measurements() -> None:

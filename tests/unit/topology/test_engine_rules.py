@@ -21,7 +21,10 @@ DEEPSPEED = {"engine": "deepspeed"}
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"parallel": {"data_mode": "fsdp", "pipeline": 2}}, "parallel.pipeline: 2 stages with fsdp: "),
+        (
+            {"parallel": {"data_mode": "fsdp", "pipeline": 2}},
+            "parallel.pipeline: 2 stages cannot be combined with fsdp, ",
+        ),
         ({"parallel": {"context": 2}, "optimizer": DEEPSPEED}, "optimizer.engine: deepspeed with context 2"),
         (
             {"parallel": {"data_mode": "fsdp"}, "optimizer": DEEPSPEED},
@@ -29,7 +32,7 @@ DEEPSPEED = {"engine": "deepspeed"}
         ),
         ({"parallel": {"zero": 2}}, "parallel.zero: 2 is not supported: "),
         ({"parallel": {"zero": 3}, "optimizer": DEEPSPEED}, "parallel.zero: 3 is not supported: "),
-        ({"optimizer": {"name": "adamv"}}, "optimizer.name: 'adamv' is no optimizer; did you mean 'adamw'?"),
+        ({"optimizer": {"name": "adamv"}}, "optimizer.name: 'adamv' is not an optimizer; did you mean 'adamw'?"),
         ({"parallel": {"zero": 0}, "optimizer": DEEPSPEED}, "parallel.zero: without ZeRO"),
         ({"precision": {"dtype": "fp16"}, "optimizer": DEEPSPEED}, "precision.dtype: fp16 with the engine deepspeed"),
         (
@@ -38,15 +41,15 @@ DEEPSPEED = {"engine": "deepspeed"}
         ),
         (
             {"parallel": {"data_mode": "fsdp"}, "comm": {"in_flight": "one"}},
-            "comm.in_flight: one communication at a time on local, but fsdp",
+            "comm.in_flight: local allows only one communication in flight, but fsdp",
         ),
         (
             {"parallel": {"data_mode": "fsdp"}, "machine": "lumi"},
-            "comm.in_flight: one communication at a time on lumi, but fsdp issues",
+            "comm.in_flight: lumi allows only one communication in flight, but fsdp starts",
         ),
         (
             {"optimizer": DEEPSPEED, "machine": "frontier"},
-            "comm.in_flight: one communication at a time on frontier, but deepspeed",
+            "comm.in_flight: frontier allows only one communication in flight, but deepspeed",
         ),
     ],
 )
