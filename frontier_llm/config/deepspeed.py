@@ -12,6 +12,7 @@ from typing import Any
 
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.units import strict_json
 
 # Without build isolation, DeepSpeed is built against the installed torch and does not replace it.
 INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
@@ -70,8 +71,14 @@ def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
     problems += [
         Problem(
             where=f"{where}: {key}",
-            what=f"is {json.dumps(value)}, but the run file requires {json.dumps(ours[key][0])}",
-            fix=f"remove it, or set it to {json.dumps(ours[key][0])}; that value follows from {ours[key][1]}",
+            what=(
+                f"is {strict_json(value, indent=None)}, but the run file requires "
+                f"{strict_json(ours[key][0], indent=None)}"
+            ),
+            fix=(
+                f"remove it, or set it to {strict_json(ours[key][0], indent=None)}; that value follows from "
+                f"{ours[key][1]}"
+            ),
         )
         for key, value in _leaves(given)
         if key in ours and value not in ("auto", ours[key][0])

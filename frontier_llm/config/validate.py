@@ -27,12 +27,15 @@ def model_problems(model: ModelConfig) -> list[Problem]:
             Problem(where="model.kv_heads", what=f"{model.num_kv_heads} does not divide heads {model.heads}", fix=fix)
         )
     if model.position == "rope" and (rotary_dim(model) % 2 or not rotary_dim(model)):
-        what = f"rotates {rotary_dim(model)} of {model.dim_per_head} dims; the number must be even and at least 2"
+        what = (
+            f"rotates {rotary_dim(model)} of {model.dim_per_head} dims of each head; the number must be even and at "
+            f"least 2"
+        )
         problems.append(
             Problem(
                 where="model.rope_fraction",
                 what=what,
-                fix="choose a fraction of head_dim that gives such a number",
+                fix="choose a fraction that gives an even number of dims, at least 2",
             )
         )
     scaling = model.rope_scaling

@@ -86,7 +86,7 @@ def test_one_deeply_nested_line_does_not_stop_a_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     meta = tokenize([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", TokenizeOptions(skip_damaged=True), workers=1)
     assert (meta.documents, meta.damaged) == (2, 2)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: is no JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: is not JSON"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "other", "bytes", workers=1)
 
 
@@ -310,9 +310,9 @@ def test_a_deeply_nested_task_or_tokenizer_file_is_named(tmp_path: Path) -> None
     from frontier_llm.inference.tasks import read_task
 
     (tmp_path / "task.jsonl").write_text("[" * 200_000)
-    with pytest.raises(DataError, match=r"task\.jsonl:1: is no JSON"):
+    with pytest.raises(DataError, match=r"task\.jsonl:1: is not JSON"):
         read_task("piqa", tmp_path / "task.jsonl")
     train_huggingface(["some text"], tmp_path / "tokenizer.json", 300)
     (tmp_path / "tokenizer_config.json").write_text("[" * 200_000)
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: holds no JSON"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: is not a JSON"):
         load_tokenizer(tmp_path / "tokenizer.json")

@@ -110,7 +110,7 @@ def test_the_plan_says_what_is_read_twice_and_left_out(tmp_path: Path, capsys: p
         "of b is never read" in note for note in plan["notes"]
     )
     assert any(
-        "a is read in 2 orders, which may show a token again: 480 at length 16, 192 at length 32" in note
+        "a is read in 2 orders, so a token can be read twice: 480 at length 16, 192 at length 32" in note
         for note in plan["notes"]
     )
     assert main(["train", *words, "train.steps=4"]) == 0

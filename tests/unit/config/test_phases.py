@@ -158,7 +158,10 @@ def test_epochs_are_of_the_data_that_lie_there(tmp_path: Path) -> None:
     tokenize([tmp_path / "a.txt"], tmp_path / "tokens", "bytes")  # 1,201 tokens
     config = run(tmp_path, f"data.train={tmp_path}/tokens", "train.steps=2 epochs", "optimizer.warmup_steps=0.1 epochs")
     assert (config.train.steps, config.optimizer.warmup_steps) == (10, 1)
-    for data, what in (("synthetic", "synthetic data has no epochs"), (f"{tmp_path}/none", "none cannot be read: No such file")):
+    for data, what in (
+        ("synthetic", "synthetic data has no epochs"),
+        (f"{tmp_path}/none", "none cannot be read: No such file"),
+    ):
         with pytest.raises(ConfigError, match=what):
             run(tmp_path, f"data.train={data}", "train.steps=2 epochs")
 

@@ -125,7 +125,7 @@ def test_a_directory_says_what_it_leaves_alone(tmp_path: Path, capsys: pytest.Ca
     for name in ("a.txt", "b.jsonl", "README", "wiki_00"):
         (tmp_path / name).touch()
     assert [path.name for path in find_inputs([tmp_path])] == ["a.txt", "b.jsonl"]
-    assert f"{tmp_path}: read 2 files, left 2 of other kinds, e.g. README" in capsys.readouterr().err
+    assert f"{tmp_path}: reading 2 files, ignoring 2 of other kinds, e.g. README" in capsys.readouterr().err
     (tmp_path / "README").unlink()
     (tmp_path / "wiki_00").unlink()
     find_inputs([tmp_path])

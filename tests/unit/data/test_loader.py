@@ -355,7 +355,7 @@ def test_another_tokenizer_in_any_source_is_refused(tmp_path: Path, split: str, 
     else:
         assert problem.where == ("data.validation" if split == "validation" else "data.train")
         assert (
-            f"{tmp_path}/b was made by the tokenizer b.model (sha256 bbbbbbbbbbbb), {tmp_path}/a by bytes (sha256 "
+            f"{tmp_path}/b was made by the tokenizer b.model (sha256 bbbbbbbbbbbb), but {tmp_path}/a by bytes (sha256 "
             f"{bytes_digest})" in problem.what
         )
 

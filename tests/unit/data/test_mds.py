@@ -45,7 +45,7 @@ def test_tokenize_reads_them(tmp_path: Path) -> None:
     meta = tokenize([SHARDS / "text-zstd"], tmp_path / "out", "bytes", workers=1)
     assert meta.documents == 40
     assert bytes(IndexedDataset(tmp_path / "out").document(39)[:-1].tolist()).decode() == "sample 39 é"
-    with pytest.raises(DataError, match="is int, not str"):
+    with pytest.raises(DataError, match="has the encoding int, not str"):
         tokenize([SHARDS / "text-zstd"], tmp_path / "n", "bytes", TokenizeOptions(text_key="n"), workers=1)
 
 
