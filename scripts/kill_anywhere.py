@@ -308,9 +308,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--in-save", type=int, default=50)
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--lag", type=int, default=1, help="train.save_lag_steps; 0 = saves are waited for")
+    options.add_argument("--lag", type=int, default=1, help="train.save_lag_steps; 0 = training waits for each save")
     options.add_argument("--minutes", type=float, default=0, help="stop after this time instead of after --kills")
-    options.add_argument("--faults", default="kill", help=f"comma-separated: {', '.join(CODES)}")
+    options.add_argument("--faults", default="kill", help=f"faults, comma-separated: {', '.join(CODES)}")
     return options
 
 

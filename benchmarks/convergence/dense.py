@@ -376,19 +376,27 @@ def main() -> None:
         nargs="+",
         default=LADDER,
         metavar="MODEL",
-        help="at least 4, smallest first",
+        help="at least 4 models, smallest first",
     )
     parser.add_argument(
-        "--compared", default=COMPARED, metavar="MODEL", help="for precision, layouts, seed and learning rate"
+        "--compared",
+        default=COMPARED,
+        metavar="MODEL",
+        help="model that is also trained with other precisions, layouts, seeds and learning rates",
     )
     parser.add_argument("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER)
-    parser.add_argument("--directory", type=Path, default=Path("runs/convergence"), help="of the runs")
-    parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
+    parser.add_argument("--directory", type=Path, default=Path("runs/convergence"), help="folder of the runs")
     parser.add_argument(
-        "--only", nargs="+", metavar="RUN", help="train these and stop, e.g. to spread the runs over two shells"
+        "--data",
+        type=Path,
+        default=Path("data/stdlib-bytes"),
+        help="prefix of the dataset; created if it does not exist",
     )
     parser.add_argument(
-        "--out", type=Path, default=MEASURED, help="results/, figures/ and convergence.md are written below it"
+        "--only", nargs="+", metavar="RUN", help="train only these runs, e.g. to divide the runs between two shells"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=MEASURED, help="folder in which results/, figures/ and convergence.md are written"
     )
     folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--out", FOLDER]
     small = ["--tokens-per-parameter", "0.1", "--compared", "ladder-30k", "--only", "bf16"]

@@ -212,11 +212,23 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ladder", nargs="+", default=("ladder-170k",), metavar="MODEL")
-    parser.add_argument("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help="of the dense model")
+    parser.add_argument(
+        "--tokens-per-parameter",
+        type=float,
+        default=TOKENS_PER_PARAMETER,
+        help="training tokens per parameter of the dense model",
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--directory", type=Path, default=Path("runs/convergence-moe"), help="of the runs")
-    parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
-    parser.add_argument("--out", type=Path, default=MEASURED, help="results/, figures/ and moe.md are written below it")
+    parser.add_argument("--directory", type=Path, default=Path("runs/convergence-moe"), help="folder of the runs")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("data/stdlib-bytes"),
+        help="prefix of the dataset; created if it does not exist",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=MEASURED, help="folder in which results/, figures/ and moe.md are written"
+    )
     folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--out", FOLDER]
     small = ["--ladder", "ladder-30k", "--tokens-per-parameter", "0.1", "--seeds", "1"]
     options = parse_arguments(parser, smoke=[*small, *folders])

@@ -57,7 +57,7 @@ def as_json(best: dict[str, dict[int, tuple[float, str]]]) -> str:
 def main() -> int:
     """Return the exit code: 1 with --check if the file is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare alone")
+    parser.add_argument("--check", action="store_true", help="only compare, and write nothing")
     check = parser.parse_args().check
     content = as_json(best_of_rows())
     if not check:
