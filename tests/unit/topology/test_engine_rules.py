@@ -33,7 +33,10 @@ DEEPSPEED = {"engine": "deepspeed"}
         ({"parallel": {"zero": 2}}, "parallel.zero: 2 is not supported: "),
         ({"parallel": {"zero": 3}, "optimizer": DEEPSPEED}, "parallel.zero: 3 is not supported: "),
         ({"optimizer": {"name": "adamv"}}, "optimizer.name: 'adamv' is not an optimizer; did you mean 'adamw'?"),
-        ({"parallel": {"zero": 0}, "optimizer": DEEPSPEED}, "parallel.zero: is 0, but the engine deepspeed needs ZeRO-1"),
+        (
+            {"parallel": {"zero": 0}, "optimizer": DEEPSPEED},
+            "parallel.zero: is 0, but the engine deepspeed needs ZeRO-1",
+        ),
         ({"precision": {"dtype": "fp16"}, "optimizer": DEEPSPEED}, "precision.dtype: fp16 with the engine deepspeed"),
         (
             {"optimizer": {"deepspeed_config": "ds.json"}},
