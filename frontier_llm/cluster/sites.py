@@ -15,11 +15,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from frontier_llm import log
 from frontier_llm.config import build
 from frontier_llm.config.fields import PositiveFloat, PositiveInt, Section
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import ConfigError, Problem, nearest, suggest
 from frontier_llm.run.rank_env import environ
+
+FORMER_WARNING_TIME = "signal_lead_s"  # name of the key `warning_time_s` until 0.3
 
 
 class Limit(Section):
@@ -43,7 +46,7 @@ class Site(Section):
     partitions: dict[str, tuple[Limit, ...]] = Field(default_factory=dict)
     max_queued_jobs: PositiveInt | None = None
     unchained_qos: tuple[str, ...] = ()  # qualities of service that forbid a job to continue itself.
-    signal_lead_s: PositiveInt = 600  # warning time before the walltime, until a save has been measured.
+    warning_time_s: PositiveInt = 600  # warning time before the walltime, until a save has been measured.
     node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s by default) and a margin.
     exclude_slow_after: PositiveInt | None = None  # straggler reports that exclude a host; None: only report them.
     sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value.
@@ -119,7 +122,11 @@ def load_site(name_or_path: str | None = None) -> Site:
                 "--site",
             )
         path = root_dir() / "slurm" / "sites" / f"{name_or_path}.yaml"
-    return build(Site, read_yaml(path), where=str(path))
+    values = read_yaml(path)
+    if isinstance(values, dict) and FORMER_WARNING_TIME in values and "warning_time_s" not in values:
+        log.info(f"{path}: {FORMER_WARNING_TIME} is now called warning_time_s: write the new name")
+        values["warning_time_s"] = values.pop(FORMER_WARNING_TIME)
+    return build(Site, values, where=str(path))
 
 
 def walltime_s(text: str) -> int | None:
