@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from frontier_llm.cluster.sites import format_walltime, load_site, parse_walltime, request_problems, site_names
