@@ -28,7 +28,7 @@ from torch.autograd import Function
 from frontier_llm.blueprint.expert_work import most_rows
 from frontier_llm.comm import DONE, Axis, Pending, start_all_to_all_into, start_all_to_all_rows
 from frontier_llm.ops import Ops
-from frontier_llm.ops.groups import gather_rows
+from frontier_llm.ops.routing import gather_rows
 
 
 class RouterChoice(NamedTuple):
