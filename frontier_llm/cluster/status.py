@@ -149,6 +149,11 @@ def read_status(directory: Path) -> Status:
     left_s = _walltime_left_s(fields)
     failures = [attempt for attempt in attempts if attempt.failed]
     failure = parts.read(_failure, None)
+    last_failure = None
+    if failure:
+        last_failure = failure.describe()
+    elif failures:
+        last_failure = failures[-1].detail
     job = parts.read(read_job, None)
     slices_left = _slices(eta_s, left_s, fields)
     used = parts.read(lambda path: _used_node_hours(path, fields), 0.0)
@@ -160,14 +165,10 @@ def read_status(directory: Path) -> Status:
     end = parts.read(lambda path: run_dir.end(path, target or math.inf, save_final is not False), "")
     status = Status(
         run_dir=str(directory),
-        state=fields["JobState"].lower() if fields else "running" if living else end or "not queued",
+        state=_state(fields, living, end),
         job_id=job_id,
         reason=fields.get("Reason") if fields.get("JobState") == "PENDING" else None,
-        nodes=fields["NodeList"]
-        if fields.get("NodeList", "(null)") not in ("", "(null)")
-        else living.host
-        if living
-        else None,
+        nodes=_nodes(fields, living),
         step=step,
         steps=target,
         tokens=last.get("consumed_tokens") or step * (samples or 0) * (length or 0) or None,
@@ -184,7 +185,7 @@ def read_status(directory: Path) -> Status:
         bad_hosts=tuple(parts.read(run_dir.bad_hosts, [])),
         slow_hosts=tuple(parts.read(run_dir.slow_hosts, [])),
         blocked=parts.read(_blocked, {}),
-        last_failure=failure.describe() if failure else failures[-1].detail if failures else None,
+        last_failure=last_failure,
         epochs=parts.read(epochs_read, {}),
         job=job,
         node_hours=used,
@@ -193,6 +194,23 @@ def read_status(directory: Path) -> Status:
         expected_end_unix_s=expected_end_unix_s,
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
+
+
+def _state(fields: Mapping[str, str], living: Holder | None, end: str) -> str:
+    """Return Slurm's state of the job. Without a job: whether a process holds the run, or how the run ended."""
+    if fields:
+        return fields["JobState"].lower()
+    if living:
+        return "running"
+    return end or "not queued"
+
+
+def _nodes(fields: Mapping[str, str], living: Holder | None) -> str | None:
+    """Return the nodes of the job, or the host of the process that holds the run."""
+    nodes = fields.get("NodeList", "(null)")
+    if nodes not in ("", "(null)"):
+        return nodes
+    return living.host if living else None
 
 
 def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Problem]]:

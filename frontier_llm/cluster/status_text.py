@@ -29,7 +29,8 @@ def _render_one(status: Status) -> str:
     if status.job is not None:
         facts.append(("job", _wanted(status.job)))
         facts.append(("node-hours", _node_hours(status, status.job)))
-    facts.append(("checkpoint", f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"))
+    checkpoint = f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"
+    facts.append(("checkpoint", checkpoint))
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
         facts.append(
@@ -37,10 +38,9 @@ def _render_one(status: Status) -> str:
         )
     facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
     facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
-    facts += [
-        ("failure", status.last_failure or ""),
-        ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else ""),
-    ]
+    facts.append(("failure", status.last_failure or ""))
+    if status.bad_hosts:
+        facts.append(("excluded", hostlist.compress(status.bad_hosts)))
     facts.append(("data", ", ".join(f"{path} {epochs:.3g} epochs" for path, epochs in status.epochs.items())))
     facts += [("damaged", text) for text in status.damage]
     return "\n".join(
@@ -76,13 +76,16 @@ def _progress(status: Status) -> str:
 
 
 def _speed(status: Status) -> str:
-    parts = (
-        "" if status.loss is None else f"loss {status.loss:.4f}",
-        "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s",
-        "" if status.step_time_s is None else f"{format_seconds(status.step_time_s)} per step",
-        f"{format_count(status.tokens)} tokens seen" if status.tokens else "",
-    )
-    return ", ".join(filter(None, parts))
+    parts = []
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4f}")
+    if status.tokens_per_s is not None:
+        parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
+    if status.step_time_s is not None:
+        parts.append(f"{format_seconds(status.step_time_s)} per step")
+    if status.tokens:
+        parts.append(f"{format_count(status.tokens)} tokens seen")
+    return ", ".join(parts)
 
 
 def _waits(axis: str, row: dict[str, int]) -> str:

@@ -344,7 +344,9 @@ def slow_hosts(run_dir: Path) -> list[Slow]:
     for row in read_jsonl(run_dir / "metrics.jsonl"):
         if row.get("kind") == "straggler" and is_row(row) and row["host"]:
             start = row.get("incarnation", 0)
-            named.setdefault(row["host"], {})[start if is_count(start) else 0, row["step"]] = row["slowdown"]
+            if not is_count(start):
+                start = 0
+            named.setdefault(row["host"], {})[start, row["step"]] = row["slowdown"]
     late = [Slow(host, len(steps), max(steps)[1], steps[max(steps)]) for host, steps in named.items()]
     return sorted(late, key=lambda slow: (-slow.times, slow.host))
 
