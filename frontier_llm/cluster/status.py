@@ -145,17 +145,18 @@ def read_status(directory: Path) -> Status:
     left_s = _walltime_left_s(fields)
     failures = [attempt for attempt in attempts if attempt.failed]
     failure = parts.read(_failure, None)
+    last_failure = None
+    if failure:
+        last_failure = failure.describe()
+    elif failures:
+        last_failure = failures[-1].detail
     end = parts.read(lambda path: run_dir.end(path, target or math.inf, save_final is not False), "")
     status = Status(
         run_dir=str(directory),
-        state=fields["JobState"].lower() if fields else "running" if living else end or "not queued",
+        state=_state(fields, living, end),
         job_id=job_id,
         reason=fields.get("Reason") if fields.get("JobState") == "PENDING" else None,
-        nodes=fields["NodeList"]
-        if fields.get("NodeList", "(null)") not in ("", "(null)")
-        else living.host
-        if living
-        else None,
+        nodes=_nodes(fields, living),
         step=step,
         steps=target,
         tokens=last.get("consumed_tokens") or step * (samples or 0) * (length or 0) or None,
@@ -172,12 +173,29 @@ def read_status(directory: Path) -> Status:
         bad_hosts=tuple(parts.read(run_dir.bad_hosts, [])),
         slow_hosts=tuple(parts.read(run_dir.slow_hosts, [])),
         blocked=parts.read(_blocked, {}),
-        last_failure=failure.describe() if failure else failures[-1].detail if failures else None,
+        last_failure=last_failure,
         epochs=parts.read(epochs_read, {}),
         job=parts.read(read_job, None),
         node_hours=sum(attempt.node_hours for attempt in attempts),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
+
+
+def _state(fields: Mapping[str, str], living: Holder | None, end: str) -> str:
+    """Return Slurm's state of the job. Without a job: whether a process holds the run, or how the run ended."""
+    if fields:
+        return fields["JobState"].lower()
+    if living:
+        return "running"
+    return end or "not queued"
+
+
+def _nodes(fields: Mapping[str, str], living: Holder | None) -> str | None:
+    """Return the nodes of the job, or the host of the process that holds the run."""
+    nodes = fields.get("NodeList", "(null)")
+    if nodes not in ("", "(null)"):
+        return nodes
+    return living.host if living else None
 
 
 def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Problem]]:
@@ -355,7 +373,8 @@ def _render_one(status: Status) -> str:
     age = f", {format_seconds(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
     if status.job is not None:
         facts.append(("job", _wanted(status.job, status.node_hours)))
-    facts.append(("checkpoint", f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"))
+    checkpoint = f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"
+    facts.append(("checkpoint", checkpoint))
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
         facts.append(
@@ -363,10 +382,9 @@ def _render_one(status: Status) -> str:
         )
     facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
     facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
-    facts += [
-        ("failure", status.last_failure or ""),
-        ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else ""),
-    ]
+    facts.append(("failure", status.last_failure or ""))
+    if status.bad_hosts:
+        facts.append(("excluded", hostlist.compress(status.bad_hosts)))
     facts.append(("data", ", ".join(f"{path} {epochs:.3g} epochs" for path, epochs in status.epochs.items())))
     facts += [("damaged", text) for text in status.damage]
     return "\n".join(
@@ -395,13 +413,16 @@ def _progress(status: Status) -> str:
 
 
 def _speed(status: Status) -> str:
-    parts = (
-        "" if status.loss is None else f"loss {status.loss:.4f}",
-        "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s",
-        "" if status.step_time_s is None else f"{format_seconds(status.step_time_s)} per step",
-        f"{format_count(status.tokens)} tokens seen" if status.tokens else "",
-    )
-    return ", ".join(filter(None, parts))
+    parts = []
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4f}")
+    if status.tokens_per_s is not None:
+        parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
+    if status.step_time_s is not None:
+        parts.append(f"{format_seconds(status.step_time_s)} per step")
+    if status.tokens:
+        parts.append(f"{format_count(status.tokens)} tokens seen")
+    return ", ".join(parts)
 
 
 def _waits(axis: str, row: dict[str, int]) -> str:
