@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import ROOT, parse_arguments, write_measured
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_model, load_run
 from frontier_llm.errors import ConfigError
-from frontier_llm.experiments.scaling.series import Point, default_batch, find_run, make_series
+from frontier_llm.experiments.scaling.series import MODES, Mode, Point, default_batch, find_run, make_series
 from frontier_llm.experiments.scaling.walltime import with_walltime
 from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.machine.rates import Rates
@@ -28,12 +29,11 @@ ROOFLINES = (("gpt-22b", 16, 1024), ("gpt-175b", 128, 2048), ("gpt-1t", 384, 960
 ORNL_STACK = "megatron-deepspeed"
 
 
-def points_of(mode: str, model: str, nodes: Sequence[int]) -> list[Point]:
+def points_of(mode: Mode, model: str, nodes: Sequence[int]) -> list[Point]:
     """Return a series of the shipped run of this model, with ORNL's batch."""
     config = load_run(find_run(model))
-    wanted = "weak" if mode == "weak" else "strong"
-    batch = default_batch(wanted, config)
-    return make_series(wanted, config, load_site(SITE), list(nodes), batch, Path("unused"))
+    batch = default_batch(mode, config)
+    return make_series(mode, config, load_site(SITE), list(nodes), batch, Path("unused"))
 
 
 def walltime_cell(point: Point) -> str:
@@ -51,14 +51,14 @@ def walltimes() -> Iterator[str]:
     model, nodes = WALLTIMES
     yield table_row(f"{model}, nodes", *nodes)
     yield "|---|" + "---|" * len(nodes)
-    for mode in ("weak", "strong"):
-        batch = default_batch("weak" if mode == "weak" else "strong", load_run(find_run(model)))
+    for mode in MODES:
+        batch = default_batch(mode, load_run(find_run(model)))
         kind = f"{batch} samples per replica" if mode == "weak" else f"batch {batch}"
         cells = [walltime_cell(point) for point in points_of(mode, model, nodes)]
         yield table_row(f"{mode}, {kind}", *cells)
 
 
-def plans_of(model: str, numbers: Rates, **changes: str) -> list[Plan]:
+def plans_of(model: str, numbers: Rates, **changes: Any) -> list[Plan]:
     """Return the simulated plans of the strong series, with changed fields of the layout."""
     plans = []
     for point in points_of("strong", model, STRONG[model]):
