@@ -1,9 +1,9 @@
-// The authenticated key-value store of a job's ranks. Only frontier_llm/comm/store_server.py uses this library.
+// The authenticated key-value store of a job's ranks. Only frontier_llm/comm/authenticated_store.py uses this library.
 //
-// It opens no socket. Python authenticates connections (comm/handshake.py) and hands them over; one thread answers them all,
-// without the interpreter lock. A wait costs nothing until its key comes. Requests and answers are lists of byte
-// strings: u32 count, u64 lengths[count], bytes (little endian; comm/authenticated_store.py). Plain C ABI, loaded with
-// ctypes; no Python, no torch.
+// It opens no socket. Python authenticates connections (comm/handshake.py) and passes them on. One thread answers all
+// requests, without the interpreter lock. A wait costs nothing until its key exists. Requests and answers are lists of
+// byte strings: u32 count, u64 lengths[count], bytes (little endian; comm/authenticated_store.py). The library has a
+// plain C ABI, is loaded with ctypes, and needs neither Python nor torch.
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
