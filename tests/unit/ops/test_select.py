@@ -103,7 +103,7 @@ def test_a_back_end_whose_parameters_differ_from_the_face_is_refused():
     assert set(providers.functions_of(types.SimpleNamespace(rms_norm=right))) == {"rms_norm"}
     for wrong in (another_order, too_few, another_type, another_default):
         with pytest.raises(
-            TypeError, match=r"rms_norm\(.*the face's is \(x: 'Tensor', weight: 'Tensor', eps: 'float'\)"
+            TypeError, match=r"rms_norm\(.*differs from .* reference, \(x: 'Tensor', weight: 'Tensor', eps: 'float'\)"
         ):
             providers.functions_of(types.SimpleNamespace(rms_norm=wrong))
 
@@ -156,7 +156,7 @@ def test_stretches_on_a_gpu_have_kernels_and_are_never_silently_squares_of_score
         and "=heads" in outcome.fix
     )
     assert chosen(allow_fallback=True, window=True).provider.name == "reference"
-    assert "no float32 on a GPU" in chosen(dtype=torch.float32).what
+    assert "do not support float32 on a GPU" in chosen(dtype=torch.float32).what
     monkeypatch.setattr(sdpa, "blocks_missing", lambda: "torch's flash attention does not run on this GPU")
     assert "does not run on this GPU" in chosen("sdpa").what
 
