@@ -107,7 +107,7 @@ def test_a_kernel_that_wants_alignment_refuses_anything_else(gpu):
     q = torch.zeros(16, 1, 1, 64, dtype=torch.bfloat16)
     arguments = {"o": q, "grad_o": q, "delta": torch.zeros(16), "sequence": 16, "heads": 1, "head_dim": 72}
     strides = {"o_s": 64, "o_b": 64, "o_a": 64, "g_s": 64, "g_b": 72, "g_a": 64}
-    with pytest.raises(BackendError, match=r"head_dim, g_b: not a multiple of 16(.|\n)*"):
+    with pytest.raises(BackendError, match=r"head_dim, g_b must be a multiple of 16(.|\n)*"):
         kernels.launch("attention_delta", torch.bfloat16, "d64", (1, 1, 1), **arguments, **strides)
 
 
