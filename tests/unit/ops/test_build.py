@@ -332,7 +332,7 @@ def test_bad_manifests_are_refused_with_the_command_that_mends_them(tmp_path):
     manifest_of(tmp_path)
     assert manifest.read_manifest("gfx90a", tmp_path)["architecture"] == "gfx90a"
     for changes, message in (
-        ({"version": 0}, "written for gfx90a in version 0; expected are gfx90a and version"),
+        ({"version": 0}, "is for gfx90a and has version 0; expected gfx90a and version"),
         ({"architecture": "gfx942"}, "is for gfx942 and has version"),
         (
             {"sources": {**manifest.source_digests(), "norm.py": "0"}},

@@ -55,7 +55,7 @@ def test_the_gpu_kernels_are_called_as_this_torch_declares_them():
 def test_other_stretches_are_refused(queries, keys, offset):
     q = normal(queries, 1, 2, 16)
     k = normal(keys, 1, 2, 16)
-    with pytest.raises(BackendError, match=f"{queries} queries from position {offset} over {keys} keys"):
+    with pytest.raises(BackendError, match=f"{queries} queries from position {offset} attend to {keys} keys"):
         sdpa.attention_block(q, (k, k), Scores(0.25, offset=offset))
 
 
