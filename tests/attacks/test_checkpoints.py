@@ -173,7 +173,7 @@ def test_a_member_is_not_read_for_its_claims(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="big-endian"):
         MegatronModel(tmp_path)
     save_zip(path, b"x" * (archive.MAX_PICKLE_BYTES + 1))
-    with pytest.raises(CheckpointError, match=r"data\.pkl of \d+ bytes, more than \d+"):
+    with pytest.raises(CheckpointError, match=r"data\.pkl of \d+ bytes, more than the limit of \d+"):
         MegatronModel(tmp_path)
 
 
@@ -246,7 +246,7 @@ def test_config_json_bombs(config: str, said: str, tmp_path: Path) -> None:
 def test_long_headers_and_indices(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 90_000_000) + b" " * 90_000_000)
-    with pytest.raises(CheckpointError, match="header of 90000000 bytes, more than 16777216"):
+    with pytest.raises(CheckpointError, match="header of 90000000 bytes, more than the limit of 16777216"):
         HuggingFaceModel(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(" " * (1 << 26))
     with pytest.raises(CheckpointError, match="more than 33554432 bytes"):

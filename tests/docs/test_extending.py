@@ -154,7 +154,7 @@ def test_a_family_of_hugging_face_computes_what_transformers_computes(
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (
         refused.returncode
-        and "'Starcoder2ForCausalLM' has no mapping" in refused.stderr
+        and "'Starcoder2ForCausalLM' is not supported" in refused.stderr
         and "--plugin MODULE" in refused.stderr
     )
     shown = subprocess.run([*command, "--plugin", str(extensions)], capture_output=True, text=True, check=True)

@@ -52,7 +52,7 @@ def test_a_run_is_told_why_its_length_is_mathematics() -> None:
     )
     with pytest.raises(
         CheckpointError,
-        match=r"train.steps: 10 → 20 \(the learning rate of every step follows .* optimizer.decay_steps is null",
+        match=r"train.steps: 10 → 20 \(the learning rate of every step depends on .* optimizer.decay_steps is null",
     ):
         check_allowed(config_changes(saved, longer), [], "step_10")
 

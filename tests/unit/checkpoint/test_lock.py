@@ -62,7 +62,7 @@ def holder_elsewhere(tmp_path: Path, silent_s: float, **changes: object) -> Path
 
 def test_holder_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     path = holder_elsewhere(tmp_path, silent_s=20)
-    with pytest.raises(CheckpointError, match=r"job 12 on n7.*last sign of life is 2. s old") as caught:
+    with pytest.raises(CheckpointError, match=r"job 12 on n7.*last heartbeat is 2. s old") as caught:
         RunLock(tmp_path, this_process("13"))
     assert "start again in" in str(caught.value)
     os.utime(path, (time.time() - STALE_AFTER_S - 1,) * 2)

@@ -115,7 +115,7 @@ def test_tokens_come_one_by_one() -> None:
     ("bad", "word"),
     [
         ([[]], "contains no token"),
-        ([[1] * 32], "leave no room in a context of 32"),
+        ([[1] * 32], "leaves no space for new ones in a context of 32"),
         ([[1], [250]], "contains the token id 250"),
         ([], "no prompt"),
     ],

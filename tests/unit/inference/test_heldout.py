@@ -59,7 +59,7 @@ def test_no_record_of_the_text_no_bits_per_byte(tmp_path: Path) -> None:
 
 
 def test_unfit_data_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds 20 tokens, less than one window of 32"):
+    with pytest.raises(DataError, match="has 20 tokens, less than one window of 32"):
         held_out(tiny("llama-tiny"), dataset(tmp_path, (20,))[0])
     (tmp_path / "b").mkdir()
     with pytest.raises(DataError, match="vocabulary has 250"):
