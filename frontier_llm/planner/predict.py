@@ -10,8 +10,8 @@ from frontier_llm.errors import Problem
 from frontier_llm.machine.load import OWN_STACK, load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.operations import Campaign, campaign
-from frontier_llm.planner.promise import BANDS, basis
 from frontier_llm.planner.search import Plan, simulate_layout
+from frontier_llm.planner.uncertainty import BANDS, basis
 from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.units import GIB
 
