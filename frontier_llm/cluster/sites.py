@@ -15,12 +15,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from frontier_llm import log
 from frontier_llm.config import build
 from frontier_llm.config.fields import PositiveFloat, PositiveInt, Section
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import ConfigError, Problem, nearest, suggest
 from frontier_llm.machine.load import load_machine
 from frontier_llm.run.rank_env import environ
+
+FORMER_WARNING_TIME = "warning_time_s"  # name of the key `warning_time_s` until 0.3
 
 
 class Limit(Section):
@@ -135,6 +138,9 @@ def load_site(name_or_path: str | None = None) -> Site:
             )
         path = root_dir() / "slurm" / "sites" / f"{name_or_path}.yaml"
     content = read_yaml(path)
+    if FORMER_WARNING_TIME in content and "warning_time_s" not in content:
+        log.info(f"{path}: {FORMER_WARNING_TIME} is now called warning_time_s: write the new name")
+        content["warning_time_s"] = content.pop(FORMER_WARNING_TIME)
     if "partitions" not in content and isinstance(content.get("machine"), str):
         content["partitions"] = machine_partitions(content["machine"])
     return build(Site, content, where=str(path))
