@@ -23,7 +23,7 @@ from frontier_llm.errors import ConfigError, Problem, nearest, suggest
 from frontier_llm.machine.load import load_machine
 from frontier_llm.run.rank_env import environ
 
-FORMER_WARNING_TIME = "warning_time_s"  # name of the key `warning_time_s` until 0.3
+FORMER_WARNING_TIME = "signal_lead_s"  # name of the key `warning_time_s` until 0.3
 
 
 class Limit(Section):
