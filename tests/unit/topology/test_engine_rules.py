@@ -38,11 +38,13 @@ DEEPSPEED = {"engine": "deepspeed"}
         ),
         (
             {"parallel": {"data_mode": "fsdp"}, "comm": {"in_flight": "one"}},
-            "comm.in_flight: fsdp starts collectives in its own order, and only one communication may be in flight on local",
+            "comm.in_flight: fsdp starts collectives in its own order, "
+            "and only one communication may be in flight on local",
         ),
         (
             {"parallel": {"data_mode": "fsdp"}, "machine": "lumi"},
-            "comm.in_flight: fsdp starts collectives in its own order, and only one communication may be in flight on lumi",
+            "comm.in_flight: fsdp starts collectives in its own order, "
+            "and only one communication may be in flight on lumi",
         ),
         (
             {"optimizer": DEEPSPEED, "machine": "frontier"},
