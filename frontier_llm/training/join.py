@@ -20,13 +20,6 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
 from frontier_llm.machine.load import load_machine, rates
-from frontier_llm.machine.rank_variables import (
-    environment_name,
-    needs_network_plugin,
-    node_count,
-    set_rank_variables,
-    shards_weights,
-)
 from frontier_llm.run import hostlist
 from frontier_llm.run.failure import Failure, write_failure
 from frontier_llm.run.job_secret import JobSecret, folder_of, private_folder
@@ -36,6 +29,13 @@ from frontier_llm.run.run_dir import distrust
 from frontier_llm.topology.engine_rules import in_flight
 from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.topology.plan import ParallelPlan, make_plan
+from frontier_llm.topology.rank_variables import (
+    environment_name,
+    needs_network_plugin,
+    node_count,
+    set_rank_variables,
+    shards_weights,
+)
 from frontier_llm.training.agreement import RankReport, agree, judge
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.device import Found, find_device, keep_freed_memory
