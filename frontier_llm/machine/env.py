@@ -117,6 +117,7 @@ _PYTORCH = (
 
 _NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
 
+CK_ATTENTION = "TORCH_ROCM_FA_PREFER_CK"  # torch's attention uses CK instead of AOTriton
 QUEUES = "GPU_MAX_HW_QUEUES"
 DEFAULT_QUEUES = 8  # with one communication in flight, which is safe with any number of queues
 # gfx9 has 4 pipes of 8 compute queues, and the kernel driver keeps 8. More queues are multiplexed in software, and a
