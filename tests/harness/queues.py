@@ -17,7 +17,7 @@ from frontier_llm.schedule import ScheduleError
 from tests.harness.dry_run import Step
 
 COMPUTE = "compute"
-TURNS = "turns"  # the stream of comm.group.Turns, through which all communication is issued with one in flight
+TURNS = "turns"  # the stream of comm.group.OneInFlight, through which all communication is issued with one in flight
 
 Event = tuple[str, str, tuple[int, ...], int]  # text, stream, ranks, and which of equal communications
 
