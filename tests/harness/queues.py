@@ -17,7 +17,7 @@ from frontier_llm.schedule import ScheduleError
 from tests.harness.dry_run import Step
 
 COMPUTE = "compute"
-TURNS = "turns"  # the stream of comm.group.OneInFlight, through which all communication is issued with one in flight
+ONE = "one in flight"  # the stream of comm.group.OneInFlight, through which all communication is issued with one in flight
 
 Event = tuple[str, str, tuple[int, ...], int]  # text, stream, ranks, and which of equal communications
 
@@ -51,7 +51,7 @@ def packets(listed: Sequence[Step], one_in_flight: bool) -> list[Packet]:
                 issue(COMPUTE, end_of_step[needed])
             issue(COMPUTE)
             continue
-        ready = issue(TURNS, last[COMPUTE]) if one_in_flight else last[COMPUTE]
+        ready = issue(ONE, last[COMPUTE]) if one_in_flight else last[COMPUTE]
         # torch makes one communicator, and so one stream, for each pair of ranks of a pipeline channel
         stream = f"{step.stream} {step.ranks}"
         issue(stream, ready)
@@ -59,7 +59,7 @@ def packets(listed: Sequence[Step], one_in_flight: bool) -> list[Packet]:
         seen[step.what, step.stream] += 1
         end_of_step[index] = issue(stream, event=event)
         if one_in_flight:
-            issue(TURNS, end_of_step[index])
+            issue(ONE, end_of_step[index])
     return issued
 
 
