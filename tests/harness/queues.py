@@ -17,7 +17,8 @@ from frontier_llm.schedule import ScheduleError
 from tests.harness.dry_run import Step
 
 COMPUTE = "compute"
-ONE = "one in flight"  # the stream of comm.group.OneInFlight, through which all communication is issued with one in flight
+# Stream of comm.group.OneInFlight, through which all communication is issued with one in flight.
+ONE = "one in flight"
 
 Event = tuple[str, str, tuple[int, ...], int]  # text, stream, ranks, and which of equal communications
 
