@@ -211,7 +211,7 @@ def _use_deterministic_algorithms() -> None:
     """Let torch's own ops and products avoid atomics. An op without a deterministic kernel warns, and runs."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling new memory costs time, and no kernel here reads memory that was not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch._C._set_deterministic_fill_uninitialized_memory(False)
     if environ("CUBLAS_WORKSPACE_CONFIG") is None:
         put("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a workspace of fixed size for equal bits
 
