@@ -203,7 +203,8 @@ class QueueBin(Section):
     """A scheduling bin. Jobs of `nodes_from` … `nodes_to` nodes may run for `max_hours`."""
 
     name: str
-    nodes_from: PositiveInt
+    partition: str = ""  # Slurm's partition; '': the partition has the name of the bin.
+    nodes_from: PositiveInt = 1
     nodes_to: PositiveInt
     max_hours: PositiveFloat
 
@@ -215,7 +216,7 @@ class Operations(Section):
     checkpoint_gbps_per_node: Number  # GB/s that one node writes to the file system
     checkpoint_gbps_total: Number  # GB/s of the complete file system
     restart_minutes: Number  # time from a failure to the first step after the restart
-    queue: tuple[QueueBin, ...] = ()
+    queue: tuple[QueueBin, ...] = ()  # the planner takes the first bin that fits; site files take all as partitions.
 
 
 class InFlight(Sourced):
