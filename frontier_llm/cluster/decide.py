@@ -29,7 +29,8 @@ class History:
     target_step: int  # train.steps.
     saves_final: bool = True  # train.save_final.
     saved_step: int = 0  # step of the newest complete checkpoint.
-    node_hours: float = 0.0  # total of all starts.
+    node_hours: float = 0.0  # total of all jobs, as Slurm charges them: nodes of the allocation times its time.
+    allocated_nodes: int = 0  # nodes of this allocation; 0: the nodes and spares of the job.
     last: Attempt | None = None  # the newest start.
     is_own: bool = False  # whether `last` belongs to this start of the supervisor.
     recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts, without node failures and failed starts.
@@ -39,7 +40,10 @@ class History:
     untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
 
     def after(self, attempt: Attempt, saved_step: int, *, is_own: bool = True) -> History:
-        """Return the history with one more start, after which the newest checkpoint is of `saved_step`."""
+        """Return the history with one more start, after which the newest checkpoint is of `saved_step`.
+
+        `node_hours` does not change, because Slurm charges allocations and not starts.
+        """
         recent = self.recent
         failed_starts = (*self.failed_starts, attempt) if attempt.is_failed_start else ()
         if attempt.cause != "node failure" and not attempt.is_failed_start:
@@ -50,7 +54,6 @@ class History:
         return replace(
             self,
             saved_step=saved_step,
-            node_hours=self.node_hours + attempt.node_hours,
             last=attempt,
             is_own=is_own,
             recent=recent,
@@ -174,10 +177,11 @@ def reason_to_end(job: Job, history: History, stop_requested: bool) -> str:
 
 
 def budget_left_s(job: Job, history: History) -> float:
-    """Return the time for which the job's nodes can still run within the budget. Infinite without a budget."""
+    """Return the time for which the allocation can still run within the budget. Infinite without a budget."""
     if job.max_node_hours is None:
         return math.inf
-    return (job.max_node_hours - history.node_hours) * 3600 / job.nodes
+    nodes = history.allocated_nodes or job.all_nodes
+    return (job.max_node_hours - history.node_hours) * 3600 / nodes
 
 
 def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
@@ -267,7 +271,7 @@ def _start(job: Job, history: History, now: Now) -> Decision:
         nodes=nodes,
         wait_s=wait_s,
         deadline_s=deadline_s,
-        save_after_s=budget_left_s(job, history) - job.warning_s,
+        save_after_s=budget_left_s(job, history) - job.warning_s - wait_s,
         avoid=avoid,
     )
 

@@ -66,7 +66,7 @@ NO_PROGRESS = [made("crash", 5, 5)] * 3
 STOPPED_EARLY = [made("interrupted", 5, 5, exit_code=75)] * 3
 NEVER = replace(JOB, continuation="never")
 SUCCESSOR = replace(JOB, continuation="successor")
-BUDGET = replace(JOB, max_node_hours=10.0)
+BUDGET = replace(JOB, max_node_hours=12.0)
 
 # (behaviour, job, history, now, class of the decision, expected fields)
 TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
@@ -114,23 +114,39 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         Done,
         {"reason": "stopped at step 7 by /run/STOP; delete it to go on"},
     ),
-    # budget: a start uses 2 nodes, so 10 node-hours last 5 h
-    ("ranks save when the budget ends", BUDGET, NEW, NOW, Start, {"save_after_s": 5 * 3600 - 120.0}),
+    # budget: Slurm charges 2 nodes and a spare, so 12 node-hours last 4 h
+    ("ranks save when the budget ends", BUDGET, NEW, NOW, Start, {"save_after_s": 4 * 3600 - 120.0}),
     (
-        "the starts of all jobs count for the budget",
+        "all nodes of the allocation are charged",
         BUDGET,
-        after(made("crash", 0, 3, hours=1.5), made("interrupted", 3, 9, hours=2.5), own=0),
+        replace(NEW, allocated_nodes=4),
+        NOW,
+        Start,
+        {"save_after_s": 3 * 3600 - 120.0},
+    ),
+    (
+        "the node-hours of all jobs count for the budget",
+        BUDGET,
+        replace(after(made("interrupted", 3, 9), own=0), node_hours=9.0),
         NOW,
         Start,
         {"save_after_s": 3600 - 120.0},
     ),
     (
+        "and so does the wait for a lock",
+        BUDGET,
+        replace(after(made("node failure", 0, 9)), node_hours=9.0),
+        replace(NOW, unhealthy=("n0",)),
+        Start,
+        {"save_after_s": 3600 - 120.0 - LOCK_STALE_S},
+    ),
+    (
         "a budget that is too small for a save ends the run",
         BUDGET,
-        after(made("interrupted", 0, 9, hours=4.98), own=0),
+        replace(after(made("interrupted", 0, 9), own=0), node_hours=11.96),
         NOW,
         Done,
-        {"reason": "10.0 of 10.0 node-hours are used"},
+        {"reason": "12.0 of 12.0 node-hours are used"},
     ),
     ("no budget, no reminder", JOB, NEW, NOW, Start, {"save_after_s": float("inf")}),
     # walltime
