@@ -129,7 +129,7 @@ class _Groups:
             self._group(name, rank, ranks),
             self.ledger,
             turns=self._turns,
-            baton=self._baton,
+            baton=self._baton if name.partition(".")[0] == "ep" else None,
         )
         if not apart and (name not in LEVELLED or not self._algorithms.rules):
             return flat
