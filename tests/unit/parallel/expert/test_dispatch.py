@@ -87,8 +87,8 @@ def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tupl
     assert axis.levels is not None and axis.nodes == 4 // per_node
     node, rail = axis.levels
     # only axes of experts interleave two microbatches
-    assert mesh.world.baton is None and mesh.dp.baton is None
-    assert axis.baton is not None and rail.baton is axis.baton
+    assert mesh.world.interleaving is None and mesh.dp.interleaving is None
+    assert axis.interleaving is not None and rail.interleaving is axis.interleaving
     experts_Nk = chosen(kind, rank, 5 * rank)  # rank 0 has no tokens
     x_NH = torch.randn(len(experts_Nk), WIDTH, dtype=torch.float64, requires_grad=True)
     weights_Nk = torch.rand(experts_Nk.shape, dtype=torch.float64, requires_grad=True)
