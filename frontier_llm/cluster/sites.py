@@ -22,7 +22,7 @@ from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import ConfigError, Problem, nearest, suggest
 from frontier_llm.run.rank_env import environ
 
-FORMER_WARNING_TIME = "warning_time_s"  # name of the key `warning_time_s` until 0.3
+FORMER_WARNING_TIME = "signal_lead_s"  # name of the key `warning_time_s` until 0.3
 
 
 class Limit(Section):

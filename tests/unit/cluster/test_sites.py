@@ -68,4 +68,4 @@ def test_the_former_key_of_the_warning_time_is_read_with_a_notice(
     file = tmp_path / "own.yaml"
     file.write_text(shipped.read_text(encoding="utf-8") + "\nsignal_lead_s: 77\n", encoding="utf-8")
     assert load_site(str(file)).warning_time_s == 77
-    assert "warning_time_s is now called warning_time_s: write the new name" in capfd.readouterr().err
+    assert "signal_lead_s is now called warning_time_s: write the new name" in capfd.readouterr().err
