@@ -403,8 +403,10 @@ class GuardConfig(Section):
     max_skips_in_row: PositiveInt = 100  # Consecutive skipped steps after which the run stops.
     # Steps between computing one step twice on all replicas, to detect wrong arithmetic; 0 = never.
     recompute_interval: NonNegativeInt = 0
-    # Steps between comparisons of the ranks' compute times; 0 = never.
+    # Most steps between comparisons of the ranks' compute times; 0 = never.
     straggler_interval: NonNegativeInt = 25
+    # Most seconds between these comparisons. A rank is reported after two slow intervals.
+    straggler_seconds: PositiveFloat = 300.0
     # Steps between comparisons of all weight copies, also before each save; 0 = never.
     replica_check_interval: NonNegativeInt = 100
 

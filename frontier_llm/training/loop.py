@@ -107,7 +107,12 @@ class _Session:
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute: Recompute | None = None
         self.stragglers = StragglerWatch(
-            state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval
+            state.mesh,
+            state.plan.grid,
+            state.device,
+            node_name(),
+            interval=self.config.guard.straggler_interval,
+            longest_s=self.config.guard.straggler_seconds,
         )
         self.routers = RouterWatch(self.config.model)
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
