@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, command, option, positive_amount
+from frontier_llm.cli.settings import refuse_settings
 from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.units import GIB, printable
 
@@ -97,6 +98,7 @@ def _import(
     from frontier_llm.inference.open import check_vocabulary, tokenizer_in
 
     if args.run is None:
+        refuse_settings(args.overrides, lambda key: True, "name the run that it changes, after the directory")
         print(printable(dump(read_model(args.source))), end="")
         if tokenizer := tokenizer_in(Path(args.source)):
             print(f"# its tokenizer, for the run's data section: {{tokenizer: {printable(tokenizer)}}}")
