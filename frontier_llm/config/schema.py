@@ -201,6 +201,8 @@ class OpsConfig(Section):
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # Adds gradients to the gradient buffers.
     # Attention kernels that `auto` selects: a table's name in configs/attention, or a file written by `ops tune`.
     attention_table: str = "shipped"
+    # Ops whose results are equal to the bit in two runs. `auto`: true if guard.recompute_interval is set.
+    deterministic: Literal["auto"] | bool = "auto"
     # GPU: let `auto` use far slower ops if the prebuilt kernels are missing.
     allow_fallback: bool = False
     no_jit: bool = False  # Report any attempt to compile during training as an error.

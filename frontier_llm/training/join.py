@@ -20,13 +20,8 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
 from frontier_llm.machine.load import load_machine, rates
-from frontier_llm.machine.rank_variables import (
-    environment_name,
-    needs_network_plugin,
-    node_count,
-    set_rank_variables,
-    shards_weights,
-)
+from frontier_llm.machine.processor import limit_instruction_set
+from frontier_llm.ops.native import describe_instruction_sets
 from frontier_llm.run import hostlist
 from frontier_llm.run.failure import Failure, write_failure
 from frontier_llm.run.job_secret import JobSecret, folder_of, private_folder
@@ -36,6 +31,13 @@ from frontier_llm.run.run_dir import distrust
 from frontier_llm.topology.engine_rules import in_flight
 from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.topology.plan import ParallelPlan, make_plan
+from frontier_llm.topology.rank_variables import (
+    environment_name,
+    needs_network_plugin,
+    node_count,
+    set_rank_variables,
+    shards_weights,
+)
 from frontier_llm.training.agreement import RankReport, agree, judge
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.device import Found, find_device, keep_freed_memory
@@ -53,6 +55,7 @@ def joined(
     """
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
+    limit_instruction_set()  # a caller without the command line has not set the limit
     with _known(config, place) as job:
         sockets_forbidden = _set_environment(config, job)
         _start_store(config, job)
@@ -60,6 +63,7 @@ def joined(
         device = found.device
         if device is not None and device.type == "cpu":
             keep_freed_memory()
+            log.info(describe_instruction_sets())
         plan = make_plan(config, world_size)
         mesh = _join(config, plan, job, found, recorded)
         assert device is not None  # otherwise the ranks have not agreed
@@ -229,7 +233,7 @@ def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found,
         plan.placement,
         tied_embeddings=config.model.tied_embeddings,
         timeout_s=timeout_s,
-        comm=config.comm.model_copy(update={"in_flight": in_flight(config)}),
+        comm=config.comm.model_copy(update={"in_flight": in_flight(config, found.architecture)}),
         ranks_per_node=place.local_world_size,
         experts=config.model.moe is not None,
         by_node=_by_node(config, place),

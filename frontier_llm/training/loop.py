@@ -423,7 +423,7 @@ def _job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Data
     is_first = state.mesh.world.rank == 0
     return JobFacts(
         config=config.model_dump(mode="json"),
-        environment=provenance(state.device) if is_first else {},
+        environment=provenance(state.device, state.stages[0].context.ops) if is_first else {},
         plugins=plugins.records_of(config.plugins) if is_first else (),
         datasets=datasets,
         job=environ("SLURM_JOB_ID", "") or "",

@@ -143,7 +143,7 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("option as successor", content("successor", "--help"), "successor: holds '--help', expected the id of a job"),
     ("folder as successor", folder_for("successor"), "successor: is a directory, not a file"),
     ("empty job", content("job.json", ""), "job.json: is empty"),
-    ("job of a newer version", content("job.json", '{"version": 2}'), "job.json: version is 2, this program reads 1"),
+    ("job of a newer version", content("job.json", '{"version": 9}'), "job.json: version is 9, this program reads 2"),
     ("unknown field of a job", content("job.json", '{"version": 1, "x": 1}'), "job.json: x is not a field of a job"),
     ("job of another run", another_job, "job.json: run_dir is /elsewhere: the record of another run"),
     ("folder as job", folder_for("job.json"), "job.json: is a directory, not a file"),
