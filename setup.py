@@ -246,7 +246,7 @@ setup(
     entry_points={
         "console_scripts": [
             "frontier-llm = frontier_llm.cli.main:entry",
-            "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main",
+            "frontier-lm-eval = frontier_llm.cli.lm_eval:main",
         ],
         "lm_eval.models": ["frontier-llm = frontier_llm.inference.lm_eval_model:FrontierLM"],
     },

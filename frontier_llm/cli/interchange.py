@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, command, option, positive_amount
@@ -99,7 +100,8 @@ def _import(
 
     if args.run is None:
         refuse_settings(args.overrides, lambda key: True, "name the run that it changes, after the directory")
-        print(printable(dump(read_model(args.source))), end="")
+        section = "model:\n" + indent(dump(read_model(args.source)), "  ")
+        print(printable(section), end="")
         if tokenizer := tokenizer_in(Path(args.source)):
             print(f"# its tokenizer, for the run's data section: {{tokenizer: {printable(tokenizer)}}}")
         return 0

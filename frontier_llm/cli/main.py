@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from frontier_llm import __version__
 from frontier_llm.cli.arguments import Parser
+from frontier_llm.cli.needs import check_installed
 from frontier_llm.cli.vocabulary import with_new_names
 from frontier_llm.errors import FrontierError, not_installed, suggest
 from frontier_llm.files import LIFT_VARIABLE, lift_bounds
@@ -88,6 +89,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     selected = parser.selected(words)
     if unknown := selected.unknown_options(words):
         selected.refuse(unknown, words)
+    check_installed(words)
     parsed, rest = parser.parse_known_args(words)
     loose = [word for word in rest if "=" in word and not word.startswith("-")]
     if loose and hasattr(parsed, "overrides"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from frontier_llm.cli.main import main
-from frontier_llm.config import load_model
+from frontier_llm.config import load_model, load_run
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
@@ -65,11 +65,16 @@ def answer(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def test_the_model_section_of_a_hugging_face_directory_is_printed(
-    room: Path, capfd: pytest.CaptureFixture[str]
+    room: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["checkpoint", "import-hf", str(room / "hf")]) == 0
     said = capfd.readouterr().out
     assert "rope_theta: 10000.0" in said and f"{{tokenizer: {room / 'hf'}}}" in said
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("batch: {global_batch: 1, micro_batch: 1}\noptimizer: {lr: 1.0e-3}\n")
+    with run_file.open("a") as file:
+        file.write(said)
+    assert load_run(str(run_file), ["data.train=synthetic", "train.steps=1"]).model.rope_theta == 10000.0
 
 
 def test_a_tokenizer_of_two_files_is_the_models_too(room: Path, tmp_path: Path) -> None:
