@@ -311,7 +311,7 @@ def _slingshot(machine: str, nodes: int) -> list[Variable]:
         ]
     chosen = {variable.name: variable for variable in (*_SLINGSHOT, _PLUGIN, *_OWN[machine])}
     if nodes >= _ONE_INTERFACE_NODES:
-        reason = f"above {_ONE_INTERFACE_NODES} nodes bootstrap over several interfaces hangs now and then"
+        reason = f"from {_ONE_INTERFACE_NODES} nodes on, bootstrap over several interfaces hangs now and then"
         chosen["NCCL_SOCKET_IFNAME"] = Variable("NCCL_SOCKET_IFNAME", "hsn0", reason, "eminorhan/frontier-torchtitan")
     if machine == "lumi" or nodes >= _LARGE_NODES:
         chosen[_LARGE_CQ.name] = _LARGE_CQ

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+# The first backward imports this module, and sympy with it, which takes seconds. Here no other rank waits yet.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from torch import Tensor
 
 from frontier_llm import failpoints, log
