@@ -180,13 +180,14 @@ def _plan(args: argparse.Namespace) -> int:
         own_stack,
         rates,
     )
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
     from frontier_llm.planner.operations import campaign
     from frontier_llm.planner.refusal import check_found
     from frontier_llm.planner.search import default_global_batch, search
 
-    run = load_run(args.run, args.overrides) if args.run else None
+    run = resolve_precision(load_run(args.run, args.overrides)) if args.run else None
     longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length) if run else None
     base = longest.config if longest else None
     if run and longest and run.train.phases:
@@ -296,6 +297,8 @@ def _state_choices(settings: Mapping[str, Any]) -> dict[str, str]:
     from frontier_llm.config import OptimizerConfig, PrecisionConfig, build
 
     precision = build(PrecisionConfig, settings.get("precision", {}), where="command line: precision")
+    if precision.dtype == "auto":
+        raise ConfigError("auto is chosen for a run on its machine", "name a type, or --run RUN", "precision.dtype")
     optimizer = build(OptimizerConfig, {"lr": 1e-4, **settings.get("optimizer", {})}, where="command line: optimizer")
     return {"dtype": precision.dtype, "optimizer": optimizer.name}
 
