@@ -7,9 +7,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, command, option, positive_amount
+from frontier_llm.cli.settings import refuse_settings
 from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.units import GIB, printable
 
@@ -95,13 +97,16 @@ def _import(
     from frontier_llm.config import dump, load_run
     from frontier_llm.data.tokenizer import load_tokenizer
     from frontier_llm.inference.open import check_vocabulary, tokenizer_in
+    from frontier_llm.machine.precision import resolve_precision
 
     if args.run is None:
-        print(printable(dump(read_model(args.source))), end="")
+        refuse_settings(args.overrides, lambda key: True, "name the run that it changes, after the directory")
+        section = "model:\n" + indent(dump(read_model(args.source)), "  ")
+        print(printable(section), end="")
         if tokenizer := tokenizer_in(Path(args.source)):
             print(f"# its tokenizer, for the run's data section: {{tokenizer: {printable(tokenizer)}}}")
         return 0
-    config = load_run(args.run, args.overrides)
+    config = resolve_precision(load_run(args.run, args.overrides))
     source = read_weights(args.source, config.model)
     problems = compare_models(config.model, source.model)
     if problems:

@@ -20,6 +20,7 @@ from frontier_llm.cluster import sites
 from frontier_llm.config import load_model
 from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
+from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.planner import report
 from frontier_llm.planner.figures import simulated_part
 from frontier_llm.topology.plan import make_plan
@@ -38,8 +39,7 @@ def test_a_plan_says_what_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -
         "gpt-22b",
         "--nodes",
         "8",
-        "--global-batch",
-        "512",
+        "batch.global_batch=512",
         "--explain",
         "--allow-cross-node-tp",
         "--what-if",
@@ -111,8 +111,7 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
         "gpt-22b",
         "--nodes",
         "8",
-        "--global-batch",
-        "512",
+        "batch.global_batch=512",
         "--json",
         "--emit",
         str(emitted),
@@ -166,8 +165,7 @@ def test_the_report_fits_the_terminal(
         "gpt-22b",
         "--nodes",
         "8",
-        "--global-batch",
-        "512",
+        "batch.global_batch=512",
         "--explain",
         "--allow-cross-node-tp",
         "--what-if",
@@ -187,8 +185,7 @@ def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
         "gpt-22b",
         "--nodes",
         "8",
-        "--global-batch",
-        "512",
+        "batch.global_batch=512",
         "--tokens",
         "300B",
         "--emit",
@@ -223,14 +220,14 @@ def test_a_plan_of_a_run_with_another_batch_keeps_its_tokens(
     path = tmp_path / "mine.yaml"
     words = ("--run", "quickstart", "--machine", "local", "--nodes", "1", "--emit", str(path))
     base = load_run("quickstart")
-    assert run(capsys, *words, "--global-batch", str(2 * base.batch.global_batch))[0] == 0
+    assert run(capsys, *words, f"batch.global_batch={2 * base.batch.global_batch}")[0] == 0
     assert load_run(str(path)).train.steps == base.train.steps / 2
     assert run(capsys, *words)[0] == 0
     assert load_run(str(path)).train.steps == base.train.steps
 
 
 def test_a_fixed_choice_is_refused_with_the_rule_that_it_breaks(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "gpt-22b", "--nodes", "16", "--global-batch", "512", "--fix", "tensor=5")
+    code, _, err = run(capsys, "gpt-22b", "--nodes", "16", "batch.global_batch=512", "--fix", "tensor=5")
     assert code == 2
     assert "attention heads, 48, is not divisible by tensor 5\n    fix: set parallel.tensor to one of [2, 4, 8]" in err
     assert err.count("no legal layout") == 1
@@ -258,7 +255,7 @@ def test_a_faster_runner_up_is_told_what_decided(risks: dict[str, object], said:
 
 def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert (report._days(64.46), report._days(10176.8)) == ("64.5", "10,177")
-    _, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--top", "1")
+    _, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "batch.global_batch=512", "--top", "1")
     assert re.search(r"dominated; [2-9] finalists simulated", " ".join(out.split()))
 
 
@@ -291,7 +288,7 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     )
     assert code == 0
     assert f"frontier-llm train {emitted}" in out
-    config = load_run(str(emitted))
+    config = resolve_precision(load_run(str(emitted)))
     base = load_run("quickstart")
     assert (config.model, config.batch.global_batch, config.data) == (base.model, base.batch.global_batch, base.data)
     assert config.parallel.data == 2
@@ -376,7 +373,7 @@ def test_an_emitted_run_has_the_algorithms_that_were_priced(
     path = tmp_path / "mine.yaml"
     nodes = "32" if tensor == 8 else "8"
     fixed = ["--fix", f"tensor={tensor}", "--fix", "pipeline=2", "--fix", "zero=1"]
-    code, out, _ = run(capsys, "gpt-22b", "--nodes", nodes, "--global-batch", "512", *fixed, "--emit", str(path))
+    code, out, _ = run(capsys, "gpt-22b", "--nodes", nodes, "batch.global_batch=512", *fixed, "--emit", str(path))
     assert code == 0
     assert load_run(str(path)).comm.algorithms == algorithms
     assert ("comm.algorithms=frontier" in out.splitlines()[-1]) == (algorithms == "frontier")
@@ -389,10 +386,8 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
         "llama-2-7b",
         "--nodes",
         "2",
-        "--global-batch",
-        "64",
-        "--sequence-length",
-        "8192",
+        "batch.global_batch=64",
+        "model.sequence_length=8192",
         "--emit",
         str(path),
     )
@@ -406,7 +401,7 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
         (["gpt-23b", "--nodes", "8"], "did you mean 'gpt-22b'"),
         (["gpt-22b", "--machine", "fronteir"], "did you mean 'frontier'"),
         (["gpt-1t", "--nodes", "2"], "use at least 64 nodes"),
-        (["gpt-1t", "--nodes", "383", "--global-batch", "9600"], "or 384 nodes"),
+        (["gpt-1t", "--nodes", "383", "batch.global_batch=9600"], "or 384 nodes"),
         (
             ["gpt-22b", "--nodes", "8", "--fix", "tensor=7"],
             "with tensor=7\n    fix: use another number of nodes, or fix less",
@@ -438,7 +433,7 @@ def test_planning_needs_no_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from frontier_llm.cli.main import main\n"
-        "sys.exit(main(['plan', 'gpt-tiny', '--machine', 'local', '--nodes', '1', '--global-batch', '16', "
+        "sys.exit(main(['plan', 'gpt-tiny', '--machine', 'local', '--nodes', '1', 'batch.global_batch=16', "
         "'--explain']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

@@ -97,7 +97,7 @@ def test_bad_input_is_refused_before_ranks_start(run_file, tmp_path, capsys, arg
 
 def test_a_users_own_config_yaml_is_not_overwritten(run_file, tmp_path, capsys):
     own = run_file.rename(tmp_path / "config.yaml")
-    words = ["train", str(own), f"train.run_dir={tmp_path}", "--check"]
+    words = ["train", str(own), f"train.run_dir={tmp_path}", "--dry-run"]
     assert command_line.main(words) == 2
     assert "config.yaml is not from a run, and a run there would overwrite it" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
@@ -131,7 +131,7 @@ def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     assert refused.returncode == 2 and refused.stderr.count("optimizer.lr: 0.001 → 0.002") == 1
     assert "add --allow-change optimizer.lr" in refused.stderr
     assert (parts / "logs" / "rank_0.log").stat() == logs, "no rank was started"
-    assert train(run_file, *changed, "--allow-change", "optimizer.lr", "--check").returncode == 0
+    assert train(run_file, *changed, "--allow-change", "optimizer.lr", "--dry-run").returncode == 0
 
 
 def test_a_stop_file_from_before_is_not_obeyed_in_silence(run_file, tmp_path, capsys):
@@ -181,7 +181,10 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, de
     (tmp_path / "there").touch()
     files = {vendor: str(tmp_path / ("there" if vendor == driver else "missing")) for vendor in ("amd", "nvidia")}
     monkeypatch.setattr(checks, "GPU_FILES", files)
-    config = load_run("quickstart", [f"train.run_dir={tmp_path}", f"train.device={device}", f"machine={machine}"])
+    config = load_run(
+        "quickstart",
+        ["precision.dtype=bf16", f"train.run_dir={tmp_path}", f"train.device={device}", f"machine={machine}"],
+    )
     if not refused:
         return checks.check_start(config, 4)
     expected = (
@@ -203,7 +206,7 @@ def test_sigterm_ends_a_command_that_still_checks_its_run(run_file, tmp_path, nu
         "train",
         str(run_file),
         f"plugins=[{tmp_path / 'slow.py'}]",
-        "--check",
+        "--dry-run",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -290,7 +293,9 @@ def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch)
 def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monkeypatch, free_bytes, free_files, fits):
     disk = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096, f_favail=free_files, f_files=10**6)
     monkeypatch.setattr(checks.os, "statvfs", lambda path: disk)
-    config = load_run("quickstart", [f"train.run_dir={tmp_path}", "train.save_interval=10", "train.steps=100"])
+    config = load_run(
+        "quickstart", ["precision.dtype=bf16", f"train.run_dir={tmp_path}", "train.save_interval=10", "train.steps=100"]
+    )
     problems = checks._space_problems(config, 4)
     if fits:
         assert problems == []
