@@ -91,7 +91,7 @@ def strong_scaling(model: str) -> Iterator[str]:
         (f"the same, devices vary by {variation}", varied),
     ):
         yield table_row(title, *(f"{100 * share:.1f} %" for share in efficiencies(plans)))
-    bubbles = (f"{100 * (1 - plan.played.bubble) / (1 - theirs[0].played.bubble):.1f} %" for plan in theirs)
+    bubbles = (f"{100 * (1 - plan.simulated.bubble) / (1 - theirs[0].simulated.bubble):.1f} %" for plan in theirs)
     yield table_row("the pipeline's bubble alone", *bubbles)
     measured = [
         f"{100 * published.efficiency:.1f} %" if plan.layout.devices == published.devices else "" for plan in ours

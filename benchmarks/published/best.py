@@ -17,7 +17,7 @@ from benchmarks.published.predict import cluster, cluster_rates, complete, rates
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.blueprint.work import model_flops_per_token
-from frontier_llm.planner.promise import BEST_PUBLISHED, BestRun, family, size_class
+from frontier_llm.planner.uncertainty import BEST_PUBLISHED, BestRun, family, size_class
 from frontier_llm.units import TERA
 
 LONGEST_KEY = 40  # a run with a longer key is named by its data set

@@ -63,9 +63,9 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     """
     model = plan.model
     layout = plan.layout
-    played = plan.played
+    simulated = plan.simulated
     m = layout.microbatches
-    busiest = max(range(layout.pp), key=lambda rank: played.busy_s[rank])
+    busiest = max(range(layout.pp), key=lambda rank: simulated.busy_s[rank])
     placement = rule(layout.schedule).placement(layout.pp, layout.chunks)
     held = [plan.stages[position] for position in placement.positions_of(busiest)]
     layers = sum(stage.num_layers for stage in held)
@@ -91,14 +91,14 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     add(embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING)
     add(head_work(model, layout, rates), sum(stage.head for stage in held), HEAD)
     computed = sum(block.both(m, rates))
-    parts[DISPATCH] = parts.get(DISPATCH, 0.0) - played.hidden_s[busiest]
+    parts[DISPATCH] = parts.get(DISPATCH, 0.0) - simulated.hidden_s[busiest]
     parts[LAUNCHES] = (
         m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
     )
     parts[SHARDS] = m * layers * float(sum(layer_s(block, layout, rates)) - computed)
     parts["host per microbatch"] = m * rates.microbatch_s
-    parts[BUBBLE] = played.pipeline_s - played.busy_s[busiest]
-    parts["gradient reduction"] = played.reduce_s
-    parts["optimizer"] = played.optimizer_s
-    parts["weight all-gather"] = played.gather_s
+    parts[BUBBLE] = simulated.pipeline_s - simulated.busy_s[busiest]
+    parts["gradient reduction"] = simulated.reduce_s
+    parts["optimizer"] = simulated.optimizer_s
+    parts["weight all-gather"] = simulated.gather_s
     return parts

@@ -16,8 +16,8 @@ from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.breakdown import SOURCES, breakdown
 from frontier_llm.planner.links import axis_links, cost_of_one, safety_words
 from frontier_llm.planner.operations import Campaign
-from frontier_llm.planner.promise import Promise, promise_of
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
+from frontier_llm.planner.uncertainty import Uncertainty, uncertainty_of
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_count, format_seconds, plural
 
@@ -152,7 +152,7 @@ def _cells(index: int, plan: Plan) -> tuple[object, ...]:
         SHARDING[layout.sharding],
         step_words(plan.step_s),
         f"{plan.tokens_per_s_per_device:.1f}",
-        f"{100 * plan.played.bubble:.1f} %",
+        f"{100 * plan.simulated.bubble:.1f} %",
         f"{plan.peak_bytes / GIB:.1f}",
         plan.binding,
     )
@@ -182,7 +182,7 @@ def text(
     best = outcome.best
     model = outcome.model
     use = utilisations(best, rates)
-    promise = promise_of(best, machine, stack, rates)
+    uncertainty = uncertainty_of(best, machine, stack, rates)
     lines = [
         f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(outcome.nodes, 'node')} of "
         f"{machine.name}: "
@@ -192,8 +192,8 @@ def text(
         f"{plural(outcome.finalists, 'finalist')} simulated",
         "",
         f"choice: {layout_words(best)}",
-        *speed_lines(best, use, promise),
-        *promise.words(),
+        *speed_lines(best, use, uncertainty),
+        *uncertainty.words(),
         f"  memory {best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB on the fullest rank"
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
         *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
@@ -214,11 +214,11 @@ def text(
             f"{100 * (other.step_s / best.step_s - 1):+.1f} % time against the choice"
         )
     if run is not None:
-        lines += ["", *campaign_lines(run, promise)]
+        lines += ["", *campaign_lines(run, uncertainty)]
     return wrapped("\n".join(lines), width)
 
 
-def speed_lines(plan: Plan, use: Mapping[str, float], promise: Promise) -> list[str]:
+def speed_lines(plan: Plan, use: Mapping[str, float], uncertainty: Uncertainty) -> list[str]:
     """Return lines with time, rates and shares of the peak, each with its band.
 
     For a stack that never ran on this machine the slow end of the band is first.
@@ -228,14 +228,14 @@ def speed_lines(plan: Plan, use: Mapping[str, float], promise: Promise) -> list[
     rates_and_words: dict[str, tuple[float, Callable[[float], str]]] = {
         "tokens/s per device": (speed, "{:.1f}".format),
         "tokens/s in all": (speed * devices, "{:,.0f}".format),
-        "TFLOP/s per device": (promise.tflops, _tflops),
+        "TFLOP/s per device": (uncertainty.tflops, _tflops),
         "% MFU (full attention counted)": (100 * use["mfu"], "{:.1f}".format),
         "% causal": (100 * use["mfu_causal"], "{:.1f}".format),
         "% HFU (recomputation counted)": (100 * use["hfu"], "{:.1f}".format),
     }
-    rates = [f"{promise.about(value, words, slow=0)} {unit}" for unit, (value, words) in rates_and_words.items()]
+    rates = [f"{uncertainty.about(value, words, slow=0)} {unit}" for unit, (value, words) in rates_and_words.items()]
     return [
-        f"  {promise.about(plan.step_s, step_words, slow=1)} per step, {rates[0]}",
+        f"  {uncertainty.about(plan.step_s, step_words, slow=1)} per step, {rates[0]}",
         *(f"  {', '.join(pair)}" for pair in (rates[1:3], rates[3:])),
     ]
 
@@ -252,8 +252,8 @@ def _days(value: float) -> str:
 
 def _why(best: Plan, other: Plan) -> str:
     """Return the reason why `best` is preferred to `other`: a risk of the latter, or its largest loss of time."""
-    a = best.played
-    b = other.played
+    a = best.simulated
+    b = other.simulated
     if other.step_s < best.step_s:  # `search.preference` has put the slower plan first
         risks = {
             "its overlap is an estimate": other.layout.sharding == "weights",
@@ -275,15 +275,15 @@ def _why(best: Plan, other: Plan) -> str:
     return f"it loses {format_seconds(gaps[name])} in {name}"
 
 
-def campaign_lines(run: Campaign, promise: Promise) -> list[str]:
+def campaign_lines(run: Campaign, uncertainty: Uncertainty) -> list[str]:
     """Return lines with days, node-hours, checkpoints and walltime of a campaign."""
     lines = [
-        f"{format_count(run.tokens)} tokens: {promise.about(run.days, _days, slow=1)} days of computing, "
-        f"{promise.about(run.node_hours, '{:,.0f}'.format, slow=1)} node-hours",
+        f"{format_count(run.tokens)} tokens: {uncertainty.about(run.days, _days, slow=1)} days of computing, "
+        f"{uncertainty.about(run.node_hours, '{:,.0f}'.format, slow=1)} node-hours",
         f"  checkpoint every {format_seconds(run.interval_s)} ({run.interval_steps} steps; Young/Daly with "
         f"{format_seconds(run.save_s)} per save and {run.mtbf_hours:.1f} h between failures of the job)",
         f"  expected share of useful time {100 * run.effective:.1f} %: "
-        f"{promise.about(run.calendar_days, _days, slow=1)} calendar days without queueing",
+        f"{uncertainty.about(run.calendar_days, _days, slow=1)} calendar days without queueing",
     ]
     if run.queue:
         lines.append(
@@ -307,7 +307,7 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
         "tokens_per_s": plan.tokens_per_s_per_device * layout.devices,
         "tokens_per_s_per_device": plan.tokens_per_s_per_device,
         **utilisations(plan, rates),
-        "bubble": plan.played.bubble,
+        "bubble": plan.simulated.bubble,
         "memory_bytes": plan.peak_bytes,
         "memory_limit_bytes": plan.limit_bytes,
         "memory_by_stage_bytes": [sum(lines.values()) for lines in plan.memory],
@@ -333,7 +333,7 @@ def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, 
         "dominated": outcome.dominated,
         "simulated": True,
         "cost_of_one_in_flight": cost_of_one(outcome.best, rates),
-        "promise": promise_of(outcome.best, machine, stack, rates).as_dict(outcome.best),
+        "promise": uncertainty_of(outcome.best, machine, stack, rates).as_dict(outcome.best),
         "plans": [
             {
                 **as_dict(plan, rates),

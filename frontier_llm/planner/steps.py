@@ -13,9 +13,9 @@ from frontier_llm.config import available
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
-from frontier_llm.planner.promise import BestRun, best_published, family, size_class
 from frontier_llm.planner.report import layout_words, step_words
 from frontier_llm.planner.search import Plan, Search, search, simulate_layout
+from frontier_llm.planner.uncertainty import BestRun, best_published, family, size_class
 from frontier_llm.units import GIB, TERA
 
 SMALL = 0.01  # share of the prediction below which changed constants are combined into one step

@@ -14,7 +14,8 @@ from benchmarks.published.datasets import FITTED, PublishedRun, shipped
 from benchmarks.published.predict import cluster, cluster_rates, complete, predict, rates_of
 from benchmarks.published.validate import is_fitted
 from frontier_llm.planner.breakdown import breakdown
-from frontier_llm.planner.promise import (
+from frontier_llm.planner.search import simulate_layout
+from frontier_llm.planner.uncertainty import (
     BANDS,
     BEST_PUBLISHED,
     ESTIMATED,
@@ -23,7 +24,6 @@ from frontier_llm.planner.promise import (
     basis,
     best_published,
 )
-from frontier_llm.planner.search import simulate_layout
 
 ROWS = shipped()
 

@@ -12,9 +12,9 @@ from frontier_llm.blueprint.layout import Layout, layout_of
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model, load_run
 from frontier_llm.machine.load import load_machine, own_stack, rates
-from frontier_llm.planner.promise import ESTIMATED, PUBLISHED, SAME, Promise, promise_of
 from frontier_llm.planner.search import search, simulate_layout
 from frontier_llm.planner.steps import steps_of
+from frontier_llm.planner.uncertainty import ESTIMATED, PUBLISHED, SAME, Uncertainty, uncertainty_of
 from frontier_llm.topology.plan import make_plan
 
 
@@ -35,9 +35,9 @@ def test_an_untried_stack_leads_with_the_slow_end_and_a_promise_above_all_that_i
     assert "55.3 TFLOP/s for such a model (ornl-22B), 83.0 for any (mosaic-mi250-4)" in out
     assert "lie above every rate published on MI250" in out
     report = json.loads(plan_words(capsys, "--fix", "tensor=2", "--json"), parse_constant=pytest.fail)
-    promise = report["promise"]
-    assert (promise["basis"], promise["above_published"]) == (ESTIMATED, True)
-    assert promise["step_s"][0] < report["plans"][0]["step_s"] < promise["step_s"][1]
+    uncertainty = report["promise"]
+    assert (uncertainty["basis"], uncertainty["above_published"]) == (ESTIMATED, True)
+    assert uncertainty["step_s"][0] < report["plans"][0]["step_s"] < uncertainty["step_s"][1]
 
 
 def test_a_stack_that_ran_leads_with_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,14 +47,14 @@ def test_a_stack_that_ran_leads_with_what_is_simulated(capsys: pytest.CaptureFix
     assert "lie above every rate" not in out
 
 
-def uncertainty(machine: str, stack: str | None, recompute: str = "none", layers: int = 48) -> Promise:
+def uncertainty(machine: str, stack: str | None, recompute: str = "none", layers: int = 48) -> Uncertainty:
     """Return the uncertainty of a layout of a model of 22B that needs more than 54 GiB unless it recomputes."""
     file = load_machine(machine)
     stack = stack or own_stack(file)
     numbers = rates(file, stack)
     layout = Layout(tp=4, pp=2, dp=1, micro_batch=2, microbatches=8, recompute=recompute, sequence_parallel=True)
     model = load_model("gpt-22b", {"layers": layers})
-    return promise_of(simulate_layout(model, layout, numbers), file, stack, numbers)
+    return uncertainty_of(simulate_layout(model, layout, numbers), file, stack, numbers)
 
 
 def test_constants_of_another_stack_are_no_evidence() -> None:

@@ -34,7 +34,7 @@ KNOWN_SHARE = 0.8
 FITTED = "fitted on"  # begins the source of a constant that was fitted to measured steps
 
 # Basis → half width: nine of ten measured steps lie within a factor 1 + half width of the predicted step. The first two
-# hold for published runs with a stated layout on which no constant was fitted (benchmarks/tests/test_promise.py).
+# hold for published runs with a stated layout on which no constant was fitted (benchmarks/tests/test_best_runs.py).
 # The third has no measurements, so it is twice the second.
 BANDS = {SAME: 0.17, PUBLISHED: 0.28, ESTIMATED: 0.56}
 
@@ -128,7 +128,7 @@ def published_stacks() -> frozenset[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Promise:
+class Uncertainty:
     """Uncertainty of a plan's speed, and the published rates to which it is compared."""
 
     basis: str  # A key of BANDS.
@@ -226,11 +226,11 @@ def _rate_and_run(best: BestRun | None) -> tuple[float, str] | None:
     return (best.tflops, best.run) if best else None
 
 
-def promise_of(plan: Plan, machine: Machine, stack: str, numbers: Rates) -> Promise:
+def uncertainty_of(plan: Plan, machine: Machine, stack: str, numbers: Rates) -> Uncertainty:
     """Return the uncertainty of this plan's speed."""
     device = family(machine.device.name)
     published = best_published().get(device, {})
-    return Promise(
+    return Uncertainty(
         basis=basis(machine, stack, breakdown(plan, numbers)),
         tflops=model_flops_per_token(plan.model) * plan.tokens_per_s_per_device / TERA,
         device=device,
