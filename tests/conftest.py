@@ -39,7 +39,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Several workers begin with Slurm, whose tests wait: the other worker has the cores meanwhile."""
+    """Several workers begin with Slurm, whose tests wait: until then the other worker has the cores."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
 

@@ -47,7 +47,10 @@ def socket_name(secret: bytes, port: int, first_local_rank: int) -> str:
 
 
 def connect_here(name: str) -> socket.socket:
-    """Connect to a process on this node. Raises OSError, or UnauthenticatedPeer if the process belongs to another user."""
+    """Connect to a process on this node.
+
+    Raises OSError, or UnauthenticatedPeer if the process belongs to another user.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(name)
@@ -59,7 +62,10 @@ def connect_here(name: str) -> socket.socket:
 
 
 def connect_across(address: str, port: int, secret: bytes) -> socket.socket:
-    """Connect to rank 0's process on another node. Raises OSError, or UnauthenticatedPeer if it does not know the secret."""
+    """Connect to rank 0's process on another node.
+
+    Raises OSError, or UnauthenticatedPeer if that process does not have the secret.
+    """
     connection = socket.create_connection((address, port), timeout=CONNECT_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -43,7 +43,8 @@ def same_user(connection: socket.socket) -> None:
 def require_proof(connection: socket.socket, secret: bytes) -> None:
     """Run the server's part of the handshake.
 
-    Raises UnauthenticatedPeer if the peer fails it. Raises OSError if the peer closes the connection or exceeds HANDSHAKE_S.
+    Raises UnauthenticatedPeer if the peer fails it.
+    Raises OSError if the peer closes the connection or exceeds HANDSHAKE_S.
     """
     until_s = time.monotonic() + HANDSHAKE_S
     challenge = secrets.token_bytes(CHALLENGE_BYTES)
@@ -86,8 +87,8 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 def _receive(connection: socket.socket, size: int, until_s: float, greeting: bytes = b"") -> bytes:
     """Receive the greeting and `size` bytes until `until_s`. Returns the bytes after the greeting.
 
-    Raises UnauthenticatedPeer at the first byte that differs from the greeting. A peer with another protocol may never send the
-    remaining bytes, so this function does not wait for them.
+    Raises UnauthenticatedPeer at the first byte that differs from the greeting. A peer with another protocol may never
+    send the remaining bytes, so this function does not wait for them.
     """
     received = b""
     while len(received) < len(greeting) + size:
@@ -161,4 +162,4 @@ class Handshake:
         self._lines += 1
         if self._lines <= MOST_LINES:
             last = "; further ones are refused without a line" if self._lines == MOST_LINES else ""
-            log.warn(f"refused a stranger at {self._where}, from {who}: {why}{last}")
+            log.warn(f"refused an unauthenticated peer at {self._where}, from {who}: {why}{last}")
