@@ -5,46 +5,22 @@ The best published rates equal the best rates of the shipped rows.
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from benchmarks.published.best import as_json, best_of_rows
-from benchmarks.published.datasets import FITTED, PublishedRun, shipped
-from benchmarks.published.predict import cluster, cluster_rates, complete, predict, rates_of
-from benchmarks.published.validate import is_fitted
-from frontier_llm.planner.breakdown import breakdown
-from frontier_llm.planner.search import simulate_layout
+from benchmarks.published.datasets import FITTED, is_fitted, shipped
+from benchmarks.published.predict import predict
+from benchmarks.published.validate import basis_of, basis_of_stack
 from frontier_llm.planner.uncertainty import (
     BANDS,
     BEST_PUBLISHED,
     ESTIMATED,
     PUBLISHED,
     SAME,
-    basis,
     best_published,
 )
 
 ROWS = shipped()
-
-
-def basis_of(row: PublishedRun) -> str:
-    """Return the basis that `plan` would print, but at least PUBLISHED, because a row is a published step.
-
-    A row that uses the file of a similar cluster has not run on that machine.
-    """
-    known = row.known and basis_of_stack(row.machine, row.stack) == SAME
-    return SAME if known else PUBLISHED
-
-
-@cache
-def basis_of_stack(machine: str, stack: str) -> str:
-    """Return the basis of the row of a stack with the longest step."""
-    rows = [row for row in ROWS if (row.machine, row.stack) == (machine, stack) and row.layout.cp == 1]
-    row = max(rows, key=lambda row: row.seconds)
-    numbers = rates_of(row, cluster_rates(machine, stack))
-    plan = simulate_layout(row.model, complete(row, numbers), numbers)
-    return basis(cluster(machine), stack, breakdown(plan, numbers))
 
 
 @pytest.mark.thorough

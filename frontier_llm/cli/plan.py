@@ -219,7 +219,7 @@ def _plan(args: argparse.Namespace) -> int:
     def text() -> str:
         explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
         if steps:
-            explained += ["", steps.words()]
+            explained += ["", report.wrapped(steps.words(), _width())]
         return "\n".join(
             [
                 report.text(
