@@ -143,6 +143,8 @@ def tune(args: argparse.Namespace) -> int:
     else:
         launcher = _local_ranks(args)
         overrides = list(args.overrides)
+    if args.allow_cross_node_tp:
+        overrides.append("parallel.cross_node_tensor=true")
     search = _search(args, overrides, launcher, root)
     log.info(_cost(search, launcher.nodes, args, root))
     if args.dry_run:
