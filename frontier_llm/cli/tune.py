@@ -215,9 +215,10 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
         own_stack,
         rates,
     )
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.planner.candidates import parse_fixed
 
-    config = load_run(args.run, overrides)
+    config = resolve_precision(load_run(args.run, overrides))
     machine = load_machine(config.machine)
     numbers = rates(machine, own_stack(machine))
     if args.allow_cross_node_tp:

@@ -116,8 +116,9 @@ class OptimizerConfig(Section):
 class PrecisionConfig(Section):
     """Working precision. Gradients are always accumulated and summed in fp32 (fp64 if dtype is fp64)."""
 
-    # Type of the model's weights, activations and messages; fp64 is for tests.
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    # Type of the model's weights, activations and messages; fp64 is for tests. auto: bf16 on a GPU and on a CPU with
+    # bf16 instructions, otherwise fp32; a resumed run keeps its type.
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "bf16"
     # Type of gradients in the reduction between replicas; bf16 sends half the bytes of fp32.
     gradient_wire: Literal["full", "bf16"] = "full"
     # fp16: initial scale of the step's mean loss; None = 1024 for each token of the batch.
