@@ -19,7 +19,7 @@ from frontier_llm.topology.plan import make_plan
 
 
 def plan_words(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", "gpt-22b", "--nodes", "16", "--global-batch", "512", "--top", "1", *words]) == 0
+    assert main(["plan", "gpt-22b", "--nodes", "16", "batch.global_batch=512", "--top", "1", *words]) == 0
     return " ".join(capsys.readouterr().out.split())  # removes the line wrapping
 
 
