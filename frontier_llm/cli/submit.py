@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import (
@@ -12,7 +14,6 @@ from frontier_llm.cli.arguments import (
     JSON,
     RESUME,
     command,
-    count_of,
     natural,
     option,
     positive,
@@ -23,7 +24,6 @@ from frontier_llm.cli.arguments import (
 
 if TYPE_CHECKING:
     from frontier_llm.cluster.submit import JobRequest
-    from frontier_llm.config import RunConfig
 
 
 @command(
@@ -42,12 +42,6 @@ if TYPE_CHECKING:
         default=0,
         metavar="N",
         help="further nodes, to replace dead ones (default: 0)",
-    ),
-    option(
-        "--until-tokens",
-        type=count_of,
-        metavar="COUNT",
-        help="train on so many tokens, e.g. 300B (sets train.steps)",
     ),
     *JOB,
     option("--qos", metavar="NAME", help="e.g. debug"),
@@ -81,6 +75,24 @@ if TYPE_CHECKING:
     option("--preflight", action="store_true", help="`doctor` on every node before the first start"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
+    option(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further option of sbatch for every job of the run, e.g. mail-type=END (may be repeated)",
+    ),
+    option(
+        "--notice-command",
+        metavar="PROGRAM",
+        help="program to run on the batch host at the end, and if the run gives up, rewinds, has a straggler or loses "
+        "a node; it receives event and text as arguments",
+    ),
+    option(
+        "--webhook-file",
+        metavar="PATH",
+        help="file of mode 0600 with the address that receives these events as JSON (or export FRONTIER_LLM_WEBHOOK)",
+    ),
     *RESUME,
     option(
         "--dry-run",
@@ -106,6 +118,7 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.cluster import submit as slurm
     from frontier_llm.cluster.admission import admit, advice, compare_nodes, cost_of
     from frontier_llm.cluster.batch import default_continuation
+    from frontier_llm.cluster.notices import webhook_address
     from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
@@ -115,8 +128,6 @@ def submit(args: argparse.Namespace) -> int:
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
-    if args.until_tokens is not None:
-        config = with_token_target(config, args.until_tokens, args.overrides)
     config = resolve_precision(as_it_stands(config))
     job = slurm.wanted_job(
         config,
@@ -127,8 +138,12 @@ def submit(args: argparse.Namespace) -> int:
         flags=_resume_flags(args),
         max_node_hours=args.max_node_hours,
         failed_start_node_hours=args.failed_start_node_hours,
+        sbatch=tuple(args.sbatch),
+        notice_command=tuple(shlex.split(args.notice_command or "")),
+        webhook_file=str(Path(args.webhook_file).resolve()) if args.webhook_file else "",
         preflight=args.preflight or environ("FRONTIER_LLM_PREFLIGHT") == "1",
     )
+    webhook_address(job)  # raises an error before anything is queued
     request = slurm.JobRequest(
         job=job,
         config=config,
@@ -188,21 +203,12 @@ def _before_maintenance(request: JobRequest, *, chosen: bool) -> JobRequest:
 
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    from frontier_llm.config.keys import check_allowable
+
+    check_allowable(args.allow_change)
     flags = []
     if args.strict:
         flags.append("--strict")
     for key in args.allow_change:
         flags += ["--allow-change", key]
     return tuple(flags)
-
-
-def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:
-    """Return the run with a duration of `tokens` tokens. Raises ConfigError if train.steps is also given."""
-    from frontier_llm.config import RunConfig, build
-    from frontier_llm.errors import ConfigError
-
-    if any(word.startswith("train.steps=") for word in overrides):
-        raise ConfigError("the run's end is given twice", "leave train.steps= or --until-tokens out", "--until-tokens")
-    content = config.model_dump(mode="json", exclude_unset=True)
-    content.setdefault("train", {})["steps"] = f"{int(tokens)} tokens"
-    return build(RunConfig, content)
