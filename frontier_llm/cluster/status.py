@@ -101,7 +101,7 @@ class RunParts:
         value = section.get(key)
         if value is None or is_sound(value):
             return value
-        self.damage.append(f"config.yaml: {name}.{key} is {value!r}")
+        self.damage.append(f"config.yaml: {name}.{key} has the invalid value {value!r}")
         return None
 
     def _relative(self, problem: Problem) -> str:
@@ -118,10 +118,12 @@ def read_status(directory: Path) -> Status:
     """
     if not directory.is_dir():
         raise FrontierError(
-            "no such run directory", "give the path of a run directory, or none for all under runs/", str(directory)
+            "no such run directory", "give the path of a run directory, or no path for all under runs/", str(directory)
         )
     if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
-        raise FrontierError("holds no run", f"a run has one of {', '.join(RUN_MARKS)}", str(directory))
+        raise FrontierError(
+            "is not a run directory", f"a run directory has one of {', '.join(RUN_MARKS)}", str(directory)
+        )
     parts = RunParts(directory)
     rows = parts.read(run_dir.steps, list[dict[str, Any]]())
     last = rows[-1] if rows else {}
@@ -192,7 +194,7 @@ def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Probl
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             what = f"cannot be shown: {type(error).__name__}: {error}"
             problems.append(
-                Problem(str(directory), what, "report this with the files of the run directory's top level")
+                Problem(str(directory), what, "report this, with the files at the top level of the run directory")
             )
     return statuses, problems
 
@@ -221,7 +223,9 @@ def _note_clock(parts: RunParts, living: Holder | None) -> None:
     ahead_s = -parts.read(lambda _: silence_s(path), 0.0)
     if is_ahead(-ahead_s):
         what = f"the last heartbeat of {living.describe()} is {ahead_s:,.0f} s in the future"
-        parts.note(Problem(str(path), what, "the next start watches it for a minute and takes over if none comes"))
+        parts.note(
+            Problem(str(path), what, "the next start waits a minute for a new one, and takes over if none is written")
+        )
 
 
 def _checkpoint(parts: RunParts) -> tuple[int, float | None]:
@@ -406,13 +410,13 @@ def _speed(status: Status) -> str:
 
 def _waits(axis: str, row: dict[str, int]) -> str:
     median, most = (format_seconds(row[key] * 1e-6) for key in ("p50_us", "p99_us"))
-    return f"{axis} half below {median}, 99 % below {most} of {row['calls']:,} calls"
+    return f"{axis} median {median}, 99th percentile {most}, {row['calls']:,} calls"
 
 
 def _slow(slow: Slow, excluded: bool) -> str:
     times = "once" if slow.times == 1 else f"{slow.times} times"
-    wish = "" if excluded else f"; --exclude={slow.host} leaves it out"
-    return f"{slow.host} {times}, at step {slow.last_step:,} by a factor of {slow.slowdown:.1f}{wish}"
+    wish = "" if excluded else f"; exclude it with --exclude={slow.host}"
+    return f"{slow.host} {times}, last at step {slow.last_step:,} by a factor of {slow.slowdown:.1f}{wish}"
 
 
 def _time_left(status: Status) -> str:

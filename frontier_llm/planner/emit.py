@@ -132,8 +132,8 @@ def emit(
         needs = recipe(best, tokens, saves)
         content = {"model": model, **choice, **needs, "train": {**choice["train"], **needs["train"]}}
         todo = [
-            "fill in data.train, prefixes that `frontier-llm data tokenize` has written; optimizer.lr, of GPT-3's "
-            "nearest size, is a start"
+            "set data.train to prefixes that `frontier-llm data tokenize` has written; optimizer.lr is a first "
+            "value, that of the nearest size of GPT-3"
         ]
     head = [
         layout_words(best),

@@ -98,7 +98,7 @@ def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, num
     if gradient_choices(outcome.best, numbers):
         parts.append(figures(collective_charts(outcome.best, numbers)))
     parts.append(f"<h2>Report</h2><pre>{text(words)}</pre>")
-    return write_page(path, title, "Simulated, but for the points that a legend calls measured.", parts)
+    return write_page(path, title, "All values are simulated, except points that a legend calls measured.", parts)
 
 
 def pipeline_chart(plan: Plan) -> Chart:
@@ -112,7 +112,7 @@ def played_part(plan: Plan) -> str:
     played = plan.played.timeline.schedule.microbatches
     whole = plan.layout.microbatches
     if played < whole:
-        return f": {played} of the {whole} microbatches, the pattern of the middle repeats"
+        return f": {played} of the {whole} microbatches; the pattern in the middle repeats"
     return ""
 
 
@@ -208,7 +208,7 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
         values = np.asarray(getattr(layouts, field))
         degrees = np.unique(values)
         best = [speed[values == degree].max() for degree in degrees]
-        title = f"Best over all else, by {label}"
+        title = f"Best layout by {label}"
         yield Chart(title, label, "tokens/s per device", [line(label, degrees, best, marks="circle")], log_x=True)
 
 

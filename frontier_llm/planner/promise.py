@@ -120,11 +120,11 @@ class Promise:
     def words(self) -> list[str]:
         """Return lines for the report: the band and its basis, and the best published rates."""
         lines = [
-            f"  90 % band: a factor {1 + self.band:.2f} either way, also on the times and shares below (constants: "
-            f"{self.basis})"
+            f"  90 % interval: a factor of {1 + self.band:.2f} in both directions, which also applies to the times "
+            f"and shares below (constants: {self.basis})"
         ]
         if self.untried:
-            lines[0] += "; this stack has never run on this machine, so the slow end leads"
+            lines[0] += "; this stack has never run on this machine, so the slow end is printed first"
         if self.best is not None:
             if self.best_alike:
                 alike = f"{self.best_alike[0]:.1f} TFLOP/s for such a model ({self.best_alike[1]}), "
@@ -135,7 +135,7 @@ class Promise:
             )
         if self.above_published:
             lines.append(
-                f"  WARNING: {self.tflops:.1f} TFLOP/s, as simulated, lie above every rate published on {self.device}"
+                f"  WARNING: the simulated {self.tflops:.1f} TFLOP/s are above every rate published on {self.device}"
             )
         return lines
 

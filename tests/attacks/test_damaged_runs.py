@@ -121,7 +121,7 @@ def attempt(**changes: object) -> str:
 WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("empty incarnation", content("incarnation.json", ""), "incarnation.json: is empty"),
     ("truncated incarnation", content("incarnation.json", '{"incarnation": 1, "jo'), "incarnation.json: is not JSON"),
-    ("binary incarnation", content("incarnation.json", BINARY), "incarnation.json: is not text"),
+    ("binary incarnation", content("incarnation.json", BINARY), "incarnation.json: is not UTF-8 text"),
     ("list as incarnation", content("incarnation.json", "[1]"), "incarnation.json: holds a list, expected an object"),
     (
         "text as number of starts",
@@ -132,14 +132,14 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("folder as incarnation", folder_for("incarnation.json"), "incarnation.json: is a directory, not a file"),
     ("empty bad nodes", content("bad_nodes.json", ""), "bad_nodes.json: is empty"),
     ("number as bad nodes", content("bad_nodes.json", "5"), "bad_nodes.json: holds a number, expected a list"),
-    ("numbers as hosts", content("bad_nodes.json", "[5]"), "bad_nodes.json: holds something else than names of hosts"),
-    ("binary untrusted nodes", content("untrusted_nodes.json", BINARY), "untrusted_nodes.json: is not text"),
+    ("numbers as hosts", content("bad_nodes.json", "[5]"), "bad_nodes.json: is not a list of host names"),
+    ("binary untrusted nodes", content("untrusted_nodes.json", BINARY), "untrusted_nodes.json: is not UTF-8 text"),
     (
         "null as untrusted nodes",
         content("untrusted_nodes.json", "null"),
         "untrusted_nodes.json: holds null, expected a list",
     ),
-    ("binary successor", content("successor", BINARY), "successor: is not text"),
+    ("binary successor", content("successor", BINARY), "successor: is not UTF-8 text"),
     ("option as successor", content("successor", "--help"), "successor: holds '--help', expected the id of a job"),
     ("folder as successor", folder_for("successor"), "successor: is a directory, not a file"),
     ("empty job", content("job.json", ""), "job.json: is empty"),
@@ -147,7 +147,7 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("unknown field of a job", content("job.json", '{"version": 1, "x": 1}'), "job.json: x is not a field of a job"),
     ("job of another run", another_job, "job.json: run_dir is /elsewhere: the record of another run"),
     ("folder as job", folder_for("job.json"), "job.json: is a directory, not a file"),
-    ("binary config", content("config.yaml", BINARY), "config.yaml: is not text"),
+    ("binary config", content("config.yaml", BINARY), "config.yaml: is not UTF-8 text"),
     ("empty config", content("config.yaml", ""), "config.yaml: holds nothing, not a mapping"),
     ("truncated config", content("config.yaml", "train: {steps: 10"), "config.yaml: cannot read"),
     ("list as section", content("config.yaml", "train: [1]"), "config.yaml: train is [1], not a section"),
@@ -161,7 +161,7 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     (
         "binary metrics",
         content("metrics.jsonl", BINARY + b"\n"),
-        "metrics.jsonl: 2 lines, the first is line 1, are damaged and left out",
+        "metrics.jsonl: 2 lines are damaged and left out, the first is line 1",
     ),
     (
         "NaN as loss",
@@ -193,15 +193,15 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("folder as attempts", folder_for("attempts.jsonl"), "attempts.jsonl: is a directory, not a file"),
     ("empty failure", content("failure.json", ""), "failure.json: is not the record of a failure"),
     ("list as failure", content("failure.json", "[]"), "failure.json: is not the record of a failure"),
-    ("binary failure", content("failure.json", BINARY), "failure.json: is not text"),
+    ("binary failure", content("failure.json", BINARY), "failure.json: is not UTF-8 text"),
     ("empty manifest", content(f"{NEWEST}/{MANIFEST}", ""), f"{NEWEST}/{MANIFEST}: sha256 is"),
     ("null as manifest", manifest("null"), f"{NEWEST}/{MANIFEST}: is not a manifest"),
     ("list as progress", manifest('{"progress": [], "shards": []}'), f"{NEWEST}/{MANIFEST}: is not a manifest"),
-    ("another step", manifest('{"progress": {"step": 31}, "shards": []}'), f"{NEWEST}/{MANIFEST}: is of step 31"),
+    ("another step", manifest('{"progress": {"step": 31}, "shards": []}'), f"{NEWEST}/{MANIFEST}: belongs to step 31"),
     (
         "boolean as step of manifest",
         manifest('{"progress": {"step": true}, "shards": []}'),
-        f"{NEWEST}/{MANIFEST}: is of step True",
+        f"{NEWEST}/{MANIFEST}: belongs to step True",
     ),
     (
         "no manifest",
@@ -209,8 +209,8 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
         f"{NEWEST}/{MANIFEST}: cannot be read: No such file",
     ),
     ("no shard", lambda run: (run / NEWEST / SHARD).unlink(), f"{NEWEST}/{SHARD}: is missing"),
-    ("truncated shard", content(f"{NEWEST}/{SHARD}", ""), f"{NEWEST}/{SHARD}: has 0 bytes, the manifest says 7"),
-    ("folder as shard", folder_for(f"{NEWEST}/{SHARD}"), f"{NEWEST}/{SHARD}: is not a plain file"),
+    ("truncated shard", content(f"{NEWEST}/{SHARD}", ""), f"{NEWEST}/{SHARD}: has 0 bytes, but the manifest records 7"),
+    ("folder as shard", folder_for(f"{NEWEST}/{SHARD}"), f"{NEWEST}/{SHARD}: is not a regular file"),
 ]
 
 

@@ -133,11 +133,11 @@ def test_a_run_directory_that_goes_away_under_the_launcher(how: str, tmp_path: P
     away += "shutil.rmtree(run)\n" if how == "deleted" else "os.rename(run, run + '-elsewhere')\n"
     away += "os.mkdir(run)\n" if how == "replaced" else ""
     with pytest.raises(
-        FrontierError, match="run: was moved away or deleted while the run goes on; nothing is written in its old place"
+        FrontierError, match="run: was moved or deleted during the run; nothing is written at its old path"
     ) as caught:
         words = ["-c", away + "sys.exit(1)", str(run)]
         run_local_ranks(1, words, os.environ, run / "logs", program=(sys.executable,), run_dir=run)
-    assert "move it back, or start again where it is now" in str(caught.value)
+    assert "move it back, or start the run again at its new path" in str(caught.value)
     assert not run.exists() or list(run.iterdir()) == []
 
 

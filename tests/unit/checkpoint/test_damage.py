@@ -92,7 +92,7 @@ def add_another_name(path: Path) -> None:
     ("damage", "text"),
     [
         (flip_the_middle, "digest|sha256 is"),
-        (cut_off, "bytes, the manifest says|sha256 is"),
+        (cut_off, "bytes, but the manifest records|sha256 is"),
         (empty, "has 0 bytes|sha256 is"),
         (delete, "No such file"),
         (replace_by_folder, "no plain file"),

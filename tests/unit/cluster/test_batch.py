@@ -170,7 +170,7 @@ def test_a_script_of_submit_receives_the_directory(
     monkeypatch.setenv("FRONTIER_LLM_CONTINUE", "never")
     run = open_batch((f"--run-dir={tmp_path}",))
     assert run.job == job and run.command[-1] == "--strict" and run.config.model.name == "gpt-tiny"
-    assert "FRONTIER_LLM_CONTINUE=never is not read" in capsys.readouterr().err
+    assert "FRONTIER_LLM_CONTINUE=never is ignored" in capsys.readouterr().err
     run = open_batch((f"--run-dir={tmp_path}", "train.steps=7", "--allow-change=train.steps", "job.spares=0"))
     assert run.job == job  # arguments of one start are not recorded
     assert run.config.train.steps == 7 and run.command[-3:] == (
@@ -197,9 +197,9 @@ def test_a_directory_without_a_record_gets_it_from_the_variables(
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"nodes": 3}, "nodes is 3, and this allocation has 2"),
-        ({"site": "lumi"}, "site is lumi, and this job runs on local"),
-        ({"words": [*SMALL, "train.run_dir=/elsewhere"]}, "train.run_dir is /elsewhere, and this is the job of"),
+        ({"nodes": 3}, "nodes is 3, but this allocation has only 2"),
+        ({"site": "lumi"}, "site is lumi, but this job runs on local"),
+        ({"words": [*SMALL, "train.run_dir=/elsewhere"]}, "train.run_dir is /elsewhere, but this job trains in"),
         ({"nodes": 0}, "nodes is 0, expected a number of nodes, 1 or more"),
         ({"spares": "1"}, "spares is '1', expected a number of nodes, 0 or more"),
         ({"warning_s": None}, "warning_s is None, expected seconds"),

@@ -82,7 +82,7 @@ MISTAKES = {
     ),
     "kernels of another architecture": (
         NO_KERNELS,
-        "the ops for gfx90a have not been built; built are those for sm_90",
+        "the ops for gfx90a have not been built; only those for sm_90 are built",
     ),
     "requirements": (replace(GOOD, missing_modules=("safetensors", "tokenizers")), "has no safetensors, tokenizers"),
     "a torch that breaks the package": (
@@ -144,13 +144,13 @@ def test_back_ends_are_asked_for_only_if_the_run_names_them() -> None:
     ]
     assert refusals(NO_KERNELS, *everything, "ops.experts=reference", "ops.accumulate=reference") == ""
     assert refusals(NO_KERNELS, "ops.allow_fallback=true") == ""
-    assert "built are those for sm_90" in refusals(NO_KERNELS, "ops.allow_fallback=true", "ops.norm=triton")
+    assert "only those for sm_90 are built" in refusals(NO_KERNELS, "ops.allow_fallback=true", "ops.norm=triton")
 
 
 def test_a_run_on_cpus_needs_no_gpu() -> None:
     cpu = with_torch(replace(GOOD, kernels=NO_KERNELS.kernels), version="2.10.0+cpu", hip="")
     assert refusals(cpu, "train.device=cpu") == ""
-    assert "to compute on CPUs all the same: train.device=cpu" in refusals(cpu)
+    assert "to train on CPUs instead, set train.device=cpu" in refusals(cpu)
     assert refusals(cpu, site="local") == ""  # a machine that expects no particular GPU
 
 

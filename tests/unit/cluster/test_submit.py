@@ -380,7 +380,7 @@ def test_a_job_gets_the_walltime_of_its_own_partition(
     for partition, walltime in (("batch", "02:00:00"), ("extended", "1-00:00:00")):
         assert main([*words, "--partition", partition]) == 0
         shown = capsys.readouterr()
-        assert f"#SBATCH --time={walltime}\n" in shown.out and f"{walltime} each slice" in shown.err
+        assert f"#SBATCH --time={walltime}\n" in shown.out and f"{walltime} per job" in shown.err
 
 
 def test_data_that_is_not_there_is_found_before_the_queue(
@@ -422,7 +422,7 @@ def test_another_machine_prints_the_open_points_and_queues_nothing(
     assert "not checkable here" in capsys.readouterr().err
     (fake_slurm.parent / "bin" / "scontrol").write_text("#!/bin/bash\nexit 1\n")
     assert main([*words, "--dry-run"]) == 0
-    assert "no Slurm answers, so this is no login node of frontier" in capsys.readouterr().err
+    assert "Slurm does not respond, so this is not a login node of frontier" in capsys.readouterr().err
     assert main(words) == 1
     assert "sbatch" not in fake_slurm.read_text() and not (tmp_path / "r").exists()
 

@@ -124,7 +124,7 @@ def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
     again = train(run_file, f"train.run_dir={whole}")
     assert again.returncode == 0 and "resuming after step 4" in again.stderr
-    assert "nothing to train: 4 steps are done, train.steps is 4" in again.stderr
+    assert "nothing to train: 4 steps are done, and train.steps is 4" in again.stderr
     changed = [f"train.run_dir={parts}", "optimizer.lr=2e-3", "parallel.tensor=2"]
     logs = (parts / "logs" / "rank_0.log").stat()
     refused = train(run_file, *changed)

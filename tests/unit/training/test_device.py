@@ -167,7 +167,8 @@ def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(monkeypatch: pytes
         with monkeypatch.context() as another_process:
             another_process.setattr(device, "_LOCKS", {})
             with pytest.raises(
-                FrontierError, match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job has"
+                FrontierError,
+                match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job already uses",
             ):
                 choose_device(config, place(1, 2), folder)
             pretend_gpus(monkeypatch, count=1, bus=0xC6)

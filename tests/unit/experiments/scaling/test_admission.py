@@ -180,7 +180,7 @@ def test_a_bare_sbatch_makes_the_same_checks(
     allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("train_1t", f"train.run_dir={tmp_path}/r")
-    with pytest.raises(ConfigError, match=r"15259 steps on synthetic data, about [\d,]+ node-hours"):
+    with pytest.raises(ConfigError, match=r"15259 steps on synthetic data take about [\d,]+ node-hours"):
         admit_job(open_batch(("pretrain_1t", WARNED, f"train.run_dir={tmp_path}/r", "data.train=synthetic")))
     with pytest.raises(ConfigError, match="GiB per device"):
         admit_job(open_batch((*words, "train.recompute=none", "batch.micro_batch=4")))
@@ -209,7 +209,7 @@ def test_a_lead_time_shorter_than_a_step_is_pointed_out(
     """
     words = ("train_1t", f"train.run_dir={tmp_path}/r", "train.save_final=true")
     admit_job(open_batch((*words, "job.warning_s=60")))
-    assert "told to save 60 s before the walltime, but a step takes about 580 s" in capsys.readouterr().err
+    assert "warned 60 s before the end of the walltime, but a step takes about 580 s" in capsys.readouterr().err
     admit_job(open_batch((*words, WARNED)))
     assert "told to save" not in capsys.readouterr().err
 
