@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         message = message.replace("required: RUN, key=value", "required: RUN")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
-            fix = f"{near} instead of {choice[1]}" if near else ""
+            fix = f"write {near} instead of {choice[1]}" if near else ""
         self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix or f'{self.prog} --help'}\n")
 
     def refuse(self, words: list[str], typed: list[str]) -> NoReturn:
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         """
         flags = [flag for action in self._actions for flag in action.option_strings]
         near = [
-            f"{closest(word, flags)} instead of {word}"
+            f"write {closest(word, flags)} instead of {word}"
             for word in words
             if word.startswith("-") and closest(word, flags)
         ]
@@ -66,9 +66,9 @@ class Parser(argparse.ArgumentParser):
                 example = f"{setting}=VALUE"
             else:
                 example = setting if "." in setting else "train.steps=100"
-            fix = f"settings of a run are words of the form key=value, e.g. {example}"
+            fix = f"write a setting of a run as key=value, e.g. {example}"
             if words[0].startswith("-") and "." not in setting:
-                fix += "; docs/coming_from.md has other frameworks' options"
+                fix += "; docs/coming_from.md lists the options of other frameworks"
             else:
                 fix += ""
         elif not near and (flag := self._repeatable_before(words[0], typed)):
@@ -226,7 +226,9 @@ def dataset_prefix(text: str) -> str:
     """Return a dataset's path without .bin/.idx. Shell completion can leave such an ending."""
     path = re.sub(r"\.(?:bin|idx)?$", "", text)
     if not path or path.endswith("/"):
-        raise argparse.ArgumentTypeError(f"{text!r} names no file; give a path without .bin/.idx, e.g. {path}data")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the name of a file; give a path without .bin/.idx, e.g. {path}data"
+        )
     return path
 
 

@@ -56,8 +56,8 @@ def calibrate(args: argparse.Namespace) -> int:
 
     if args.output.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            f"{args.output} is no name of a machine file",
-            f"--output {args.output.with_suffix('.yaml')}",
+            f"{args.output} is not the name of a machine file: it must end in .yaml",
+            f"use --output {args.output.with_suffix('.yaml')}",
             "--output",
         )
     place = discover()

@@ -138,7 +138,7 @@ def _generate(args: argparse.Namespace) -> int:
         if model.mesh.dp.size > 1:
             raise LayoutError(
                 f"{model.mesh.world.size} ranks are more than tensor {args.tensor} x pipeline {args.pipeline}",
-                fix="start as many",
+                fix="start the product of both as the number of ranks",
             )
         live = prints and not args.json and len(prompts) == 1
         if live:

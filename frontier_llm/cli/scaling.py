@@ -110,7 +110,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     tool = open_tool_job(root, run, overrides, site=load_site(args.site), spares=args.spares) if args.in_job else None
     config = load_run(run, tool.overrides if tool else overrides)
     if args.site is None and tool is None:
-        raise ConfigError("which site's nodes are these?", "e.g. --site frontier", "--site")
+        raise ConfigError("no site is given", "give the site of the nodes, e.g. --site frontier", "--site")
     site = tool.ranks.site if tool else load_site(args.site)
     try:
         nodes = [int(count) for count in args.nodes.split(",")]
@@ -138,7 +138,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     log.info(
         "dry run: nothing is written or queued"
         if args.dry_run
-        else f"when they have run: frontier-llm scaling report {root}"
+        else f"after the runs: frontier-llm scaling report {root}"
     )
     return 0
 
@@ -162,9 +162,7 @@ def _run_here(
     from frontier_llm.units import plural
 
     if points[-1].nodes > launcher.nodes:
-        what = (
-            f"the largest point takes {points[-1].nodes} nodes; this allocation has {launcher.nodes} beside its spares"
-        )
+        what = f"the largest point needs {points[-1].nodes} nodes, but only {launcher.nodes} are no spares"
         raise ConfigError(what, f"sbatch --nodes={points[-1].nodes + args.spares}", "--nodes")
     priced = forecasts([(steps_of(point, _own_steps(args, point.config)), None) for point in points])
     hours = sum(row.hours for row in priced)

@@ -155,7 +155,9 @@ def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) ->
     from frontier_llm.errors import ConfigError
 
     if any(word.startswith("train.steps=") for word in overrides):
-        raise ConfigError("the run's end is given twice", "leave train.steps= or --until-tokens out", "--until-tokens")
+        raise ConfigError(
+            "the length of the run is given twice", "remove train.steps= or --until-tokens", "--until-tokens"
+        )
     content = config.model_dump(mode="json", exclude_unset=True)
     content.setdefault("train", {})["steps"] = f"{int(tokens)} tokens"
     return build(RunConfig, content)

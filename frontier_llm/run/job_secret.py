@@ -129,7 +129,7 @@ def private_folder(secret: bytes) -> Path:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise FrontierError(
                 "already exists, and is not a private folder of this user",
-                "start again: each start uses another name",
+                f"start again, and with another {VARIABLE} if it is set: the name depends on the secret",
                 str(folder),
             ) from None
     except OSError as error:

@@ -96,7 +96,7 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
             return torch.device("cpu")
         raise DeviceError(
             "no GPU",
-            f"{torch_facts().describe()} on {node_name()} finds no GPU, but {_expectation(config, expected)}",
+            f"{torch_facts().describe()} on {node_name()} sees no GPU, but {_expectation(config, expected)}",
             "check the modules, the container and ROCR_VISIBLE_DEVICES, or set train.device=cpu, which computes on "
             "CPUs without any check",
         )

@@ -175,8 +175,8 @@ def _start_store(config: RunConfig, job: _Job | None) -> None:
     """Start the store's process on rank 0, while this rank prepares its device."""
     if config.comm.store in ("direct", "node"):
         log.info(
-            f"comm.store={config.comm.store} is read as auto: torch's TCPStore. comm.store=authenticated is the "
-            f"store of before"
+            f"comm.store={config.comm.store} is an old value and means auto: torch's TCPStore. "
+            "comm.store=authenticated is the store that it meant before"
         )
     if job is not None and job.place.world_size > 1 and config.comm.backend != "mpi":
         start_store(job.place.rank, job.place.world_size, _meeting(config, job), config.train.timeout_s)

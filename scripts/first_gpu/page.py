@@ -138,11 +138,11 @@ def _step_lines(step: dict[str, Any]) -> Iterator[str]:
     )
     if idle is not None:
         yield (
-            f"The device waits for the host (or for nothing) {idle:.0%} of a step; "
+            f"The device is idle for {idle:.0%} of a step (it waits for the host or has no work); "
             f"{step['launches_per_step']:,.0f} launches per step."
         )
     if "bitwise_equal" in step:
-        yield f"{len(step['losses'])} losses twice: {'equal to the bit' if step['bitwise_equal'] else 'NOT EQUAL'}."
+        yield f"{len(step['losses'])} losses of two runs: {'bit-equal' if step['bitwise_equal'] else 'NOT EQUAL'}."
     yield "\n| kernel | ms per step | share | calls per step |\n|---|--:|--:|--:|"
     for row in step["kernels"]:
         name = row["kernel"].replace("|", "/")

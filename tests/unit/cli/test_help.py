@@ -127,7 +127,7 @@ def test_what_several_commands_take_has_one_name_and_one_metavar() -> None:
         (["train"], "required: RUN\n"),
         (["train", "x", "--optimizer.lr=1e-3"], "of the form key=value, e.g. optimizer.lr=1e-3"),
         (["train", "x", "--check", "optimizer.lr", "1e-3"], "of the form key=value, e.g. optimizer.lr=VALUE"),
-        (["train", "--tensor-model-parallel-size", "8"], "docs/coming_from.md has other frameworks' options"),
+        (["train", "--tensor-model-parallel-size", "8"], "docs/coming_from.md lists the options of other frameworks"),
         (["plan", "gpt-1t", "--fix", "tensor=8", "pipeline=8"], "repeat it: --fix tensor=8 --fix pipeline=8"),
         (["evaluate", "runs/a", "--data", "x", "y"], "repeat it: --data x --data y"),
         (["evaluate", "runs/a", "y"], "frontier-llm evaluate --help"),

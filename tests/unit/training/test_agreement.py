@@ -88,7 +88,10 @@ def test_the_message_names_rank_host_fact_and_how_many_share_it() -> None:
     assert failure.what == expected and failure.message[0] == expected and failure.message[1].startswith("    fix: ")
     failure = judge(reports(dict.fromkeys([f"n{number:03}" for number in range(384)], DEAD)))
     assert failure is not None and failure.evidence is Evidence.EXCEPTION
-    assert failure.message == ("torch sees no GPU (so 384 of 384 hosts: n[000-383])", "    fix: check the modules")
+    assert failure.message == (
+        "torch sees no GPU (the same on 384 of 384 hosts: n[000-383])",
+        "    fix: check the modules",
+    )
 
 
 class CountingStore:

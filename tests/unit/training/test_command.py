@@ -99,7 +99,7 @@ def test_a_users_own_config_yaml_is_not_overwritten(run_file, tmp_path, capsys):
     own = run_file.rename(tmp_path / "config.yaml")
     words = ["train", str(own), f"train.run_dir={tmp_path}", "--check"]
     assert command_line.main(words) == 2
-    assert "config.yaml is not from a run, and a run there would overwrite it" in capsys.readouterr().err
+    assert "config.yaml does not belong to a run, and a run there would overwrite it" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
     assert command_line.main(words) == 0  # checkpoints/ shows that a run was there
 
@@ -157,7 +157,7 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare
         return checks.check_start(config, 6)
     with pytest.raises(
         ConfigError,
-        match=r"optimizer state of 6 ranks take .*of memory to spare and no GPU\n    fix: take a smaller model",
+        match=r"optimizer state of 6 ranks take .*of free memory and no GPU\n    fix: use a smaller model",
     ):
         checks.check_start(config, 6)
 
