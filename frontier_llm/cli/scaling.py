@@ -162,7 +162,10 @@ def _run_here(
     from frontier_llm.units import plural
 
     if points[-1].nodes > launcher.nodes:
-        what = f"the largest point needs {points[-1].nodes} nodes, but only {launcher.nodes} are no spares"
+        what = (
+            f"the largest point needs {points[-1].nodes} nodes, but this allocation has only {launcher.nodes} that are "
+            "not spares"
+        )
         raise ConfigError(what, f"sbatch --nodes={points[-1].nodes + args.spares}", "--nodes")
     priced = forecasts([(steps_of(point, _own_steps(args, point.config)), None) for point in points])
     hours = sum(row.hours for row in priced)

@@ -16,7 +16,7 @@ from frontier_llm.files import write_atomically
 from frontier_llm.machine.load import rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
-from frontier_llm.pages import COLORS, Chart, can_draw, figure, figures, level, line, points, text, write_page
+from frontier_llm.pages import PARTS, Chart, can_draw, figure, figures, level, line, points, text, write_page
 from frontier_llm.planner import report
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes
 from frontier_llm.planner.candidates import enumerate_layouts
@@ -121,9 +121,7 @@ def memory_chart(plan: Plan) -> Chart:
     ranks = list(range(len(plan.memory)))
     sizes = {name: [lines[name] / GIB for lines in plan.memory] for name in plan.memory[0]}
     traces = [
-        {"type": "bar", "name": name, "x": ranks, "y": values, "marker": {"color": COLORS[index % len(COLORS)]}}
-        for index, (name, values) in enumerate(sizes.items())
-        if any(values)
+        _part(name, ranks, values, PARTS[index]) for index, (name, values) in enumerate(sizes.items()) if any(values)
     ]
     limit = level("device", plan.limit_bytes / GIB, [-0.5, len(ranks) - 0.5])
     return Chart(
@@ -134,6 +132,11 @@ def memory_chart(plan: Plan) -> Chart:
         height_px=380,
         layout={"barmode": "stack", "xaxis": {"dtick": max(1, len(ranks) // 16)}},
     )
+
+
+def _part(name: str, ranks: list[int], values: list[float], color: str) -> dict[str, Any]:
+    marker = {"color": color, "line": {"color": "#888", "width": 0.5}}
+    return {"type": "bar", "name": name, "x": ranks, "y": values, "marker": marker}
 
 
 def _name_of_work(work: Product | FlashCore) -> str:

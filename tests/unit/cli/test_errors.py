@@ -31,7 +31,7 @@ def test_each_name_is_replaced_in_every_part_of_every_problem() -> None:
         ),
         (
             ["calibrate", "quickstart", "--output", "mine.txt"],
-            "--output: mine.txt is not the name of a machine file: it must end in .yaml\n    fix: use --output mine.yaml",
+            "mine.txt is not the name of a machine file: it must end in .yaml\n    fix: use --output mine.yaml",
         ),
     ],
 )
