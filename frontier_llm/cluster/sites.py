@@ -197,6 +197,6 @@ def request_problems(
         most = limits[-1].max_nodes
         yield Problem("--nodes", f"is {nodes}, but {name} allows at most {most} nodes", f"--nodes {most}")
     elif longest is not None and minutes is not None and minutes > longest:
-        what = f"{format_walltime(minutes)} is more than {name} allows for {nodes} nodes, {format_walltime(longest)}"
+        what = f"{format_walltime(minutes)}, but {name} allows at most {format_walltime(longest)} for {nodes} nodes"
         shorter = f"--time {format_walltime(longest)}, and let the job continue itself"
         yield Problem("--time", what, "; ".join([shorter, *longer_jobs(site, nodes, minutes, partition)]))

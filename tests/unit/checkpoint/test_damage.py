@@ -92,10 +92,10 @@ def add_another_name(path: Path) -> None:
     ("damage", "text"),
     [
         (flip_the_middle, "digest|sha256 is"),
-        (cut_off, "bytes, but the manifest records|sha256 is"),
+        (cut_off, "bytes, the manifest says|sha256 is"),
         (empty, "has 0 bytes|sha256 is"),
         (delete, "No such file"),
-        (replace_by_folder, "no plain file"),
+        (replace_by_folder, "is not a regular file"),
         (replace_by_link, "symbolic links"),
         (add_another_name, "hard link"),
     ],

@@ -123,7 +123,7 @@ def test_an_unknown_setting_is_refused() -> None:
 def test_one_node_at_least_is_left_to_work(tmp_path: Path, spares: str, nodes: int | None) -> None:
     words = (*SMALL, f"train.run_dir={tmp_path}", f"job.spares={spares}")
     if nodes is None:
-        with pytest.raises(FrontierError, match=r"job.spares: 2 of 2 nodes"):
+        with pytest.raises(FrontierError, match=r"job.spares: is 2, and the allocation has 2 nodes"):
             open_batch(words)
     else:
         assert open_batch(words).job.nodes == nodes
@@ -139,10 +139,10 @@ def test_a_shipped_script_makes_the_record_of_its_words(
             monkeypatch.setenv(name, value)
         run = open_batch(words)
         notices = capsys.readouterr().err
-        assert all(f"{name} is still read" in notices for name in VARIABLES)
+        assert all(f"{name} is an old name" in notices for name in VARIABLES)
     else:
         run = open_batch((*words[:3], *WORDS, "job.preflight=true", *words[3:]))
-        assert "still read" not in capsys.readouterr().err
+        assert "is an old name" not in capsys.readouterr().err
     expected = Job(
         run_dir=str(tmp_path),
         words=("train_small", "machine=local", *words[1:-1]),
@@ -208,8 +208,8 @@ def test_a_directory_without_a_record_gets_it_from_the_variables(
         ({"preflight": 1}, "preflight is 1, expected true or false"),
         ({"flags": "--strict"}, "flags is '--strict', expected a list of words"),
         ({"words": []}, "words is [], expected a list of words that begins with a run file"),
-        ({"run_dir": "/elsewhere"}, "run_dir is /elsewhere: the record of another run"),
-        ({"version": 2}, "version is 2, this program reads 1"),
+        ({"run_dir": "/elsewhere"}, "run_dir is /elsewhere, so this is the record of another run"),
+        ({"version": 2}, "version is 2, but this program reads at most version 1"),
         ({"version": None}, "version is None, expected 1"),
         ({"spears": 1}, "spears is not a field of a job; did you mean 'spares'?"),
     ],

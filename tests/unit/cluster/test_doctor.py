@@ -163,7 +163,7 @@ def test_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     out = capsys.readouterr().out
     assert (
-        "0 of 8 are visible\n    fix: a login node has none: ask inside an allocation" in out
+        "0 of 8 are visible\n    fix: a login node has no GCDs: run this inside an allocation" in out
         and "RCCL plugin" in out
         and "hsn0, hsn1" in out
     )

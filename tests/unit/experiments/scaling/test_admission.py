@@ -147,7 +147,7 @@ def test_submit_refuses_a_long_run_on_synthetic_data(tmp_path: Path, capsys: pyt
     assert main(words) == 2
     assert "data.allow_synthetic=true" in capsys.readouterr().err
     assert main([*words, "data.allow_synthetic=true"]) == 0
-    assert "no limit is set" in capsys.readouterr().err
+    assert "no limit of node-hours is set" in capsys.readouterr().err
     assert main([*words, "data.allow_synthetic=true", "--max-node-hours", "5000"]) == 0
     assert "ends when 5,000.0 node-hours are used" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_the_preview_says_nodes_minutes_node_hours_and_bytes(
     )
     assert f"this job writes no checkpoint (0 bytes), only logs and metrics, to {tmp_path}/r\n" in err
     # a run that saves nothing is not continued
-    assert "at most 1 job of 2 h, 768 node-hours" in err and "no limit is set" not in err
+    assert "at most 1 job of 2 h, 768 node-hours" in err and "no limit of node-hours is set" not in err
     production = ["submit", "pretrain_1t", *ON_384_NODES, f"train.run_dir={tmp_path}/p", *SYNTHETIC]
     assert main(production) == 0
     err = capsys.readouterr().err
