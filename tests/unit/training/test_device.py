@@ -76,7 +76,7 @@ def test_a_gpu_of_another_architecture_is_refused(
     pretend_gpus(monkeypatch, architecture=architecture)
     with pytest.raises(
         DeviceError,
-        match=rf"pretended {architecture} on {node_name()} has the architecture {architecture}, but .*machine={machine}",
+        match=rf"{architecture} on {node_name()} has the architecture {architecture}, but .*machine={machine}",
     ):
         choose_device(run(f"machine={machine}"), place(), None)
 
