@@ -126,7 +126,7 @@ class AuthenticatedStore(dist.Store):
                 # a connection that fails is not used again: a late answer would be taken for the next request's
                 status, *values = receive_parts(connection)
             except (OSError, Stranger) as error:
-                raise dist.DistStoreError(f"the job's store has ended: {error}") from error
+                raise dist.DistStoreError(f"lost the connection to the job's store: {error}") from error
             self._idle.append(connection)
         if status != b"ok":
             raise dist.DistStoreError(values[0].decode(errors="replace"))

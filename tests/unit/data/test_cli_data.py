@@ -115,7 +115,7 @@ def test_another_tokenizer_is_not_replaced_unasked(corpus: Path, capsys: pytest.
     words = ("tokenizer", corpus / "in", "--output", corpus / f"t.{kind}")
     assert run(*words, "--vocab-size", 290) == run(*words, "--vocab-size", 290) == 0  # the same result again
     before = (corpus / f"t.{kind}").read_bytes()
-    with pytest.raises(DataError, match=rf"(?s)t\.{kind}: is another tokenizer.*t\.new\.{kind}"):
+    with pytest.raises(DataError, match=rf"(?s)t\.{kind}: is already another tokenizer.*t\.new\.{kind}"):
         run(*words, "--vocab-size", 300)
     assert (corpus / f"t.{kind}").read_bytes() == before != (corpus / f"t.new.{kind}").read_bytes()
     assert run(*words, "--vocab-size", 300, "--overwrite") == 0
@@ -152,7 +152,9 @@ def test_a_prefix_may_be_what_a_shell_completes_but_no_folder(corpus: Path, caps
         assert run("inspect", f"{corpus}/tokens{ending}", "--samples", 0) == 0
     with pytest.raises(SystemExit):
         run("tokenize", corpus / "in", "--output", f"{corpus}/folder/", "--tokenizer", "bytes")
-    assert f"'{corpus}/folder/' names no file" in capsys.readouterr().err and not (corpus / "folder").exists()
+    assert (
+        f"'{corpus}/folder/' is not the name of a file" in capsys.readouterr().err and not (corpus / "folder").exists()
+    )
 
 
 def test_fewer_ids_than_asked_for_are_announced(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
