@@ -64,7 +64,7 @@ def parse_arguments(
     return options
 
 
-def take_turns(work: Mapping[Key, Callable[[], Value]], rounds: int, warm_up: int = 0) -> dict[Key, list[Value]]:
+def interleave(work: Mapping[Key, Callable[[], Value]], rounds: int, warm_up: int = 0) -> dict[Key, list[Value]]:
     """Do all of `work` once per round, so that other load on the machine affects all alike. Returns the results by key.
 
     The results of the first `warm_up` rounds are dropped. Progress goes to stderr.

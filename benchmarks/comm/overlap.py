@@ -111,7 +111,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
             times[overlap].append(time.perf_counter() - begin_s)
             state.mesh.ledger.observer = None
     for state in built.values():
-        state.optimizer.settle()
+        state.optimizer.wait_for_gather()
     results.put((rank, times, timelines))
     barrier(built[True].mesh.world)
     disconnect()

@@ -142,7 +142,7 @@ def children() -> set[int]:
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
-def play_ranks(
+def run_ranks(
     first: int, ranks: list[int], address: tuple[str, int], begin: Any, results: Any, arguments: argparse.Namespace
 ) -> None:
     """Simulate some of the ranks for `arguments.seconds`."""
@@ -191,21 +191,21 @@ def measure_heartbeats(arguments: argparse.Namespace) -> dict[str, object]:
         begin = context.Barrier(arguments.processes + 1)
         results = context.Queue()
         shares = [list(range(first, arguments.ranks, arguments.processes)) for first in range(arguments.processes)]
-        players = [
-            context.Process(target=play_ranks, args=(first, share, address, begin, results, arguments))
+        senders = [
+            context.Process(target=run_ranks, args=(first, share, address, begin, results, arguments))
             for first, share in enumerate(shares)
         ]
-        for player in players:
-            player.start()
+        for sender in senders:
+            sender.start()
         begin.wait()
         idle_cpu_s = cpu_s(server)
         began_s = time.monotonic()
-        rows = [results.get(timeout=arguments.seconds + 300) for _ in players]
+        rows = [results.get(timeout=arguments.seconds + 300) for _ in senders]
         lasted_s = time.monotonic() - began_s
         server_cpu_s = cpu_s(server) - idle_cpu_s
         memory_mib = resident_mib(server)
-        for player in players:
-            player.join()
+        for sender in senders:
+            sender.join()
         wrong = lost_heartbeats(store, {rank: count for row in rows for rank, count in row["final"].items()})
         checks = sorted(seconds for row in rows for seconds in row["checks"])
     return {
@@ -275,12 +275,12 @@ def measure_lock(arguments: argparse.Namespace) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    beats = kinds.add_parser("heartbeats", help="the heartbeats of a large job, played by a few processes")
-    beats.add_argument("--ranks", type=int, default=3072)
-    beats.add_argument("--period-s", type=float, default=0.25)
-    beats.add_argument("--seconds", type=float, default=20.0)
-    beats.add_argument("--processes", type=int, default=4)
-    beats.add_argument(
+    heartbeats = kinds.add_parser("heartbeats", help="the heartbeats of a large job, simulated by a few processes")
+    heartbeats.add_argument("--ranks", type=int, default=3072)
+    heartbeats.add_argument("--period-s", type=float, default=0.25)
+    heartbeats.add_argument("--seconds", type=float, default=20.0)
+    heartbeats.add_argument("--processes", type=int, default=4)
+    heartbeats.add_argument(
         "--ids", type=int, default=3072 // RANKS_PER_ID, help="of one communicator, read once for each rank"
     )
     lock = kinds.add_parser("lock", help="a C++ poller beside a main thread that holds the interpreter lock")

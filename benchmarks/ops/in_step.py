@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.harness import MEASURED, TINY, parse_arguments, take_turns
+from benchmarks.harness import MEASURED, TINY, interleave, parse_arguments
 from frontier_llm.config import load_run
 from frontier_llm.ops.reference import GROUPS
 from frontier_llm.training.build import TrainState
@@ -51,7 +51,7 @@ def measure(dtype: str, rounds: int, words: Sequence[str]) -> dict[str, float]:
             config = load_run("bench", [*overrides, *(f"ops.{group}={how}" for group, how in ops.items())])
             states[name] = stack.enter_context(joined_state(config, None))
         work = {name: partial(step_s, state) for name, state in states.items()}
-        seconds = take_turns(work, rounds, warm_up=1)
+        seconds = interleave(work, rounds, warm_up=1)
     return {name: min(of_choice) for name, of_choice in seconds.items()}
 
 

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 from benchmarks.harness import (
     MEASURED,
     RESULTS,
+    interleave,
     last_json,
     parse_arguments,
     read_json,
-    take_turns,
     write_json,
     write_measured,
 )
@@ -168,7 +168,7 @@ def main() -> None:
             "dense": partial(ours, layout, False, options.steps),
         }
         seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for who, turns in take_turns(work, options.rounds).items():
+        for who, turns in interleave(work, options.rounds).items():
             for measured in turns:
                 for kind, values in measured.items():
                     seconds[who][kind] += values

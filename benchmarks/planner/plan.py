@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import parse_arguments, take_turns, write_json
+from benchmarks.harness import interleave, parse_arguments, write_json
 from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.pipeline import play
+from frontier_llm.planner.pipeline import simulate_step
 from frontier_llm.run.rank_env import environment
 from frontier_llm.topology.plan import make_plan
 
@@ -68,7 +68,7 @@ def predicted_s(config: RunConfig, numbers: Rates) -> float:
     parallel = config.parallel
     ranks = parallel.tensor * parallel.pipeline * (parallel.data or 1)
     plan = make_plan(config, ranks)
-    return play(config.model, layout_of(config, ranks), numbers, plan.stages).step_s
+    return simulate_step(config.model, layout_of(config, ranks), numbers, plan.stages).step_s
 
 
 def measured_s(run: str, overrides: list[str], steps: int) -> float:
@@ -115,7 +115,7 @@ def main() -> int:
             )
         numbers = rates(load_machine(machine))
     work = {name: partial(measured_s, args.run, LAYOUTS[name], args.steps) for name in args.layouts}
-    samples = take_turns(work, args.rounds)
+    samples = interleave(work, args.rounds)
     rows: list[dict[str, Any]] = []
     print(
         f"| {'layout':28} | {'measured':>8} | {'rounds':>17} | {'predicted':>9} | {'error':>8} |\n|---|--:|--:|--:|--:|"

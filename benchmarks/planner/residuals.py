@@ -21,7 +21,7 @@ from benchmarks.published.validate import groups, is_fitted
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.layouts import seats
+from frontier_llm.planner.costs.layouts import ranks_per_node
 from frontier_llm.planner.costs.seconds import FORWARD_OPS
 from frontier_llm.planner.costs.time import p2p_bytes
 
@@ -40,7 +40,7 @@ def message_mib(model: ModelConfig, layout: Layout, rates: Rates) -> float:
     """Return the MiB of a pipeline message on one NIC while all devices of a node send. Returns 0 if no message leaves
     the node.
     """
-    place = seats(layout, rates)
+    place = ranks_per_node(layout, rates)
     if layout.pp == 1 or place.pp_inside:
         return 0.0
     return float(p2p_bytes(model, layout, rates)) * float(place.pp_sharing) / rates.node_devices / 2**20

@@ -16,7 +16,7 @@ from benchmarks.published.datasets import shipped
 from benchmarks.published.predict import cluster
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.blueprint.work import model_flops_per_token
-from frontier_llm.planner.promise import BEST_PUBLISHED, family, size_class
+from frontier_llm.planner.uncertainty import BEST_PUBLISHED, family, size_class
 from frontier_llm.units import TERA
 
 LONGEST_KEY = 40  # a run with a longer key is named by its data set

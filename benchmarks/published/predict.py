@@ -19,7 +19,7 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.costs.memory import memory_by_rank, total
 from frontier_llm.planner.costs.time import step_s
-from frontier_llm.planner.pipeline import play
+from frontier_llm.planner.pipeline import simulate_step
 
 MACHINES = Path(__file__).with_name("machines")
 POWERS = (1, 2, 4, 8)
@@ -93,7 +93,7 @@ def seconds_of(model: ModelConfig, layout: Layout, numbers: Rates) -> float:
     """Return the step time: simulated if there is a pipeline, else in closed form (which is then exact)."""
     if layout.pp == 1 or layout.sharding.startswith("weights"):
         return float(step_s(model, layout, numbers))
-    return play(model, layout, numbers, even_stages(model.layers, layout.pp * layout.chunks)).step_s
+    return simulate_step(model, layout, numbers, even_stages(model.layers, layout.pp * layout.chunks)).step_s
 
 
 def peak_bytes(model: ModelConfig, layout: Layout, numbers: Rates) -> float:

@@ -17,7 +17,7 @@ def test_rounds_are_interleaved_and_warm_up_rounds_are_dropped() -> None:
         order.append(name)
         return len(order)
 
-    results = harness.take_turns({"a": lambda: work("a"), "b": lambda: work("b")}, rounds=2, warm_up=1)
+    results = harness.interleave({"a": lambda: work("a"), "b": lambda: work("b")}, rounds=2, warm_up=1)
     assert order == ["a", "b"] * 3
     assert results == {"a": [3, 5], "b": [4, 6]}
 

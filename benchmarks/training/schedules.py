@@ -24,7 +24,7 @@ from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect
 from frontier_llm.config import CommConfig
 from frontier_llm.parallel.pipeline import Engine
 from frontier_llm.parallel.stages import ActivationSpec
-from frontier_llm.schedule import Action, Kind, Schedule, build, rule, simulate, simulate_in_turn
+from frontier_llm.schedule import Action, Kind, Schedule, build, rule, simulate, simulate_one_in_flight
 from frontier_llm.topology.grid import Grid
 
 # 16 KiB.
@@ -159,7 +159,7 @@ def simulated(schedule: Schedule, in_flight: str) -> float:
         return UNITS[action.kind] / schedule.chunks
 
     if in_flight == "one":
-        timeline = simulate_in_turn(schedule, duration, 0.0, waits=True)
+        timeline = simulate_one_in_flight(schedule, duration, 0.0, waits=True)
     else:
         timeline = simulate(schedule, duration)
     return timeline.makespan_s + OPTIMIZER_UNITS

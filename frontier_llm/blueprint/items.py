@@ -31,7 +31,7 @@ SHARDS = "sharded weights and gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habits:
+class SoftwareOptions:
     """Software options: how a training framework executes a step, read from a stack of the machine file.
 
     The defaults describe this package.
@@ -54,7 +54,7 @@ class Habits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Software(Habits):
+class Software(SoftwareOptions):
     """Software options, and measured or chosen values that change computation, communication or kept bytes."""
 
     # rate of the layers' products relative to 16 bit (FP8 arithmetic); head and attention stay in 16 bit

@@ -85,17 +85,17 @@ def matrices_of(parameter: Parameter, by_group: bool = False) -> list[Matrices]:
 
     With `by_group`, q, k and v have one matrix per key/value head, with its queries, instead of one for all heads.
     """
-    lead = int(parameter.kind is ParameterKind.EXPERTS or (by_group and parameter.grouped))
+    leading = int(parameter.kind is ParameterKind.EXPERTS or (by_group and parameter.grouped))
     how = parameter.axes.get(parameter.tensor_axis)
     last = len(parameter.shape) - 1
     split = None
     if isinstance(how, Split):
-        split = int(how.dim >= lead) + int(how.dim >= last)
+        split = int(how.dim >= leading) + int(how.dim >= last)
     result = []
     for piece in parameter.pieces or (None,):
         assert piece is None or not isinstance(how, Split) or piece.dim != how.dim, (
             f"{parameter.name}: tp cuts across its pieces"
         )
         shape = piece.shape_in(parameter.shape) if piece else parameter.shape
-        result.append(Matrices(piece, prod(shape[:lead]), prod(shape[lead:last]), shape[last], split))
+        result.append(Matrices(piece, prod(shape[:leading]), prod(shape[leading:last]), shape[last], split))
     return result

@@ -56,13 +56,13 @@ def matrix_means(parameter: Parameter) -> tuple[Parameter, ...]:
         return ()
     matrices = matrices_of(parameter)
     last = len(parameter.shape) - 1
-    lead = int(parameter.kind is ParameterKind.EXPERTS)
+    leading = int(parameter.kind is ParameterKind.EXPERTS)
 
     def of_rows(dim: int) -> Split | How:
         return Split(dim) if dim < last else How.PARTIAL
 
     def of_columns(dim: int) -> Split | How:
-        if dim < lead:
+        if dim < leading:
             return Split(1)
         return Split(2) if dim == last else How.PARTIAL
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 # 4 MiB is the size of a Lustre RPC (stripes have 1 to 4 MiB). The blocks of two threads stay in the L3 cache of a core
 # complex (32 MiB on Zen) between hash and write.
 BLOCK_BYTES = 4 << 20
-TURN_BLOCKS = 2  # consecutive blocks that a thread reads or writes with one system call
+GROUP_BLOCKS = 2  # consecutive blocks that a thread reads or writes with one system call
 # Threads per rank. An MI250X node has 8 cores per rank, and the file system's lock allows one writer per file.
 WORKERS = 2
 
@@ -131,7 +131,7 @@ def block_digests(data: memoryview, block_bytes: int = BLOCK_BYTES) -> bytes:
     return b"".join(hashlib.sha256(data[start : start + block_bytes]).digest() for start in starts)
 
 
-def spread(work: Callable[[int], T], count: int) -> list[T]:
+def on_threads(work: Callable[[int], T], count: int) -> list[T]:
     """Return [work(0), …, work(count - 1)], computed on WORKERS threads.
 
     Raises the first exception. No new call starts after it.
@@ -147,9 +147,9 @@ def write(path: Path, head: bytes, data: memoryview) -> str:
     """
     with created(path) as descriptor:
 
-        def write_turn(index: int) -> bytes:
-            start = index * TURN_BLOCKS * BLOCK_BYTES
-            part = data[start : start + TURN_BLOCKS * BLOCK_BYTES]
+        def write_group(index: int) -> bytes:
+            start = index * GROUP_BLOCKS * BLOCK_BYTES
+            part = data[start : start + GROUP_BLOCKS * BLOCK_BYTES]
             digests = block_digests(part)
             write_all(descriptor, part, len(head) + start)
             hit("checkpoint.block_written")
@@ -157,7 +157,7 @@ def write(path: Path, head: bytes, data: memoryview) -> str:
 
         hit("checkpoint.shard_created")
         write_all(descriptor, memoryview(head), 0)
-        blocks = spread(write_turn, block_count(len(data), TURN_BLOCKS * BLOCK_BYTES))
+        blocks = on_threads(write_group, block_count(len(data), GROUP_BLOCKS * BLOCK_BYTES))
         hit("checkpoint.shard_written")
     hit("checkpoint.shard_synced")
     return combine(head, blocks)
@@ -245,15 +245,15 @@ def read_and_hash(
     places = layout.entries
     item = layout.item_bytes
     data_start = len(layout.head)
-    turn_bytes = TURN_BLOCKS * block_bytes
+    group_bytes = GROUP_BLOCKS * block_bytes
     starts = [place.start for place in places]
     buffers = threading.local()
 
-    def read_turn(index: int) -> bytes:
+    def read_group(index: int) -> bytes:
         if not hasattr(buffers, "part"):
-            buffers.part = memoryview(bytearray(min(turn_bytes, layout.total_bytes)))
-        start = data_start + index * turn_bytes
-        part = buffers.part[: min(turn_bytes, layout.total_bytes - start)]
+            buffers.part = memoryview(bytearray(min(group_bytes, layout.total_bytes)))
+        start = data_start + index * group_bytes
+        part = buffers.part[: min(group_bytes, layout.total_bytes - start)]
         read_exactly(descriptor, path, start, part)
         if consume is not None:
             for place in places[bisect_right(starts, start) - 1 : bisect_left(starts, start + len(part))]:
@@ -262,4 +262,4 @@ def read_and_hash(
                 consume(place, (first - place.start) // item, part[first - start : stop - start])
         return block_digests(part, block_bytes)
 
-    return combine(layout.head, spread(read_turn, block_count(layout.data_bytes, turn_bytes)))
+    return combine(layout.head, on_threads(read_group, block_count(layout.data_bytes, group_bytes)))

@@ -42,7 +42,7 @@ class Cost:
     step_s: float
     nodes: int  # nodes that Slurm charges, spares included
     slice_hours: float | None  # walltime of one job; None: the site has no limit
-    lead_s: float  # warning time at the end of each job, for saving
+    warning_s: float  # warning time at the end of each job, for saving
     chained: bool  # whether an unfinished job is continued by another
 
     @property
@@ -55,7 +55,7 @@ class Cost:
         """Steps of the next job, which ends at its walltime."""
         if self.slice_hours is None:
             return self.steps
-        trained_s = self.slice_hours * 3600 - START_S - self.lead_s
+        trained_s = self.slice_hours * 3600 - START_S - self.warning_s
         return max(0, min(self.steps, int(trained_s / self.step_s)))
 
     @property
@@ -90,7 +90,7 @@ class Cost:
 
         None if the walltime is unknown or leaves no time to train.
         """
-        if self.slice_hours is None or (trained_h := self.slice_hours - (START_S + self.lead_s) / 3600) <= 0:
+        if self.slice_hours is None or (trained_h := self.slice_hours - (START_S + self.warning_s) / 3600) <= 0:
             return None
         jobs = max(1, math.ceil(self.hours / trained_h)) if self.chained else 1
         return jobs, jobs * self.slice_hours * self.nodes
@@ -129,7 +129,7 @@ def cost_of(request: submit.JobRequest) -> Cost:
         step_s=request.step_s,
         nodes=job.all_nodes,
         slice_hours=request.slice_minutes / 60 if request.slice_minutes else None,
-        lead_s=job.warning_s,
+        warning_s=job.warning_s,
         chained=job.continuation != "never",
     )
 
@@ -191,7 +191,7 @@ def unfinished_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Prob
     """Yield a problem if the run saves nothing and does not fit into one job."""
     if not request.saves or not saves_nothing(request.config.train) or cost.job_steps == cost.steps:
         return
-    minutes = math.ceil((START_S + cost.steps * cost.step_s + cost.lead_s) / 60)
+    minutes = math.ceil((START_S + cost.steps * cost.step_s + cost.warning_s) / 60)
     what = (
         f"{60 * (cost.slice_hours or 0):.0f} minutes are too short: {plural(cost.steps, 'step')} and the start take "
         f"about {minutes} minutes (predicted), and nothing is saved"

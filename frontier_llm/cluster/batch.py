@@ -252,7 +252,7 @@ def make_job(
         flags=flags,
         site=site.name,
         nodes=working_nodes(settings, allocated),
-        **{"warning_s": float(site.signal_lead_s), **settings},
+        **{"warning_s": float(site.warning_time_s), **settings},
     )
 
 

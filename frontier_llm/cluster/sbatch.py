@@ -51,7 +51,7 @@ class JobScript:
 
     def signal_s(self, site: Site) -> int:
         """Return the seconds before the walltime at which Slurm warns the ranks."""
-        return self.warning_s or site.signal_lead_s
+        return self.warning_s or site.warning_time_s
 
 
 BENCHMARK_WARNING_S = 60  # nothing is saved before the walltime

@@ -43,7 +43,7 @@ class Site(Section):
     partitions: dict[str, tuple[Limit, ...]] = Field(default_factory=dict)
     max_queued_jobs: PositiveInt | None = None
     unchained_qos: tuple[str, ...] = ()  # qualities of service that forbid a job to continue itself.
-    signal_lead_s: PositiveInt = 600  # warning time before the walltime, until a save has been measured.
+    warning_time_s: PositiveInt = 600  # warning time before the walltime, until a save has been measured.
     node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s by default) and a margin.
     exclude_slow_after: PositiveInt | None = None  # straggler reports that exclude a host; None: only report them.
     sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value.

@@ -415,8 +415,8 @@ def _waits(axis: str, row: dict[str, int]) -> str:
 
 def _slow(slow: Slow, excluded: bool) -> str:
     times = "once" if slow.times == 1 else f"{slow.times} times"
-    wish = "" if excluded else f"; exclude it with --exclude={slow.host}"
-    return f"{slow.host} {times}, last at step {slow.last_step:,} by a factor of {slow.slowdown:.1f}{wish}"
+    proposal = "" if excluded else f"; exclude it with --exclude={slow.host}"
+    return f"{slow.host} {times}, last at step {slow.last_step:,} by a factor of {slow.slowdown:.1f}{proposal}"
 
 
 def _time_left(status: Status) -> str:

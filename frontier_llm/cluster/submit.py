@@ -94,7 +94,7 @@ def wanted_job(config: RunConfig, site: Site, nodes: int, **settings: Any) -> Jo
         words=(str(directory / RUN_FILE), f"machine={site.machine}", "ops.no_jit=true"),
         site=site.name,
         nodes=nodes,
-        **{"warning_s": float(site.signal_lead_s), **settings},
+        **{"warning_s": float(site.warning_time_s), **settings},
     )
 
 

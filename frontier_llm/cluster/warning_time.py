@@ -31,7 +31,7 @@ def next_warning_s(directory: Path, site: Site, expected_step_s: float = 0.0) ->
     """
     if (measured := measured_warning_s(directory)) is not None:
         return measured
-    return site.signal_lead_s + -(-int(2 * expected_step_s) // GRAIN_S) * GRAIN_S
+    return site.warning_time_s + -(-int(2 * expected_step_s) // GRAIN_S) * GRAIN_S
 
 
 def measured_warning_s(directory: Path) -> int | None:

@@ -1,6 +1,6 @@
 """Client of the authenticated store, whose server runs in rank 0's process (`comm.store_server`).
 
-Ranks on rank 0's node connect over a Unix socket, the other ranks over TCP (`comm.door`).
+Ranks on rank 0's node connect over a Unix socket, the other ranks over TCP (`comm.handshake`).
 The Unix socket is in the abstract namespace, so no file must be deleted. Only ranks of the job can compute its name.
 Each request uses its own connection, so that one thread can wait for a key while another thread writes.
 """
@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from frontier_llm.comm.door import Stranger, exactly, give_proof, same_user
+from frontier_llm.comm.handshake import UnauthenticatedPeer, exactly, give_proof, same_user
 
 ANSWER_S = 30.0  # Limit for an answer that the server can give at once. After it the server is stopped or gone.
 CONNECT_S = 10.0  # Limit for one attempt to connect.
@@ -27,7 +27,7 @@ MOST_PARTS = 1 << 16
 MOST_BYTES = 64 << 20
 
 Parts = list[bytes]
-# raises OSError if no server listens yet, Stranger if the server is not authenticated
+# raises OSError if no server listens yet, UnauthenticatedPeer if the server is not authenticated
 Connect = Callable[[], socket.socket]
 
 
@@ -40,7 +40,7 @@ def socket_name(secret: bytes, port: int, first_local_rank: int) -> str:
 
 
 def connect_here(name: str) -> socket.socket:
-    """Connect to a process on this node. Raises OSError, or Stranger if the process belongs to another user."""
+    """Connect to a process on this node. Raises OSError, or UnauthenticatedPeer if the process belongs to another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(name)
@@ -52,7 +52,7 @@ def connect_here(name: str) -> socket.socket:
 
 
 def connect_across(address: str, port: int, secret: bytes) -> socket.socket:
-    """Connect to rank 0's process on another node. Raises OSError, or Stranger if it does not know the secret."""
+    """Connect to rank 0's process on another node. Raises OSError, or UnauthenticatedPeer if it does not know the secret."""
     connection = socket.create_connection((address, port), timeout=CONNECT_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -109,7 +109,7 @@ class AuthenticatedStore(dist.Store):
             try:
                 self._idle.append(connect())
                 return
-            except (OSError, Stranger) as error:
+            except (OSError, UnauthenticatedPeer) as error:
                 if not patient or time.monotonic() > deadline_s:
                     raise dist.DistStoreError(
                         f"cannot connect to the job's store within {timeout_s if patient else 0:g} s: {error}"
@@ -125,7 +125,7 @@ class AuthenticatedStore(dist.Store):
                 send_parts(connection, operation.encode(), *arguments)
                 # a connection that fails is not used again: a late answer would be taken for the next request's
                 status, *values = receive_parts(connection)
-            except (OSError, Stranger) as error:
+            except (OSError, UnauthenticatedPeer) as error:
                 raise dist.DistStoreError(f"lost the connection to the job's store: {error}") from error
             self._idle.append(connection)
         if status != b"ok":

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
-from frontier_llm.comm.baton import Baton
-from frontier_llm.comm.group import DONE, Collectives, Group, Pending, Turns
+from frontier_llm.comm.group import DONE, Collectives, Group, OneInFlight, Pending
+from frontier_llm.comm.interleaving import Interleaving
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.topology.grid import AXES
 
@@ -40,9 +40,9 @@ class Axis:
     levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call
     # set if only one communication may be in flight
-    turns: Turns | None = field(default=None, compare=False, repr=False)
+    in_flight: OneInFlight | None = field(default=None, compare=False, repr=False)
     # interleaves two microbatches while rows to experts are under way
-    baton: Baton | None = field(default=None, compare=False, repr=False)
+    interleaving: Interleaving | None = field(default=None, compare=False, repr=False)
 
     def collectives(self, operation: str, size_bytes: int) -> Collectives | None:
         """Return the implementation for a collective, or None on an axis of size 1.
@@ -80,7 +80,7 @@ class Mesh:
     @property
     def one_in_flight(self) -> bool:
         """Whether each communication of this rank ends before the next begins."""
-        return self.world.turns is not None
+        return self.world.in_flight is not None
 
     def axis(self, name: str) -> Axis:
         """Return the axis with this name, for example 'tp'."""
@@ -112,8 +112,8 @@ class Started:
         self._call = axis.ledger.add(axis.name, operation, size_bytes)
         axis.ledger.count_in_flight(self._in_flight)
         with axis.ledger.blocked(self._call, last=False):
-            self._work = begin() if axis.turns is None else axis.turns.take(begin, staged)
-        if axis.turns is not None:  # it ends before the next begins, even if wait() is called much later
+            self._work = begin() if axis.in_flight is None else axis.in_flight.take(begin, staged)
+        if axis.in_flight is not None:  # it ends before the next begins, even if wait() is called much later
             self._end()
 
     def wait(self) -> None:

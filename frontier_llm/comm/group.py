@@ -219,7 +219,7 @@ class TorchGroup:
         return self._watch("exchange", lambda: dist.batch_isend_irecv(operations))
 
 
-class Turns:
+class OneInFlight:
     """Keeps one communication in flight at a time; one object per rank.
 
     On a CPU the host waits for each communication. On a GPU all communication is issued through one stream. Each call

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from frontier_llm import log
 from frontier_llm.comm.algorithms import load_algorithms
 from frontier_llm.comm.axis import Axis, Mesh, single
-from frontier_llm.comm.baton import Baton
-from frontier_llm.comm.group import Group, TorchGroup, Turns
+from frontier_llm.comm.group import Group, OneInFlight, TorchGroup
 from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
+from frontier_llm.comm.interleaving import Interleaving
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store, limit_answer_time
 from frontier_llm.comm.shm import ShmGroup
@@ -100,12 +100,12 @@ class _Groups:
 
     def __init__(self, global_rank: int, timeout_s: float, comm: CommConfig, ranks_per_node: int | None) -> None:
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        self._turns = Turns(self.device) if comm.in_flight == "one" else None
+        self._in_flight = OneInFlight(self.device) if comm.in_flight == "one" else None
         self._global_rank = global_rank
         self._timeout_s = timeout_s
         self._comm = comm
         self._ranks_per_node = ranks_per_node
-        self._baton = Baton()
+        self._interleaving = Interleaving()
         self._algorithms = load_algorithms(comm.algorithms)
         self._timeouts_s = comm.timeouts_s.model_dump()
         self._logged: set[str] = set()
@@ -128,8 +128,8 @@ class _Groups:
             ranks,
             self._group(name, rank, ranks),
             self.ledger,
-            turns=self._turns,
-            baton=self._baton,
+            in_flight=self._in_flight,
+            interleaving=self._interleaving,
         )
         if not apart and (name not in LEVELLED or not self._algorithms.rules):
             return flat

@@ -59,12 +59,12 @@ class Heartbeats:
             LATE_FACTOR * period_s,
         )
 
-    def update(self, notice: dict[str, Any]) -> None:
-        """Send `notice` now, with the number of the heartbeat added as "posts".
+    def update(self, heartbeat: dict[str, Any]) -> None:
+        """Send `heartbeat` now, with the number of the heartbeat added as "posts".
 
         Raises DistStoreError if the store is gone.
         """
-        text = json.dumps(notice).removesuffix("}")
+        text = json.dumps(heartbeat).removesuffix("}")
         with self._lock:
             is_closed = self._sender is None
             if not is_closed:

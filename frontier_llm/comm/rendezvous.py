@@ -3,7 +3,7 @@
 `torch` is torch's TCPStore. Its server runs in its own process on rank 0's node (`comm.store_process`), so it continues
 if rank 0 is frozen or killed. It does not authenticate its clients (docs/security.md).
 `authenticated` is our server in rank 0's process (`comm.store_server`), which only this job's ranks can reach
-(`comm.door`). torch's C++ threads call its client through Python, so they wait for the interpreter lock.
+(`comm.handshake`). torch's C++ threads call its client through Python, so they wait for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from frontier_llm.comm.authenticated_store import (
     connect_here,
     socket_name,
 )
-from frontier_llm.comm.door import Door, require_proof, same_user
+from frontier_llm.comm.handshake import Handshake, require_proof, same_user
 from frontier_llm.comm.store_launch import StoreProcess
 from frontier_llm.comm.store_process import JOB_KEY, raise_open_file_limit
 from frontier_llm.comm.store_server import open_server
@@ -245,7 +245,9 @@ def _join_authenticated(rank: int, world_size: int, meeting: Meeting, timeout_s:
         _open_here(meeting, serve)
         if world_size > meeting.per_node:
             listener = _listen(meeting.address, meeting.port)
-            _closing.append(Door(listener, lambda peer: _admit(peer, meeting.secret()), serve, "the rendezvous").close)
+            _closing.append(
+                Handshake(listener, lambda peer: _admit(peer, meeting.secret()), serve, "the rendezvous").close
+            )
     connect: Connect = functools.partial(_here if meeting.first == 0 else _across, meeting)
     store = AuthenticatedStore(connect, timeout_s)
     return _Joined(store, "authenticated", lambda limit_s: AuthenticatedStore(connect, limit_s, patient=False), None)
@@ -268,7 +270,7 @@ def _open_here(meeting: Meeting, serve: Callable[[socket.socket], None]) -> None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(socket_name(meeting.secret(), meeting.port, meeting.first))
     listener.listen(socket.SOMAXCONN)
-    _closing.append(Door(listener, same_user, serve, "the rendezvous of this node").close)
+    _closing.append(Handshake(listener, same_user, serve, "the rendezvous of this node").close)
 
 
 def _listen(address: str, port: int) -> socket.socket:

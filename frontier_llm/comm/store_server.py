@@ -1,6 +1,6 @@
 """Server of the authenticated store, in rank 0's process.
 
-It answers connections that `comm.door` has authenticated, and does not listen on a socket itself.
+It answers connections that `comm.handshake` has authenticated, and does not listen on a socket itself.
 It is one C++ thread (csrc/store_server.cpp) that needs no interpreter lock.
 """
 

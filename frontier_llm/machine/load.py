@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from frontier_llm.blueprint.items import Habits
+from frontier_llm.blueprint.items import SoftwareOptions
 from frontier_llm.config.load import as_problem, available, compose, find_file, merge
 from frontier_llm.errors import ConfigError, Problem, suggest
 from frontier_llm.machine.env import Vendor, vendor_of_machine
@@ -135,7 +135,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
     }
     numbers["node_network_bytes_s"] *= node.nics.value
     numbers |= {field: int(numbers[field]) for field in ("compute_units", "node_devices")}
-    numbers |= {habit.name: getattr(s, habit.name) for habit in fields(Habits)}
+    numbers |= {option.name: getattr(s, option.name) for option in fields(SoftwareOptions)}
     fabric = sorted(node.fabric_gbps.items())
     return Rates(
         **numbers,

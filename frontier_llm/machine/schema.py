@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from frontier_llm.blueprint.items import Habits
+from frontier_llm.blueprint.items import SoftwareOptions
 from frontier_llm.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from frontier_llm.machine.env import Vendor, vendor_of_machine
 
@@ -171,11 +171,11 @@ def check_rectangle(
         raise ValueError(f"a table needs at least two message sizes and {least_rows} rows of {rows} to interpolate")
 
 
-class Stack(Section, Habits):  # type: ignore[misc]  # a Section is frozen too, which mypy does not see
+class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is frozen too, which mypy does not see
     """A training software on the machine: its options, for example fused kernels, and the efficiency of its kernels."""
 
     description: str
-    source: str  # source of the options in `Habits`
+    source: str  # source of the options in `SoftwareOptions`
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number

@@ -122,10 +122,10 @@ class Experts(nn.Module):
         self.activation = model.activation
         self.up, self.down = (GroupedLinear(context, declared, f"{name}.{part}") for part in ("up", "down"))
 
-    def forward(self, x_NH: Tensor, choice: RouterChoice, meanwhile: Callable[[], Beside]) -> tuple[Tensor, Beside]:
-        """Return the experts' output, (N, H), and the result of `meanwhile()`.
+    def forward(self, x_NH: Tensor, choice: RouterChoice, overlapped: Callable[[], Beside]) -> tuple[Tensor, Beside]:
+        """Return the experts' output, (N, H), and the result of `overlapped()`.
 
-        `meanwhile` is computed while the rows are sent to their experts. Its backward overlaps the return of their
+        `overlapped` is computed while the rows are sent to their experts. Its backward overlaps the return of their
         gradients.
         """
         ep = self.context.ep
@@ -134,11 +134,11 @@ class Experts(nn.Module):
         if ep.levels is None:
             plan = plan_dispatch(choice.experts_Nk, self.experts, ep, ops, etp, choice.dropped_Nk, choice.room)
             departure = Departure(plan, x_NH, choice.weights_Nk.flatten())
-            beside = meanwhile()
+            beside = overlapped()
             return combine(self._outputs(plan, *departure.arrive()), plan), beside
         node, rail = ep.levels
         to_nodes = ToNodes(x_NH, choice, self.experts, rail, ops)
-        beside = meanwhile()
+        beside = overlapped()
         x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
         room = None if choice.room is None else choice.room * rail.size  # rows from all nodes
         plan = plan_dispatch(experts_Mk, self.experts // rail.size, node, ops, etp, elsewhere_Mk, room)

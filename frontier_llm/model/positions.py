@@ -70,8 +70,10 @@ def _llama3(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scal
     The scaling of a frequency depends on its number of rotations within the original context.
     """
     assert scaling.original_sequence_length is not None
-    turns_R = frequencies_R * scaling.original_sequence_length / (2 * math.pi)
-    kept_R = ((turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    rotations_R = frequencies_R * scaling.original_sequence_length / (2 * math.pi)
+    kept_R = ((rotations_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(
+        0, 1
+    )
     return frequencies_R * (kept_R + (1 - kept_R) / scaling.factor)
 
 
@@ -83,10 +85,10 @@ def _yarn(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scalin
     """
     assert scaling.original_sequence_length is not None
 
-    def index(turns: float) -> float:
-        """Return the index of the frequency that makes `turns` rotations within the original context."""
+    def index(rotations: float) -> float:
+        """Return the index of the frequency that makes `rotations` rotations within the original context."""
         assert scaling.original_sequence_length is not None
-        wavelength = scaling.original_sequence_length / (2 * math.pi * turns)
+        wavelength = scaling.original_sequence_length / (2 * math.pi * rotations)
         return rotary_dim(model) / 2 * math.log(wavelength) / math.log(model.rope_theta)
 
     first = max(math.floor(index(scaling.beta_fast)), 0)

@@ -65,14 +65,14 @@ class Bucket:
 
         Waits for a running gather.
         """
-        self.settle()
+        self.wait_for_gather()
         return self.flat_weights
 
-    def spread(self) -> None:
+    def start_gather(self) -> None:
         """Start to gather the weights from the slices of all owners."""
         self.arriving = start_all_gather_into(self.weights, self.own(self.weights), self.owner)
 
-    def settle(self) -> None:
+    def wait_for_gather(self) -> None:
         """Wait for the running gather, if there is one."""
         pending = self.arriving
         self.arriving = DONE
@@ -120,7 +120,7 @@ class _Parameters(dict[str, nn.Parameter | None]):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         if parameter is not None:
-            self._buckets[parameter].settle()
+            self._buckets[parameter].wait_for_gather()
         return parameter
 
 

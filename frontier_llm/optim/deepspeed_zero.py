@@ -116,7 +116,7 @@ class DeepSpeedZero:
             group.update(lr=lr, step=self.updates, grad_scale=grad_scale * self._divided_by)
         self._zero.step()
 
-    def settle(self) -> None:
+    def wait_for_gather(self) -> None:
         """Do nothing, because no gather is running between steps."""
 
     def state(self) -> list[StateRectangle]:

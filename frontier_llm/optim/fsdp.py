@@ -136,7 +136,7 @@ class FullySharded:
             part = Slice(master, shard.gradient.view(-1), states, master, shard.spec.parameter.decay)
             self._formula.update(part, lr, self.updates, grad_scale)
 
-    def settle(self) -> None:
+    def wait_for_gather(self) -> None:
         """Do nothing, because no gather is running between steps."""
 
     def state(self) -> list[StateRectangle]:

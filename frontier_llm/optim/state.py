@@ -113,7 +113,7 @@ class Optimizer(Protocol):
         `grad_scale` may be a tensor on the device.
         """
 
-    def settle(self) -> None:
+    def wait_for_gather(self) -> None:
         """Wait for weights that are still being gathered.
 
         Call it before weights are read without their module, and before a rank exits.

@@ -81,14 +81,14 @@ class Zero:
         for bucket, state in sorted(zip(self.buckets, self.states, strict=True), key=lambda pair: pair[0].first_use):
             for part in _slices(bucket, state, self._tensors.get(bucket), self._statistics.get(bucket)):
                 self._formula.update(part, lr, self.updates, grad_scale)
-            bucket.spread()
+            bucket.start_gather()
         if not self._overlap_gather:
-            self.settle()
+            self.wait_for_gather()
 
-    def settle(self) -> None:
+    def wait_for_gather(self) -> None:
         """Wait for the running gathers of all buckets."""
         for bucket in self.buckets:
-            bucket.settle()
+            bucket.wait_for_gather()
 
     @property
     def shards(self) -> int:
@@ -119,8 +119,8 @@ class Zero:
             own = bucket.own(bucket.weights)
             if own.data_ptr() != state[MASTER].data_ptr():
                 own.copy_(state[MASTER])
-            bucket.spread()
-        self.settle()
+            bucket.start_gather()
+        self.wait_for_gather()
 
 
 def _new_state(bucket: Bucket) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ class Engine:
         if overlap:
             actions = posted_ahead(actions, schedule.pairs)
         self._units = list(units(actions, schedule.pairs))
-        self._baton = mesh.ep.baton
+        self._interleaving = mesh.ep.interleaving
         self._deferral = deferral
         self._activation = activation
         self._overlap = overlap
@@ -91,7 +91,7 @@ class Engine:
         self._shapes = {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
         # called with each action before it runs, with a half of a pair each time it resumes, and with None at the end
         self.on_action: Callable[[Action | None], object] = lambda action: None
-        self._play = {
+        self._execute = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
@@ -124,13 +124,13 @@ class Engine:
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
         """Run one action, or a pair of a forward and a backward whose collectives overlap."""
-        if len(unit) > 1 and self._baton is not None:
+        if len(unit) > 1 and self._interleaving is not None:
             # The backward runs first, because it sends rows to experts at once. The forward sends rows after attention.
-            self._baton.share(unit[::-1], lambda action: self._play[action.kind](action), self.on_action)
+            self._interleaving.run_both(unit[::-1], lambda action: self._execute[action.kind](action), self.on_action)
             return
         for action in unit:
             self.on_action(action)
-            self._play[action.kind](action)
+            self._execute[action.kind](action)
 
     def _forward(self, action: Action) -> None:
         position = action.position

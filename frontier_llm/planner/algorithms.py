@@ -12,7 +12,7 @@ import numpy as np
 from frontier_llm.blueprint.layout import DTYPE_BYTES
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.collectives import flat_s, hierarchical_s
-from frontier_llm.planner.costs.layouts import seats
+from frontier_llm.planner.costs.layouts import ranks_per_node
 from frontier_llm.planner.costs.parameters import stage_numel
 from frontier_llm.planner.costs.time import stage_layers
 from frontier_llm.planner.search import Plan
@@ -94,7 +94,7 @@ def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
     The list is empty if the replicas are in one node, or if the stack has only one algorithm.
     """
     replicas = plan.layout.replicas
-    place = seats(plan.layout, rates)
+    place = ranks_per_node(plan.layout, rates)
     per_node = int(place.replicas_per_node)
     sharing = int(place.replicas_sharing)
     if not rates.hierarchical or replicas <= per_node:

@@ -138,30 +138,30 @@ def enumerate_layouts(
     return Layouts(**columns, **shared)
 
 
-def _plays(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
+def _schedules(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return the pairs (schedule, virtual stages per rank) that a pipeline of `pp` ranks may use."""
     wanted: str | None = fixed.get("schedule")
     most = min(model.layers // pp, MAX_CHUNKS)
-    plays = [("1f1b", 1)]
+    schedules = [("1f1b", 1)]
     if pp > 1 or wanted == "gpipe":  # without a pipeline all schedules are equal
-        plays += [("gpipe", 1)]
+        schedules += [("gpipe", 1)]
     if pp > 1:
-        plays += [
+        schedules += [
             ("zb-h1", 1),
             *(("interleaved", v) for v in range(2, most + 1)),
             *((name, 2) for name in V_SHAPED if most > 1),
         ]
     if wanted == SEARCHED:
-        plays = [(name, v) for name, v in plays if name in V_SHAPED]
-    elif wanted and pp > 1 and wanted not in (name for name, _ in plays):
+        schedules = [(name, v) for name, v in schedules if name in V_SHAPED]
+    elif wanted and pp > 1 and wanted not in (name for name, _ in schedules):
         # The other schedules are tried only on request. ZB-H2 is faster only if steps overlap, and interleaved ZB needs
         # the most memory.
-        plays = [
+        schedules = [
             (wanted, v)
             for v in range(1, most + 1)
             if v in rule(wanted).chunks and (v > 1 or len(rule(wanted).chunks) == 1)
         ]
-    return [(name, v) for name, v in plays if fixed.get("chunks", v) == v and wanted in (None, SEARCHED, name)]
+    return [(name, v) for name, v in schedules if fixed.get("chunks", v) == v and wanted in (None, SEARCHED, name)]
 
 
 def _shardings(model: ModelConfig, degrees: Layout, node: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -196,7 +196,7 @@ def _options(
         microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH]
     else:
         microbatches = []
-    plays = _plays(model, pp, fixed)
+    schedules = _schedules(model, pp, fixed)
     shardings = _shardings(model, degrees, node, fixed)
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
 
@@ -208,7 +208,7 @@ def _options(
 
     choices = {
         "micro_batch": left("micro_batch", microbatches),
-        "schedule": np.array([name for name, _ in plays], dtype="U32"),
+        "schedule": np.array([name for name, _ in schedules], dtype="U32"),
         "sequence_parallel": left(
             "sequence_parallel",
             [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False],
@@ -225,7 +225,7 @@ def _options(
         axis: np.full(len(picks["schedule"]), degree)
         for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp), ("ep", degrees.ep))
     }
-    columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
+    columns["chunks"] = np.array([v for _, v in schedules], dtype=int)[picks["schedule"]]
     columns["data_shard"] = np.array([shard for _, shard in shardings], dtype=int)[picks["sharding"]]
     columns["microbatches"] = per_replica // columns["micro_batch"]
     columns["expert_nodes"] = np.ones_like(columns["ep"])  # topology.expert_nodes.over_nodes sets the number

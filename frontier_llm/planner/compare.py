@@ -53,4 +53,4 @@ def _against(best: Plan, other: Plan) -> str:
     """Return step, memory and bubble of a plan, with the differences of step and memory from the choice."""
     time = f"{step_words(other.step_s)} per step ({100 * (other.step_s / best.step_s - 1):+.1f} %)"
     memory = f"{other.peak_bytes / GIB:.1f} GiB ({(other.peak_bytes - best.peak_bytes) / GIB:+.1f})"
-    return f"{time}, {memory}, bubble {100 * other.played.bubble:.1f} %"
+    return f"{time}, {memory}, bubble {100 * other.simulated.bubble:.1f} %"

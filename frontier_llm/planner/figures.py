@@ -20,7 +20,7 @@ from frontier_llm.pages import PARTS, Chart, can_draw, figure, figures, level, l
 from frontier_llm.planner import report
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes
 from frontier_llm.planner.candidates import enumerate_layouts
-from frontier_llm.planner.costs.layouts import as_table, seats
+from frontier_llm.planner.costs.layouts import as_table, ranks_per_node
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.seconds import Prices, times, work_s
 from frontier_llm.planner.costs.time import step_s
@@ -103,16 +103,16 @@ def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, num
 
 def pipeline_chart(plan: Plan) -> Chart:
     """Return the timeline of the simulated part of the schedule, one row per pipeline rank."""
-    chart = timeline_chart(plan.played.timeline, "seconds (simulated)")
-    return replace(chart, title=report.layout_words(plan) + played_part(plan))
+    chart = timeline_chart(plan.simulated.timeline, "seconds (simulated)")
+    return replace(chart, title=report.layout_words(plan) + simulated_part(plan))
 
 
-def played_part(plan: Plan) -> str:
+def simulated_part(plan: Plan) -> str:
     """Return a note with the number of simulated microbatches, or "" if they are the complete step."""
-    played = plan.played.timeline.schedule.microbatches
+    simulated = plan.simulated.timeline.schedule.microbatches
     whole = plan.layout.microbatches
-    if played < whole:
-        return f": {played} of the {whole} microbatches; the pattern in the middle repeats"
+    if simulated < whole:
+        return f": {simulated} of the {whole} microbatches; the pattern in the middle repeats"
     return ""
 
 
@@ -220,7 +220,7 @@ def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
 
     The number of nodes goes up to the complete machine.
     """
-    place = seats(plan.layout, numbers)
+    place = ranks_per_node(plan.layout, numbers)
     sizes = bucket_bytes(plan, numbers)
     here = float(plan.layout.dp / place.replicas_per_node)
     for operation, size in sizes.items():
@@ -309,7 +309,7 @@ COLOURS = {Kind.FORWARD: "good", Kind.BACKWARD: "bad", Kind.BACKWARD_INPUT: "ter
 
 def chrome_trace(plan: Plan) -> dict[str, Any]:
     """Return Chrome trace events of the simulated part of the step. Times are in microseconds."""
-    timeline = plan.played.timeline
+    timeline = plan.simulated.timeline
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": stage, "name": "thread_name", "args": {"name": f"pipeline rank {stage}"}}
         for stage in range(timeline.schedule.stages)
@@ -329,9 +329,9 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
                     "args": {"microbatch": action.microbatch, "position": action.position},
                 }
             )
-    played = timeline.schedule.microbatches
+    simulated = timeline.schedule.microbatches
     m = plan.layout.microbatches
-    note = "the whole step" if played == m else f"{played} of {m} microbatches; the rest repeats the pattern"
+    note = "the whole step" if simulated == m else f"{simulated} of {m} microbatches; the rest repeats the pattern"
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin": "simulated", "shown": note}}
 
 

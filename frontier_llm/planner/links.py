@@ -10,8 +10,8 @@ from dataclasses import replace
 from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps
 from frontier_llm.machine.rates import Rates, fabric_bandwidth
 from frontier_llm.machine.schema import Machine
-from frontier_llm.planner.costs.layouts import Seats, seats
-from frontier_llm.planner.pipeline import play
+from frontier_llm.planner.costs.layouts import RanksPerNode, ranks_per_node
+from frontier_llm.planner.pipeline import simulate_step
 from frontier_llm.planner.search import Plan
 from frontier_llm.units import plural
 
@@ -23,7 +23,7 @@ def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
     represents all groups.
     """
     layout = plan.layout
-    place = seats(plan.layout, rates)
+    place = ranks_per_node(plan.layout, rates)
     links = {}
     if layout.tp > 1:
         links["tensor"] = _tensor(layout.tp, machine, rates)
@@ -61,7 +61,7 @@ def _context(cp: int, inside: int, machine: Machine, rates: Rates) -> str:
     )
 
 
-def _neighbours(machine: Machine, rates: Rates, place: Seats) -> str:
+def _neighbours(machine: Machine, rates: Rates, place: RanksPerNode) -> str:
     if place.pp_inside:
         return f"neighbours in one node: {_fabric((0, 1), machine, rates)}; every node's last stage sends over its NICs"
     sharing = int(place.pp_sharing)
@@ -108,7 +108,7 @@ def cost_of_one(plan: Plan, rates: Rates) -> float | None:
     """
     if not rates.one_in_flight or plan.layout.devices == 1:
         return None
-    many = play(plan.model, plan.layout, replace(rates, one_in_flight=False), plan.stages)
+    many = simulate_step(plan.model, plan.layout, replace(rates, one_in_flight=False), plan.stages)
     return plan.step_s / many.step_s - 1
 
 

@@ -1,7 +1,7 @@
 """Simulation of a step: the action list that the engine executes, with a time for every stage, chunk and action.
 
 Only a part of a long schedule is simulated. As soon as every stage repeats a pattern with each microbatch (interleaved:
-with each round), each further microbatch adds exactly one period. `play` simulates more microbatches until the pattern
+with each round), each further microbatch adds exactly one period. `simulate_step` simulates more microbatches until the pattern
 repeats. A test compares the result with the full list.
 """
 
@@ -28,7 +28,7 @@ from frontier_llm.schedule import (
     build,
     one_end,
     simulate,
-    simulate_in_turn,
+    simulate_one_in_flight,
 )
 
 STEADY_MICROBATCHES = 24  # simulated after the warm-up before the pattern is searched
@@ -45,7 +45,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Played:
+class SimulatedStep:
     """A simulated step."""
 
     timeline: Timeline  # Timeline of the simulated part of the schedule.
@@ -113,7 +113,7 @@ def stage_times(
     )
 
 
-def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> Played:
+def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> SimulatedStep:
     """Simulate one step of the layout with these virtual stages."""
     name = layout.schedule
     pp = layout.pp
@@ -137,7 +137,7 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
                 v=v,
                 times=stage_s,
                 message=message,
-                turns=_turns(layout, rates),
+                in_flight=_in_flight(layout, rates),
             ),
             layout,
             rates,
@@ -171,7 +171,7 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
         experts=of_experts,
         whole=whole,
     )
-    return Played(
+    return SimulatedStep(
         timeline=timeline,
         pipeline_s=float(ends.max()),
         busy_s=tuple(busy_s),
@@ -185,7 +185,7 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     )
 
 
-def _turns(layout: Layout, rates: Rates) -> str:
+def _in_flight(layout: Layout, rates: Rates) -> str:
     """Return how messages are limited: "many" in flight, "one", or "waiting", if compute also waits for each message.
 
     Compute waits if it contains collectives, because a message and a collective cannot be in flight together. It also
@@ -209,7 +209,7 @@ def _simulate(
     v: int,
     times: tuple[StageTimes, ...],
     message: float,
-    turns: str = "many",
+    in_flight: str = "many",
 ) -> Timeline:
     seconds = {}
     for position, one in enumerate(times):
@@ -223,7 +223,7 @@ def _simulate(
         stages=pp,
         microbatches=m,
         chunks=v,
-        messages=turns != "many",
+        messages=in_flight != "many",
         pairs=any(one.pair_s for one in times),
     )
     paired = beside(schedule)
@@ -232,9 +232,9 @@ def _simulate(
     def duration(stage: int, action: Action) -> float:
         return seconds[action.kind, action.position] - (less_s[stage] if paired and action in paired else 0.0)
 
-    if turns == "many":
+    if in_flight == "many":
         return simulate(schedule, duration, message)
-    return simulate_in_turn(schedule, duration, message, turns == "waiting")
+    return simulate_one_in_flight(schedule, duration, message, in_flight == "waiting")
 
 
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:

@@ -32,8 +32,8 @@ from frontier_llm.planner.costs.seconds import LAUNCHES, added_share, by_cause, 
 from frontier_llm.planner.costs.time import layer_s
 from frontier_llm.planner.links import axis_links, cost_of_one, safety_words
 from frontier_llm.planner.operations import Campaign
-from frontier_llm.planner.promise import Promise, promise_of
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
+from frontier_llm.planner.uncertainty import Uncertainty, uncertainty_of
 from frontier_llm.schedule import rule, split_share
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_count, format_seconds, plural
@@ -109,9 +109,9 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     """
     model = plan.model
     layout = plan.layout
-    played = plan.played
+    simulated = plan.simulated
     m = layout.microbatches
-    busiest = max(range(layout.pp), key=lambda rank: played.busy_s[rank])
+    busiest = max(range(layout.pp), key=lambda rank: simulated.busy_s[rank])
     placement = rule(layout.schedule).placement(layout.pp, layout.chunks)
     held = [plan.stages[position] for position in placement.positions_of(busiest)]
     layers = sum(stage.num_layers for stage in held)
@@ -137,16 +137,16 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     add(embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING)
     add(head_work(model, layout, rates), sum(stage.head for stage in held), HEAD)
     computed = sum(block.both(m, rates))
-    parts[DISPATCH] = parts.get(DISPATCH, 0.0) - played.hidden_s[busiest]
+    parts[DISPATCH] = parts.get(DISPATCH, 0.0) - simulated.hidden_s[busiest]
     parts[LAUNCHES] = (
         m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
     )
     parts[SHARDS] = m * layers * float(sum(layer_s(block, layout, rates)) - computed)
     parts["host per microbatch"] = m * rates.microbatch_s
-    parts["bubble and messages"] = played.pipeline_s - played.busy_s[busiest]
-    parts["gradient reduction"] = played.reduce_s
-    parts["optimizer"] = played.optimizer_s
-    parts["weight all-gather"] = played.gather_s
+    parts["bubble and messages"] = simulated.pipeline_s - simulated.busy_s[busiest]
+    parts["gradient reduction"] = simulated.reduce_s
+    parts["optimizer"] = simulated.optimizer_s
+    parts["weight all-gather"] = simulated.gather_s
     return parts
 
 
@@ -241,7 +241,7 @@ def _cells(index: int, plan: Plan) -> tuple[object, ...]:
         SHARDING[layout.sharding],
         step_words(plan.step_s),
         f"{plan.tokens_per_s_per_device:.1f}",
-        f"{100 * plan.played.bubble:.1f} %",
+        f"{100 * plan.simulated.bubble:.1f} %",
         f"{plan.peak_bytes / GIB:.1f}",
         plan.binding,
     )
@@ -271,7 +271,7 @@ def text(
     best = outcome.best
     model = outcome.model
     use = utilisations(best, rates)
-    promise = promise_of(best, machine, stack)
+    uncertainty = uncertainty_of(best, machine, stack)
     lines = [
         f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(outcome.nodes, 'node')} of "
         f"{machine.name}: "
@@ -281,8 +281,8 @@ def text(
         f"{plural(outcome.finalists, 'finalist')} simulated",
         "",
         f"choice: {layout_words(best)}",
-        *speed_lines(best, use, promise),
-        *promise.words(),
+        *speed_lines(best, use, uncertainty),
+        *uncertainty.words(),
         f"  memory {best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB on the fullest rank"
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
         *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
@@ -303,11 +303,11 @@ def text(
             f"{100 * (other.step_s / best.step_s - 1):+.1f} % time compared with the choice"
         )
     if run is not None:
-        lines += ["", *campaign_lines(run, promise)]
+        lines += ["", *campaign_lines(run, uncertainty)]
     return wrapped("\n".join(lines), width)
 
 
-def speed_lines(plan: Plan, use: Mapping[str, float], promise: Promise) -> list[str]:
+def speed_lines(plan: Plan, use: Mapping[str, float], uncertainty: Uncertainty) -> list[str]:
     """Return lines with time, rates and shares of the peak, each with its band.
 
     For a stack that never ran on this machine the slow end of the band is first.
@@ -317,14 +317,14 @@ def speed_lines(plan: Plan, use: Mapping[str, float], promise: Promise) -> list[
     rates_and_words: dict[str, tuple[float, Callable[[float], str]]] = {
         "tokens/s per device": (speed, "{:.1f}".format),
         "tokens/s in total": (speed * devices, "{:,.0f}".format),
-        "TFLOP/s per device": (promise.tflops, _tflops),
+        "TFLOP/s per device": (uncertainty.tflops, _tflops),
         "% MFU (full attention counted)": (100 * use["mfu"], "{:.1f}".format),
         "% causal": (100 * use["mfu_causal"], "{:.1f}".format),
         "% HFU (recomputation counted)": (100 * use["hfu"], "{:.1f}".format),
     }
-    rates = [f"{promise.about(value, words, slow=0)} {unit}" for unit, (value, words) in rates_and_words.items()]
+    rates = [f"{uncertainty.about(value, words, slow=0)} {unit}" for unit, (value, words) in rates_and_words.items()]
     return [
-        f"  {promise.about(plan.step_s, step_words, slow=1)} per step, {rates[0]}",
+        f"  {uncertainty.about(plan.step_s, step_words, slow=1)} per step, {rates[0]}",
         *(f"  {', '.join(pair)}" for pair in (rates[1:3], rates[3:])),
     ]
 
@@ -341,8 +341,8 @@ def _days(value: float) -> str:
 
 def _why(best: Plan, other: Plan) -> str:
     """Return the reason why `best` is preferred to `other`: a risk of the latter, or its largest loss of time."""
-    a = best.played
-    b = other.played
+    a = best.simulated
+    b = other.simulated
     if other.step_s < best.step_s:  # `search.preference` has put the slower plan first
         risks = {
             "its overlap is an estimate": other.layout.sharding == "weights",
@@ -364,15 +364,15 @@ def _why(best: Plan, other: Plan) -> str:
     return f"it loses {format_seconds(gaps[name])} in {name}"
 
 
-def campaign_lines(run: Campaign, promise: Promise) -> list[str]:
+def campaign_lines(run: Campaign, uncertainty: Uncertainty) -> list[str]:
     """Return lines with days, node-hours, checkpoints and walltime of a campaign."""
     lines = [
-        f"{format_count(run.tokens)} tokens: {promise.about(run.days, _days, slow=1)} days of computing, "
-        f"{promise.about(run.node_hours, '{:,.0f}'.format, slow=1)} node-hours",
+        f"{format_count(run.tokens)} tokens: {uncertainty.about(run.days, _days, slow=1)} days of computing, "
+        f"{uncertainty.about(run.node_hours, '{:,.0f}'.format, slow=1)} node-hours",
         f"  checkpoint every {format_seconds(run.interval_s)} ({run.interval_steps} steps; Young/Daly with "
         f"{format_seconds(run.save_s)} per save and {run.mtbf_hours:.1f} h between failures of the job)",
         f"  expected share of useful time {100 * run.effective:.1f} %: "
-        f"{promise.about(run.calendar_days, _days, slow=1)} calendar days without queueing",
+        f"{uncertainty.about(run.calendar_days, _days, slow=1)} calendar days without queueing",
     ]
     if run.queue:
         lines.append(
@@ -396,7 +396,7 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
         "tokens_per_s": plan.tokens_per_s_per_device * layout.devices,
         "tokens_per_s_per_device": plan.tokens_per_s_per_device,
         **utilisations(plan, rates),
-        "bubble": plan.played.bubble,
+        "bubble": plan.simulated.bubble,
         "memory_bytes": plan.peak_bytes,
         "memory_limit_bytes": plan.limit_bytes,
         "memory_by_stage_bytes": [sum(lines.values()) for lines in plan.memory],
@@ -422,7 +422,7 @@ def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, 
         "dominated": outcome.dominated,
         "simulated": True,
         "cost_of_one_in_flight": cost_of_one(outcome.best, rates),
-        "promise": promise_of(outcome.best, machine, stack).as_dict(outcome.best),
+        "promise": uncertainty_of(outcome.best, machine, stack).as_dict(outcome.best),
         "plans": [
             {
                 **as_dict(plan, rates),

@@ -22,7 +22,7 @@ from frontier_llm.planner.costs.layouts import Layouts
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import step_s
-from frontier_llm.planner.pipeline import Played, play
+from frontier_llm.planner.pipeline import SimulatedStep, simulate_step
 from frontier_llm.schedule import v_names
 from frontier_llm.topology.expert_nodes import over_nodes
 from frontier_llm.topology.grid import AXIS_ORDERS
@@ -48,7 +48,7 @@ class Plan:
     model: ModelConfig
     layout: Layout
     stages: tuple[StageSpec, ...]
-    played: Played
+    simulated: SimulatedStep
     memory: tuple[dict[str, float], ...]  # lines by pipeline rank
     limit_bytes: float
     closed_form_s: float
@@ -57,7 +57,7 @@ class Plan:
     @property
     def step_s(self) -> float:
         """Seconds per step, simulated."""
-        return self.played.step_s
+        return self.simulated.step_s
 
     @property
     def step_tokens(self) -> int:
@@ -118,13 +118,13 @@ def simulate_layout(model: ModelConfig, layout: Layout, rates: Rates, counts: tu
     `counts` are the layers of each virtual stage. None means the balanced split.
     """
     stages = split_layers(model, layout.pp * layout.chunks, counts)
-    played = play(model, layout, rates, stages)
+    simulated = simulate_step(model, layout, rates, stages)
     memory = memory_by_rank(model, layout, rates, stages)
     return Plan(
         model=model,
         layout=layout,
         stages=stages,
-        played=played,
+        simulated=simulated,
         memory=memory,
         limit_bytes=rates.memory_bytes,
         closed_form_s=float(step_s(model, layout, rates)),
@@ -243,7 +243,7 @@ def _finalists(
         plan = simulate_layout(model, in_chunks(model, layout, rates), rates)
         if plan.peak_bytes > rates.memory_bytes:
             continue  # exact stages can need more memory than the even split that the closed form assumes
-        spent += plan.played.timeline.schedule.length
+        spent += plan.simulated.timeline.schedule.length
         plans.append(plan)
     return sorted(plans, key=preference)
 
@@ -308,15 +308,15 @@ def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
 
 def overheads(plan: Plan) -> dict[str, float]:
     """Return the shares of the step that are not the model's arithmetic, by cause."""
-    played = plan.played
+    simulated = plan.simulated
     layout = plan.layout
-    messages = 2 * played.message_s * layout.microbatches * layout.chunks if layout.pp > 1 else 0.0
-    waiting = played.pipeline_s - max(played.busy_s)
+    messages = 2 * simulated.message_s * layout.microbatches * layout.chunks if layout.pp > 1 else 0.0
+    waiting = simulated.pipeline_s - max(simulated.busy_s)
     return {
         "bubble": max(waiting - messages, 0.0) / plan.step_s,
         "p2p": min(messages, max(waiting, 0.0)) / plan.step_s,
-        "gradient reduction": (played.reduce_s + played.gather_s) / plan.step_s,
-        "optimizer": played.optimizer_s / plan.step_s,
+        "gradient reduction": (simulated.reduce_s + simulated.gather_s) / plan.step_s,
+        "optimizer": simulated.optimizer_s / plan.step_s,
     }
 
 

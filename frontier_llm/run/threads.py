@@ -35,10 +35,10 @@ class Heartbeat:
         self._path = path
         self._every_s = every_s
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._send, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def _beat(self) -> None:
+    def _send(self) -> None:
         while not self._stopped.wait(self._every_s):
             try:
                 os.utime(self._path)

@@ -31,7 +31,7 @@ from frontier_llm.schedule.registry import (
     split_share,
 )
 from frontier_llm.schedule.render import render_text, timeline_chart
-from frontier_llm.schedule.simulate import Timeline, simulate, simulate_in_turn
+from frontier_llm.schedule.simulate import Timeline, simulate, simulate_one_in_flight
 from frontier_llm.schedule.zero_bubble import v_names
 
 __all__ = [
@@ -61,7 +61,7 @@ __all__ = [
     "round_robin",
     "rule",
     "simulate",
-    "simulate_in_turn",
+    "simulate_one_in_flight",
     "split_share",
     "timeline_chart",
     "units",

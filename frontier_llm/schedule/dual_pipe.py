@@ -9,7 +9,7 @@ overlap with the other half. The all-to-all to experts is an exception: for it a
 (schedule/actions.py).
 
 If a rank may have only one communication in flight, neighbours must stay in step. The order of communication is
-therefore made for a forward and a backward of equal length (`ScheduleRule.beat`). If it is made for a backward of twice
+therefore made for a forward and a backward of equal length (`ScheduleRule.backward_length`). If it is made for a backward of twice
 the length, a forward's message reaches the neighbour in the middle of a backward. Such a step takes 28 to 37 % longer
 with 4 to 16 ranks, if compute waits for messages (simulated with F : I : W = 50 : 62 : 44 and a message of 4 % of a
 forward). With equal lengths a step takes 3 to 5 % less time than with ZB-V.
@@ -70,30 +70,30 @@ def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Act
     """With fewer than 2p microbatches, build the order for 2p and drop the missing ones. The result is still legal."""
     behind = placement.ranks - 1 - rank
     before = rank + 1  # this rank included
-    played = _Rank(placement.positions_of(rank))
+    program = _Rank(placement.positions_of(rank))
     for _ in range(2 * behind):
-        played.forward(DOWN)
+        program.forward(DOWN)
     for _ in range(before):
-        played.forward(DOWN)
-        played.forward(UP)
+        program.forward(DOWN)
+        program.forward(UP)
     for _ in range(behind):  # the first gradients arrive one at a time: weight gradients fill the time between them
-        played.backward(UP, split=True)
-        played.weights()
-        played.forward(UP)
+        program.backward(UP, split=True)
+        program.weights()
+        program.forward(UP)
     for _ in range(max(microbatches, 2 * placement.ranks) - 2 * placement.ranks + before):
-        played.pair(DOWN)
-        played.pair(UP)
+        program.pair(DOWN)
+        program.pair(UP)
     for _ in range(behind):
-        played.backward(UP)
-        played.pair(UP)
+        program.backward(UP)
+        program.pair(UP)
     for turn in range(2 * before):  # the second half leaves its weight gradients to the drain
-        played.backward(UP if turn % 2 == 0 else DOWN, split=turn >= before)
+        program.backward(UP if turn % 2 == 0 else DOWN, split=turn >= before)
     for _ in range(behind):
-        played.weights()
-        played.backward(DOWN, split=True)
+        program.weights()
+        program.backward(DOWN, split=True)
     for _ in range(before):
-        played.weights()
-    return [action for action in played.order if action.microbatch < microbatches]
+        program.weights()
+    return [action for action in program.order if action.microbatch < microbatches]
 
 
 def _peak_in_flight(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
@@ -129,6 +129,6 @@ register(
         peak_waiting=_peak_waiting,
         idle=1 / 6,
         pairs=True,
-        beat=1.0,
+        backward_length=1.0,
     ),
 )

@@ -27,7 +27,7 @@ from operator import itemgetter
 
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.schedule.actions import Action, Kind, Placement, units
-from frontier_llm.schedule.simulate import play
+from frontier_llm.schedule.simulate import compute_times
 
 _LENGTH = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 _ARRIVES = {Kind.SEND_FORWARD: Kind.RECV_FORWARD, Kind.SEND_BACKWARD: Kind.RECV_BACKWARD}
@@ -49,7 +49,7 @@ def with_messages(
     of the pair are one event of the order. Raises ScheduleError if the ranks' orders of compute cause a deadlock.
     """
     length = {**_LENGTH, Kind.BACKWARD: backward}
-    starts, ends = play(placement, orders, lambda rank, action: length[action.kind], pairs)
+    starts, ends = compute_times(placement, orders, lambda rank, action: length[action.kind], pairs)
     stuck = [(rank, orders[rank][len(times)]) for rank, times in enumerate(ends) if len(times) < len(orders[rank])]
     if stuck:
         raise ScheduleError(
@@ -72,7 +72,7 @@ def with_messages(
         ),
         key=itemgetter(0, 1),  # a pair's two messages have equal times; the sort is stable, so the forward's is first
     )
-    played: list[list[Action]] = [[] for _ in orders]
+    placed: list[list[Action]] = [[] for _ in orders]
     begun = [0] * len(orders)
     for times in starts:
         times.append(inf)
@@ -87,10 +87,10 @@ def with_messages(
             while times[place] < moment:  # the message follows all actions that the rank has begun by then
                 place += 1
             if place > first:
-                played[end] += orders[end][first:place]
+                placed[end] += orders[end][first:place]
                 begun[end] = place
-            played[end].append(message)
-    return tuple((*actions, *order[done:]) for actions, order, done in zip(played, orders, begun, strict=True))
+            placed[end].append(message)
+    return tuple((*actions, *order[done:]) for actions, order, done in zip(placed, orders, begun, strict=True))
 
 
 def _route(placement: Placement, kind: Kind, position: int) -> tuple[Kind, Kind, int, int] | None:

@@ -42,7 +42,7 @@ class ScheduleRule:
     pairs: bool = False
     # Length of a B relative to an F for which the order of communication is made. 1 keeps pairs of neighbouring ranks
     # in step.
-    beat: float = 2.0
+    backward_length: float = 2.0
     # (stages, microbatches) → share of a step's backwards that are split. None: all of them if `splits_backward`.
     split_share: Callable[[Number, Number], Number] | None = None
 
@@ -132,7 +132,7 @@ def build(
     placement = chosen.placement(stages, chunks)
     orders = [chosen.order(placement, microbatches, rank) for rank in range(stages)]
     pairs = pairs and chosen.pairs
-    actions = with_messages(placement, orders, chosen.beat, pairs) if messages else tuple(map(tuple, orders))
+    actions = with_messages(placement, orders, chosen.backward_length, pairs) if messages else tuple(map(tuple, orders))
     return Schedule(name, placement, microbatches, actions, pairs)
 
 

@@ -56,11 +56,11 @@ def simulate(schedule: Schedule, duration: Duration, send_s: Transfer = 0.0) -> 
     no time on the rank. A message is sent when the action that makes it ends. Each directed stream sends one message at
     a time. The schedule must be legal (`check`). One step of 1600 microbatches on 64 stages takes less than a second.
     """
-    player = _Player(schedule.placement, schedule.compute, duration, send_s, schedule.pairs)
-    return Timeline(schedule, *player.play())
+    simulation = _Simulation(schedule.placement, schedule.compute, duration, send_s, schedule.pairs)
+    return Timeline(schedule, *simulation.run())
 
 
-def simulate_in_turn(schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> Timeline:
+def simulate_one_in_flight(schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> Timeline:
     """Simulate a schedule with one communication in flight on each rank (comm.in_flight: one).
 
     A message begins when both its ranks have ended all compute and messages before it in `actions`. With `waits`, the
@@ -68,7 +68,7 @@ def simulate_in_turn(schedule: Schedule, duration: Duration, send_s: Transfer, w
     collectives inside, which also use the one communication in flight. Without `waits`, compute waits only for its
     input. The schedule must have been built with messages.
     """
-    return Timeline(schedule, *_Turns(schedule, duration, send_s, waits).play())
+    return Timeline(schedule, *_OneInFlight(schedule, duration, send_s, waits).run())
 
 
 class _Meeting:
@@ -80,8 +80,8 @@ class _Meeting:
         self.ended_s: dict[int, float] = {}
 
 
-class _Turns:
-    """State of `simulate_in_turn`: per rank one clock for compute, one for communication, and an index in the list."""
+class _OneInFlight:
+    """State of `simulate_one_in_flight`: per rank one clock for compute, one for communication, and an index in the list."""
 
     def __init__(self, schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> None:
         self.schedule = schedule
@@ -101,13 +101,13 @@ class _Turns:
                 receives = placement.received_by(kind, position)
                 self.meetings[kind, position] = self.meetings[receives, position] if receives else None
         self.compute_s = [0.0] * schedule.stages
-        self.turn_s = [0.0] * schedule.stages
+        self.communication_s = [0.0] * schedule.stages
         self.place = [0] * schedule.stages
         self.orders: Sequence[Sequence[Action]] = schedule.actions
         self.start_s: Times = tuple([] for _ in schedule.actions)
         self.end_s: Times = tuple([] for _ in schedule.actions)
 
-    def play(self) -> tuple[Times, Times]:
+    def run(self) -> tuple[Times, Times]:
         """Advance each runnable rank as far as possible, until no rank is runnable. Return (starts, ends)."""
         runnable = set(range(self.schedule.stages))
         while runnable:
@@ -120,14 +120,14 @@ class _Turns:
         meetings = self.meetings
         place = self.place[rank]
         compute_s = self.compute_s[rank]
-        turn_s = self.turn_s[rank]
+        communication_s = self.communication_s[rank]
         while place < len(actions):
             action = actions[place]
             kind, microbatch, position = action
             meeting = meetings[kind, position]
             if kind in COMPUTES:
-                if self.waits and turn_s > compute_s:
-                    compute_s = turn_s
+                if self.waits and communication_s > compute_s:
+                    compute_s = communication_s
                 if meeting is not None and meeting.ended_s[microbatch] > compute_s:
                     compute_s = meeting.ended_s[microbatch]
                 self.start_s[rank].append(compute_s)
@@ -136,19 +136,19 @@ class _Turns:
             else:
                 assert meeting is not None
                 if microbatch not in meeting.ended_s:
-                    peer, since_s = meeting.came.setdefault(microbatch, (rank, max(compute_s, turn_s)))
+                    peer, since_s = meeting.came.setdefault(microbatch, (rank, max(compute_s, communication_s)))
                     if peer == rank:
                         break
-                    meeting.ended_s[microbatch] = max(compute_s, turn_s, since_s) + meeting.seconds
+                    meeting.ended_s[microbatch] = max(compute_s, communication_s, since_s) + meeting.seconds
                     runnable.add(peer)
-                turn_s = meeting.ended_s[microbatch]
+                communication_s = meeting.ended_s[microbatch]
             place += 1
         self.compute_s[rank] = compute_s
-        self.turn_s[rank] = turn_s
+        self.communication_s[rank] = communication_s
         self.place[rank] = place
 
 
-def play(
+def compute_times(
     placement: Placement,
     orders: Sequence[Sequence[Action]],
     duration: Duration,
@@ -158,7 +158,7 @@ def play(
 
     Both actions of a pair have the same start and end. The lists are shorter if ranks wait for each other in a circle.
     """
-    starts, ends = _Player(placement, orders, duration, 0.0, pairs).play()
+    starts, ends = _Simulation(placement, orders, duration, 0.0, pairs).run()
     if not pairs:
         return starts, ends
     for order, begun, done in zip(orders, starts, ends, strict=True):
@@ -186,7 +186,7 @@ class _Wire(NamedTuple):
     stream: _Stream | None  # None: the neighbouring position is on the same rank, or there is none
 
 
-class _Player:
+class _Simulation:
     """State of `simulate`: per rank a clock and an index in the list of units."""
 
     def __init__(
@@ -225,7 +225,7 @@ class _Player:
         self.start_s: Times = tuple([] for _ in orders)
         self.end_s: Times = tuple([] for _ in orders)
 
-    def play(self) -> tuple[Times, Times]:
+    def run(self) -> tuple[Times, Times]:
         """Advance each runnable rank as far as possible, until no rank is runnable. Return (starts, ends)."""
         runnable = set(range(len(self.orders)))
         while runnable:

@@ -186,15 +186,15 @@ def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tu
     moment = 0
     left = sum(map(len, orders))
     while left:
-        played = [(rank, action) for rank in ranks if (action := rank.next(placement, ended, moment))]
-        assert played, "the order waits for itself"
+        chosen = [(rank, action) for rank in ranks if (action := rank.next(placement, ended, moment))]
+        assert chosen, "the order waits for itself"
         moment += 1
-        for rank, action in played:
-            rank.play(action)
+        for rank, action in chosen:
+            rank.append(action)
             if action.kind is not Kind.BACKWARD_WEIGHT:
                 ended[action.kind is Kind.FORWARD, action.microbatch, action.position] = moment
-        left -= len(played)
-    return tuple(tuple(rank.played) for rank in ranks)
+        left -= len(chosen)
+    return tuple(tuple(rank.order) for rank in ranks)
 
 
 class _Rank:
@@ -203,7 +203,7 @@ class _Rank:
     def __init__(self, order: Sequence[Action]) -> None:
         self.passes = deque(action for action in order if action.kind is not Kind.BACKWARD_WEIGHT)
         self.last_forward = sum(action.kind is Kind.FORWARD for action in order)
-        self.played: Order = []
+        self.order: Order = []
         self.waiting: dict[Action, None] = {}  # weight gradients whose input gradient is done, in order
         self.due: dict[Action, list[Action]] = {}  # pass → the weight gradients directly before it in the order
         late: list[Action] = []
@@ -240,9 +240,9 @@ class _Rank:
             forward = True
         return before < 0 or ended.get((forward, action.microbatch, before), moment + 1) <= moment
 
-    def play(self, action: Action) -> None:
+    def append(self, action: Action) -> None:
         """Record that an action has run."""
-        self.played.append(action)
+        self.order.append(action)
         if action.kind is Kind.BACKWARD_WEIGHT:
             del self.waiting[action]
             return

@@ -16,7 +16,7 @@ from frontier_llm.failpoints import hit
 from frontier_llm.parallel.stages import LOSS
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.feed import BatchSource
-from frontier_llm.training.guard import Wish
+from frontier_llm.training.guard import Requests
 from frontier_llm.training.step import sum_over_world
 
 
@@ -69,7 +69,7 @@ def held_out_loss(
         hit("train.evaluate")
         counted = int(feed.count_targets(step))
         losses = state.evaluator.run(partial(feed.microbatch, step, global_targets=counted))
-        sums = sum_over_world(state.mesh, losses, squared_norm=torch.zeros_like(losses[LOSS]), wish=Wish())
+        sums = sum_over_world(state.mesh, losses, squared_norm=torch.zeros_like(losses[LOSS]), requests=Requests())
         loss_sum += sums.loss * counted
         targets += counted
         if interrupted():

@@ -84,7 +84,7 @@ def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -
         batches = open_batches(phases_of(config)[0].config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, plan, mesh, device, batches, draws)
         yield state
-        state.optimizer.settle()  # exiting during a gather would make the peers fail
+        state.optimizer.wait_for_gather()  # exiting during a gather would make the peers fail
 
 
 class _Job:

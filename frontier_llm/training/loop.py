@@ -36,11 +36,11 @@ from frontier_llm.training.guard import (
     Decisions,
     Recompute,
     ReplicaCheck,
+    RequestCollector,
+    Requests,
     RouterWatch,
     Skips,
     Watchdog,
-    Wish,
-    Wishes,
     provenance,
 )
 from frontier_llm.training.join import joined_state
@@ -110,7 +110,7 @@ class _Session:
             state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval
         )
         self.routers = RouterWatch(self.config.model)
-        self.wishes = Wishes(signals, self.run_dir, world, state.device)
+        self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
         facts = _job_facts(config, state, self.datasets)
         self.checkpoints = Checkpoints(config.train, state.mesh, state.optimizer, facts, resume.allow_changes)
@@ -193,14 +193,14 @@ class _Session:
         """Train until the last step. Returns False if a signal or STOP ended the run; all ranks agree on the step."""
         state = self.state
         train = self.config.train
-        if self.wishes.stop() or (state.current_step == 0 and not self._evaluate()):
+        if self.request_collector.stop() or (state.current_step == 0 and not self._evaluate()):
             return False
         if state.current_step >= train.steps:
             return self._evaluate()
         while state.current_step < train.steps:
             self._follow_phase()
-            wish = self._step()
-            if self.wishes.heard(wish):
+            requests = self._step()
+            if self.request_collector.stop_requested(requests):
                 return False
             if _due(state.current_step, self.config.guard.replica_check_interval, train.steps):
                 self.replicas.check(state.current_step, state.mesh.world)
@@ -212,7 +212,7 @@ class _Session:
             evaluates = is_last or _due(state.current_step, train.eval_interval, train.steps)
             if evaluates and not self._evaluate():  # before the save, which records the best evaluation
                 return False
-            if wish.save or _due(state.current_step, train.save_interval, train.steps):
+            if requests.save or _due(state.current_step, train.save_interval, train.steps):
                 self._begin_save()
         return True
 
@@ -256,14 +256,14 @@ class _Session:
             self.metrics.enter(state)
             self.metrics.data(state)
 
-    def _step(self) -> Wish:
+    def _step(self) -> Requests:
         """Run one step and its reports. Returns the requests that any rank has received."""
         step = self.state.current_step
         hit("train.step")
         for observer in self.observers:
             observer.before_step(self.state)
         with self.stragglers.step() as stragglers:
-            result = train_step(self.state, self.wishes.own)
+            result = train_step(self.state, self.request_collector.own)
         for observer in self.observers:
             observer.after_step(self.state, result)
         if self.metrics is not None:
@@ -281,7 +281,7 @@ class _Session:
         self.watchdog.at(step + 1, "train")
         self._advance_save()
         self._judge(step, result)
-        return result.wish
+        return result.requests
 
     def _judge(self, step: int, result: StepResult) -> None:
         """Handle a skipped step, which may send the run back to a checkpoint."""
@@ -314,7 +314,9 @@ class _Session:
         """Evaluate held-out loss and tasks. Returns False if a signal or STOP interrupted the evaluation."""
         if self.validation:
             with self.watchdog.section("evaluate"):
-                values = evaluate(self.state, self.validation, self.config.train.eval_samples, self.wishes.stop)
+                values = evaluate(
+                    self.state, self.validation, self.config.train.eval_samples, self.request_collector.stop
+                )
             if values and self.metrics is not None:
                 self.metrics.event("evaluation", self.state.current_step, values)
             self._keep_if_best(values)
@@ -322,7 +324,7 @@ class _Session:
                 return False
         if self.tasks:
             with self.watchdog.section("evaluate"):
-                accuracies = evaluate_tasks(self.state, self.tasks, self.wishes.stop)
+                accuracies = evaluate_tasks(self.state, self.tasks, self.request_collector.stop)
             if accuracies and self.metrics is not None:
                 self.metrics.event("tasks", self.state.current_step, accuracies)
             return bool(accuracies)

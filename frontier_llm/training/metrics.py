@@ -130,7 +130,7 @@ class Metrics:
             step + 1,
             {
                 **{
-                    name: value for name, value in asdict(result).items() if name != "wish" and value != {}
+                    name: value for name, value in asdict(result).items() if name != "requests" and value != {}
                 },  # fields without values (no further losses, no experts) are left out
                 **asdict(speed),
                 "consumed_samples": position.samples,

@@ -15,7 +15,7 @@ from frontier_llm.model.losses import LOAD
 from frontier_llm.optim import learning_rate
 from frontier_llm.parallel.stages import LOSS
 from frontier_llm.training.build import TrainState
-from frontier_llm.training.guard import Wish
+from frontier_llm.training.guard import Requests
 from frontier_llm.training.routing import summary, tell_routers
 
 # Keys of the values, besides the losses, that a step sums over all ranks. The prefix keeps them apart from losses.
@@ -38,7 +38,7 @@ class StepResult:
     # by name, before multiplication by train.loss_weights
     further_losses: Mapping[str, float] = field(default_factory=dict)
     routing: Mapping[str, Any] = field(default_factory=dict)  # load of the experts (training.routing.summary)
-    wish: Wish = field(default_factory=Wish)  # requests that any rank received
+    requests: Requests = field(default_factory=Requests)  # requests that any rank received
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class StepSums:
     loss: float  # mean over the global batch, nats per token
     further_losses: Mapping[str, float]  # by name, before multiplication by their weights
     squared_norm: float  # squared norm of the gradient, times the squared loss scale
-    wish: Wish  # requests that any rank received
+    requests: Requests  # requests that any rank received
     # rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load); on the device
     load_LE: Tensor | None
 
 
-def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult:
+def train_step(state: TrainState, requests: Callable[[], Requests] = Requests) -> StepResult:
     """Run one optimizer step over the global batch. Collective over the world.
 
-    `wish()` returns the requests that this rank has received.
+    `requests()` returns the requests that this rank has received.
 
     A loss or gradient that is not finite on any rank makes the sum over all ranks not finite. All ranks therefore take
     the same decision. Weights and optimizer state then stay unchanged, and the step counts as skipped. With fp16 the
@@ -71,7 +71,7 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     state.sync.begin()
     losses = state.pipeline.run(batch, loss_scale)
     state.sync.finish()
-    sums = sum_over_world(state.mesh, losses, optimizer.squared_norm_share(), wish())
+    sums = sum_over_world(state.mesh, losses, optimizer.squared_norm_share(), requests())
 
     norm = math.sqrt(sums.squared_norm) / loss_scale
     is_finite = math.isfinite(norm) and math.isfinite(sums.loss)
@@ -99,11 +99,11 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
         spike=is_spike,
         further_losses=sums.further_losses,
         routing=routing,
-        wish=sums.wish,
+        requests=sums.requests,
     )
 
 
-def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tensor, wish: Wish) -> StepSums:
+def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tensor, requests: Requests) -> StepSums:
     """Sum losses, gradient norm, requests and expert load over all ranks in one fp64 collective.
 
     This is the only place in a step at which the host waits for the device.
@@ -116,8 +116,8 @@ def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tenso
     addends = {name: loss * is_counted for name, loss in losses.items() if name != LOAD}
     addends[SQUARED_NORM] = squared_norm
     # Fill on the device, because a copy from the host would wait.
-    addends[STOP] = squared_norm.new_full((), float(wish.stop))
-    addends[SAVE] = squared_norm.new_full((), float(wish.save))
+    addends[STOP] = squared_norm.new_full((), float(requests.stop))
+    addends[SAVE] = squared_norm.new_full((), float(requests.save))
     numbers = torch.stack(list(addends.values()))
     load_LE = losses.get(LOAD)
     if load_LE is None:
@@ -131,6 +131,6 @@ def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tenso
         loss=sums[LOSS],
         further_losses={name: sums[name] for name in losses if name not in (LOSS, LOAD)},
         squared_norm=sums[SQUARED_NORM],
-        wish=Wish(stop=sums[STOP] > 0, save=sums[SAVE] > 0),
+        requests=Requests(stop=sums[STOP] > 0, save=sums[SAVE] > 0),
         load_LE=load_LE,
     )

@@ -206,7 +206,7 @@ OWN_JSON = (
     "data/tokenize.py",
 )
 WIRE_JSON = (
-    "comm/board.py",
+    "comm/heartbeat_store.py",
     "comm/heartbeat.py",
     "comm/store_launch.py",
     "comm/store_process.py",

@@ -13,7 +13,7 @@ from typing import Any
 from tests.harness.pool import RankPool
 from tests.harness.tokens import count_tokens
 from tests.parity.cases import Case
-from tests.parity.play import build
+from tests.parity.three_steps import build
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "frontier_llm"

@@ -22,9 +22,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from frontier_llm.comm import Meeting, door, host_memory
+from frontier_llm.comm import Meeting, handshake, host_memory
 from frontier_llm.comm.authenticated_store import connect_across, send_parts
-from frontier_llm.comm.door import GREETING, give_proof
+from frontier_llm.comm.handshake import GREETING, give_proof
 from frontier_llm.comm.rendezvous import forget_stores, join_store, store_address
 from frontier_llm.errors import FrontierError
 from frontier_llm.run import job_secret
@@ -108,7 +108,7 @@ def _replayed(meeting: Meeting) -> str:
     ):
         pretended, _ = false_server.accept()
         pretended.sendall(GREETING + b"c" * 32)
-        with patch.object(door, "HANDSHAKE_S", 0.2):
+        with patch.object(handshake, "HANDSHAKE_S", 0.2):
             try:
                 give_proof(rank, SECRET)
             except OSError:
@@ -148,7 +148,7 @@ def test_strangers_of_the_network_are_refused(
 def test_one_that_says_nothing_holds_up_nobody(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.5)
     silent = [socket.create_connection((meeting.address, meeting.port)) for _ in range(50)]
     rank = join_store(1, 2, replace(meeting, first=1), 5.0)
     assert rank.get("step") == b"1"
@@ -158,7 +158,7 @@ def test_one_that_says_nothing_holds_up_nobody(
 
 
 def test_one_that_speaks_slowly_gets_no_more_time(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.3)
     with (
         socket.create_connection((meeting.address, meeting.port)) as drip,
         pytest.raises((ConnectionResetError, BrokenPipeError)),
@@ -172,8 +172,8 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
     """Another process took the port before rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        entrance = door.Door(
-            taken, lambda peer: door.require_proof(peer, b"the neighbour's own"), lambda peer: None, "a test"
+        entrance = handshake.Handshake(
+            taken, lambda peer: handshake.require_proof(peer, b"the neighbour's own"), lambda peer: None, "a test"
         )
         with pytest.raises(dist.DistStoreError, match=r"cannot connect to the job's store within 0\.3 s"):
             join_store(1, 2, Meeting("127.0.0.1", port, 1, 1, lambda: SECRET, "authenticated"), 0.3)

@@ -25,7 +25,7 @@ from tests.harness.pool import RankPool
 from tests.oracle.optimizers import momentum
 from tests.parity.cases import STEPS, Case
 from tests.parity.compare import differences, gather
-from tests.parity.play import Played, play
+from tests.parity.three_steps import RankResult, train_case
 from tests.parity.witness import witness
 
 TOLERANCE = 1e-11
@@ -47,16 +47,16 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def play_with(rank: int, plugin: str, case: Case) -> Played:
+def train_case_with(rank: int, plugin: str, case: Case) -> RankResult:
     """Run a case on one rank that has imported the plugin."""
     import_plugins([plugin])
-    return play(rank, case)
+    return train_case(rank, case)
 
 
 def further_losses(rank: int, plugin: str, case: Case) -> list[float]:
     """Return the registered loss term of three steps, as the step reports it."""
     from frontier_llm.training.step import train_step
-    from tests.parity.play import build
+    from tests.parity.three_steps import build
 
     import_plugins([plugin])
     state = build(rank, case)
@@ -66,28 +66,28 @@ def further_losses(rank: int, plugin: str, case: Case) -> list[float]:
 @pytest.mark.parametrize("family", ["gpt", "llama"], ids=["tied", "untied"])
 def test_a_schedule_with_another_placement_trains_as_the_oracle(ranks: RankPool, extensions: Path, family: str) -> None:
     case = Case(family, pp=2, dp=2, schedule="v-gpipe", settings=("parallel.chunks=2",))
-    ours = gather(ranks.run(case.world_size, play_with, str(extensions), case))
+    ours = gather(ranks.run(case.world_size, train_case_with, str(extensions), case))
     assert differences(ours, witness(case.serial(), ours.initial)) == []
 
 
 def test_an_optimizer_with_one_state_trains_as_the_oracle(ranks: RankPool, extensions: Path) -> None:
     case = Case("llama", tp=2, dp=2, settings=("optimizer.name=momentum",))
-    ours = gather(ranks.run(case.world_size, play_with, str(extensions), case))
+    ours = gather(ranks.run(case.world_size, train_case_with, str(extensions), case))
     assert differences(ours, witness(case, ours.initial, momentum(case.config().optimizer.betas[0]))) == []
 
 
 def test_a_loss_term_is_the_same_on_every_layout_and_changes_the_gradient(ranks: RankPool, extensions: Path) -> None:
     weighted = ("train.loss_weights={small-activations: 0.5}",)
     serial = Case("llama", settings=weighted)
-    plain = gather(ranks.run(1, play_with, str(extensions), serial.serial()))
-    alone = gather(ranks.run(1, play_with, str(extensions), serial))
+    plain = gather(ranks.run(1, train_case_with, str(extensions), serial.serial()))
+    alone = gather(ranks.run(1, train_case_with, str(extensions), serial))
     assert differences(alone, plain) != []  # the term has an effect
     terms = ranks.run(1, further_losses, str(extensions), serial)[0]
     for case in (
         Case("llama", pp=2, dp=2, settings=weighted),
         Case("llama", tp=2, pp=2, sequence_parallel=True, settings=weighted),
     ):
-        ours = gather(ranks.run(case.world_size, play_with, str(extensions), case))
+        ours = gather(ranks.run(case.world_size, train_case_with, str(extensions), case))
         assert differences(ours, alone) == [], str(case)
         for reported in ranks.run(case.world_size, further_losses, str(extensions), case):
             assert reported == pytest.approx(terms, rel=TOLERANCE)

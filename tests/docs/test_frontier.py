@@ -22,10 +22,10 @@ SITE = load_site("frontier")
 def test_lead_times_are_those_of_the_scripts() -> None:
     stated = {name: int(seconds) for name, seconds in re.findall(r"`(pretrain_\w+)` (\d+) s", TEXT)}
     assert stated == {job.name: job.warning_s for job in JOBS if job.name in ("pretrain_175b", "pretrain_1t")}
-    assert f"Frontier's {SITE.signal_lead_s} s" in TEXT and f"asks for {SITE.signal_lead_s} s plus" in TEXT
+    assert f"Frontier's {SITE.warning_time_s} s" in TEXT and f"asks for {SITE.warning_time_s} s plus" in TEXT
     for job in JOBS:
         script = (ROOT / "slurm" / f"{job.name}.sbatch").read_text()
-        assert f"--signal=USR1@{job.warning_s or SITE.signal_lead_s}\n" in script
+        assert f"--signal=USR1@{job.warning_s or SITE.warning_time_s}\n" in script
 
 
 def test_the_bins_are_those_of_the_site_file() -> None:

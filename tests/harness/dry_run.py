@@ -156,7 +156,7 @@ def check_order(lists: Sequence[Sequence[Step]], in_flight: int | None = 1) -> N
     Communication is not buffered. It ends when it is the first unfinished entry of its stream on all its ranks. A rank
     with `in_flight` unfinished communications (None: no bound) does not continue.
     """
-    _Ranks(lists, in_flight).play()
+    _Ranks(lists, in_flight).run()
 
 
 class _Ranks:
@@ -169,7 +169,7 @@ class _Ranks:
         self.ended: list[set[int]] = [set() for _ in lists]
         self.open: list[dict[str, deque[int]]] = [defaultdict(deque) for _ in lists]
 
-    def play(self) -> None:
+    def run(self) -> None:
         runnable = set(range(len(self.lists)))
         while runnable:
             rank = runnable.pop()

@@ -44,10 +44,10 @@ class Scenarios:
         for item in reversed(items):  # in reverse order, because tests that train are last and take longest
             if found := getattr(getattr(item, "function", None), "scenario", None):
                 body, nodes = found
-                self._done[item.name] = self._pool.submit(self._play, body, nodes, directory(item.name[:40]))
+                self._done[item.name] = self._pool.submit(self._run, body, nodes, directory(item.name[:40]))
 
     @staticmethod
-    def _play(body: Body, nodes: int, directory: Path) -> None:
+    def _run(body: Body, nodes: int, directory: Path) -> None:
         with training_cluster(nodes) as cluster:
             body(cluster, directory)
 

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from tests.parity.play import Piece, Played
+from tests.parity.three_steps import Piece, RankResult
 
 Tensors = dict[str, np.ndarray]
 
@@ -58,18 +58,18 @@ def assemble(ranks: Sequence[Sequence[Piece]], what: str) -> tuple[Tensors, list
     return tensors, sorted(drift)
 
 
-def gather(played: Sequence[Played]) -> Run:
+def gather(results: Sequence[RankResult]) -> Run:
     """Assemble the results of all ranks."""
-    first = played[0]
+    first = results[0]
     drift = [
         f"rank {rank} reports another loss or norm"
-        for rank, other in enumerate(played)
+        for rank, other in enumerate(results)
         if (other.losses, other.norms) != (first.losses, first.norms)
     ]
-    drift += [f"rank {rank}: {line}" for rank, one in enumerate(played) for line in one.traffic]
+    drift += [f"rank {rank}: {line}" for rank, one in enumerate(results) for line in one.traffic]
     parts = {}
     for what in ("initial", "gradients", "final"):
-        parts[what], differing = assemble([getattr(rank, what) for rank in played], what)
+        parts[what], differing = assemble([getattr(rank, what) for rank in results], what)
         drift += differing
     return Run(first.losses, first.norms, **parts, drift=tuple(drift))
 

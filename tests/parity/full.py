@@ -21,7 +21,7 @@ from tests.harness.pool import RankError, RankPool
 from tests.parity.cases import FAMILIES, Case, every_case
 from tests.parity.compare import Run, differences, gather, worst
 from tests.parity.draw import random_cases
-from tests.parity.play import play
+from tests.parity.three_steps import train_case
 from tests.parity.witness import witness
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "numerics.md"
@@ -65,7 +65,7 @@ def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[s
         """Return the run of the case on one rank. Its first run is also compared with the oracle."""
         case = case.serial()
         if case not in serial:
-            serial[case] = gather(pool.run(1, play, case))
+            serial[case] = gather(pool.run(1, train_case, case))
             expected = witness(case, serial[case].initial)
             failures.extend(f"{case} against the oracle: {line}" for line in differences(serial[case], expected))
             oracle.rows[case.family + (", document resets" if case.documents else "")].append(
@@ -79,7 +79,7 @@ def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[s
     for index, case in enumerate(cases, start=1):
         try:
             expected = alone(case)
-            run = gather(pool.run(case.world_size, play, case))
+            run = gather(pool.run(case.world_size, train_case, case))
         except (RankError, AssertionError) as error:
             failures.append(f"{case}: {error}")
             note(f"FAILED {case}: {error}")

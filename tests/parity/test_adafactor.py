@@ -22,8 +22,8 @@ from tests.harness.pool import RankPool
 from tests.oracle.optimizers import adafactor
 from tests.parity.cases import Case
 from tests.parity.compare import differences, gather
-from tests.parity.play import build, play
 from tests.parity.test_own_optimizer import resume, save_and_go_on
+from tests.parity.three_steps import build, train_case
 from tests.parity.witness import witness
 
 FRONTIER = rates(load_machine("frontier"))
@@ -41,7 +41,7 @@ CASES = [
 @pytest.mark.parametrize("case", but_first(CASES, 2), ids=str)
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     """Also compares the traffic over dp and tp with the closed form."""
-    run = gather(ranks.run(case.world_size, play, case))
+    run = gather(ranks.run(case.world_size, train_case, case))
     optimizer = case.config().optimizer
     assert differences(run, witness(case, run.initial, adafactor(optimizer.betas, optimizer.eps))) == []
 
@@ -50,7 +50,7 @@ def test_each_expert_is_a_matrix_wherever_it_lies(ranks: RankPool) -> None:
     """Experts are sharded over ranks that also split their width. The result must equal one rank with all experts."""
     settings = (*ADAFACTOR, "parallel.expert=2", "parallel.expert_tensor=2")
     case = Case("mixtral", tp=2, dp=4, settings=settings)
-    alone, shared = (gather(ranks.run(one.world_size, play, one)) for one in (case.serial(), case))
+    alone, shared = (gather(ranks.run(one.world_size, train_case, one)) for one in (case.serial(), case))
     assert differences(shared, alone) == []
 
 

@@ -28,8 +28,8 @@ from tests.harness.pool import RankPool
 from tests.harness.saving import checkpoints_of, save_step
 from tests.parity.cases import Case
 from tests.parity.compare import Tensors, assemble
-from tests.parity.play import Piece, Source
 from tests.parity.sabotage import SABOTAGES
+from tests.parity.three_steps import Piece, Source
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 ENGINES = ("native", "fsdp", "zero-1")

@@ -8,7 +8,7 @@ from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import EXPERT_FAMILIES, Case
 from tests.parity.compare import Run, differences, gather
-from tests.parity.play import play
+from tests.parity.three_steps import train_case
 from tests.parity.witness import witness
 
 _SERIAL: dict[Case, Run] = {}
@@ -18,10 +18,10 @@ def run(ranks: RankPool, case: Case, sabotage: str | None = None) -> Run:
     """Run a case. Serial runs are kept and not repeated."""
     if case in _SERIAL and sabotage is None:
         return _SERIAL[case]
-    played = gather(ranks.run(case.world_size, play, case, sabotage))
+    results = gather(ranks.run(case.world_size, train_case, case, sabotage))
     if case == case.serial() and sabotage is None:
-        _SERIAL[case] = played
-    return played
+        _SERIAL[case] = results
+    return results
 
 
 def experts(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:

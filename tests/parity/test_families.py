@@ -11,7 +11,7 @@ from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import FURTHER_FAMILIES, Case
 from tests.parity.compare import Run, differences, gather
-from tests.parity.play import play
+from tests.parity.three_steps import train_case
 from tests.parity.witness import witness
 
 _SERIAL: dict[Case, Run] = {}
@@ -20,10 +20,10 @@ _SERIAL: dict[Case, Run] = {}
 def run(ranks: RankPool, case: Case) -> Run:
     """Run a case. Serial runs are kept and not repeated."""
     if case not in _SERIAL:
-        played = gather(ranks.run(case.world_size, play, case))
+        results = gather(ranks.run(case.world_size, train_case, case))
         if case != case.serial():
-            return played
-        _SERIAL[case] = played
+            return results
+        _SERIAL[case] = results
     return _SERIAL[case]
 
 

@@ -11,7 +11,7 @@ from frontier_llm.training.step import train_step
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
-from tests.parity.play import build
+from tests.parity.three_steps import build
 
 LAYOUTS = [
     Case("gpt", dp=2, bucket_elements=500),
@@ -30,7 +30,7 @@ def trained(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], int
     """
     state = build(rank, case, "fp32")
     results = [train_step(state) for _ in range(3)]
-    state.optimizer.settle()
+    state.optimizer.wait_for_gather()
     weights = [weight.clone() for _, weight in state.optimizer.weights()]
     return (
         [number for result in results for number in (result.loss, result.gradient_norm)],

@@ -41,7 +41,7 @@ from frontier_llm.topology.grid import Grid
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.compare import Tensors, assemble
-from tests.parity.play import Piece, whole_piece
+from tests.parity.three_steps import Piece, whole_piece
 
 S = 8
 B = 3
@@ -165,7 +165,7 @@ class Layer(NamedTuple):
     gradients: list[Piece]
 
 
-def play_layer(rank: int, name: str, tp: int, sequence_parallel: bool) -> Layer:
+def run_layer(rank: int, name: str, tp: int, sequence_parallel: bool) -> Layer:
     """Run forward and backward of one layer on one rank, with random weights, biases and norms."""
     log.set_rank(1, 2)
     kind = KINDS[name]
@@ -222,13 +222,13 @@ class Whole(NamedTuple):
 
 def gathered(ranks: RankPool, name: str, tp: int, sequence_parallel: bool) -> Whole:
     kind = KINDS[name]
-    played = ranks.run(tp, play_layer, name, tp, sequence_parallel)
-    weights, drift = assemble([part.weights for part in played], "weight")
-    gradients, also = assemble([part.gradients for part in played], "gradient")
+    results = ranks.run(tp, run_layer, name, tp, sequence_parallel)
+    weights, drift = assemble([part.weights for part in results], "weight")
+    gradients, also = assemble([part.gradients for part in results], "gradient")
     assert drift + also == []
-    inputs = [part.input_gradient for part in played if part.input_gradient is not None]
+    inputs = [part.input_gradient for part in results if part.input_gradient is not None]
     return Whole(
-        join([part.output for part in played], kind.cut_out, sequence_parallel),
+        join([part.output for part in results], kind.cut_out, sequence_parallel),
         join(inputs, kind.cut_in, sequence_parallel) if inputs else None,
         weights,
         gradients,

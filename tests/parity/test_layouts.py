@@ -12,7 +12,7 @@ from tests.harness.pool import RankPool
 from tests.parity.cases import FAMILIES, Case, pairwise
 from tests.parity.compare import Run, differences, gather
 from tests.parity.draw import random_cases
-from tests.parity.play import play
+from tests.parity.three_steps import train_case
 from tests.parity.witness import witness
 
 RunCase = Callable[..., Run]
@@ -26,7 +26,7 @@ def run_case(ranks: RankPool) -> RunCase:
     def run(case: Case, sabotage: str | None = None) -> Run:
         if case in kept and sabotage is None:
             return kept[case]
-        result = gather(ranks.run(case.world_size, play, case, sabotage))
+        result = gather(ranks.run(case.world_size, train_case, case, sabotage))
         if case == case.serial() and sabotage is None:
             kept[case] = result
         return result

@@ -17,8 +17,8 @@ from tests.harness.pool import RankPool
 from tests.oracle.optimizers import is_matrix, muon
 from tests.parity.cases import Case
 from tests.parity.compare import Run, Tensors, differences, gather
-from tests.parity.play import build, play
 from tests.parity.test_own_optimizer import resume, save_and_go_on
+from tests.parity.three_steps import build, train_case
 from tests.parity.witness import witness
 
 MUON = ("optimizer.name=muon",)
@@ -47,7 +47,7 @@ CASES = [
 @pytest.mark.parametrize("case", but_first(CASES[1:] + CASES[:1], 2), ids=str)
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     """Also compares the traffic over dp and tp with the closed form."""
-    run = gather(ranks.run(case.world_size, play, case))
+    run = gather(ranks.run(case.world_size, train_case, case))
     assert differences(run, serial_muon(case, run.initial)) == []
 
 
@@ -84,7 +84,7 @@ def test_bf16_turns_the_update_by_little(ranks: RankPool) -> None:
     """
     case = Case("llama", settings=MUON)
     exact, rounded = (ranks.run(1, after_three_steps, case, dtype)[0] for dtype in ("fp64", "bf16"))
-    initial = {part.name: part.values for part in ranks.run(1, play, case)[0].initial}
+    initial = {part.name: part.values for part in ranks.run(1, train_case, case)[0].initial}
     for name in exact:
         if is_matrix(name):
             way = exact[name] - initial[name].reshape(exact[name].shape)

@@ -20,7 +20,7 @@ from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.compare import gather
-from tests.parity.play import build, play
+from tests.parity.three_steps import build, train_case
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,9 @@ def test_zero_equals_plain_adamw_bitwise(ranks: RankPool, case: Case) -> None:
 
     With four, gloo's ring uses the same order for all-reduce and reduce-scatter only by chance.
     """
-    sharded, plain = (gather(ranks.run(case.world_size, play, Case(**{**vars(case), "zero": zero}))) for zero in (1, 0))
+    sharded, plain = (
+        gather(ranks.run(case.world_size, train_case, Case(**{**vars(case), "zero": zero}))) for zero in (1, 0)
+    )
     same = np.array_equal if case.dp == 2 else (lambda a, b: np.allclose(a, b, rtol=1e-9, atol=1e-11))
     assert sharded.drift == plain.drift == ()
     for name, tensor in plain.final.items():
@@ -153,5 +155,5 @@ def test_a_finished_run_lets_go_of_its_memory_and_groups(ranks: RankPool) -> Non
     """
     before = ranks.run(2, threads)
     for _ in range(2):
-        ranks.run(2, play, Case("gpt", pp=2, transport="torch"))
+        ranks.run(2, train_case, Case("gpt", pp=2, transport="torch"))
     assert ranks.run(2, threads) == before

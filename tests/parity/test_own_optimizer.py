@@ -34,7 +34,7 @@ from tests.harness.saving import checkpoints_of, save_step
 from tests.oracle.optimizers import momentum
 from tests.parity.cases import Case
 from tests.parity.compare import differences, gather
-from tests.parity.play import Played, build, play
+from tests.parity.three_steps import RankResult, build, train_case
 from tests.parity.witness import witness
 
 SGD = OptimizerRule("sgd-momentum", lambda parameter: ("momentum",))
@@ -101,9 +101,9 @@ for rule in (SGD, WHOLE, MIXED):
 register(NORMALIZED, Normalized)
 
 
-def play_here(rank: int, case: Case) -> Played:
-    """Run `play` in this module, so that the ranks import it and register its optimizers."""
-    return play(rank, case)
+def train_case_here(rank: int, case: Case) -> RankResult:
+    """Run `train_case` in this module, so that the ranks import it and register its optimizers."""
+    return train_case(rank, case)
 
 
 def named(rule: OptimizerRule, *settings: str, **layout: Any) -> Case:
@@ -121,7 +121,7 @@ def named(rule: OptimizerRule, *settings: str, **layout: Any) -> Case:
     ids=str,
 )
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
-    run = gather(ranks.run(case.world_size, play_here, case))
+    run = gather(ranks.run(case.world_size, train_case_here, case))
     assert differences(run, witness(case, run.initial, momentum(case.config().optimizer.betas[0]))) == []
 
 
@@ -131,7 +131,7 @@ def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
 def test_a_statistic_is_of_the_whole_parameter(ranks: RankPool, layout: dict[str, int]) -> None:
     """Tied embeddings are included: two stages each hold a copy."""
     case = named(NORMALIZED, **layout)
-    run = gather(ranks.run(case.world_size, play_here, case))
+    run = gather(ranks.run(case.world_size, train_case_here, case))
     optimizer = case.config().optimizer
     sizes: defaultdict[str, float] = defaultdict(float)
 
@@ -160,7 +160,7 @@ def places(rank: int, case: Case) -> tuple[int, int, int]:
 def test_whole_matrices_give_the_same_bits(ranks: RankPool, layout: dict[str, int]) -> None:
     """The optimizer is elementwise. Clipping is off, because the norm is summed in another order."""
     cases = [named(rule, "optimizer.clip_norm=0", **layout) for rule in (WHOLE, SGD)]
-    whole, cut = (gather(ranks.run(case.world_size, play_here, case)) for case in cases)
+    whole, cut = (gather(ranks.run(case.world_size, train_case_here, case)) for case in cases)
     for name, tensor in cut.final.items():
         assert np.array_equal(whole.final[name], tensor), name
 

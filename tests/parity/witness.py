@@ -8,7 +8,7 @@ from tests.oracle import gpt
 from tests.oracle.optimizers import Direction, adamw
 from tests.parity.cases import STEPS, Case
 from tests.parity.compare import Run, Tensors
-from tests.parity.play import batch, learnt
+from tests.parity.three_steps import batch, learnt
 
 
 def witness(case: Case, initial: Tensors, direction: Direction | None = None) -> Run:

@@ -15,7 +15,7 @@ import torch
 from frontier_llm.config.model import ModelConfig
 from frontier_llm.experiments.measure.machine_file import write_yaml
 from frontier_llm.experiments.measure.op_cases import CASES, Shapes
-from frontier_llm.experiments.measure.timing import take_turns
+from frontier_llm.experiments.measure.timing import interleave
 from frontier_llm.ops import working_dtype
 from frontier_llm.ops.attention_table import AttentionRule, Backend
 from frontier_llm.ops.driver import architecture_of_device
@@ -63,7 +63,7 @@ def _timed(case: str, shapes: Shapes, device: str, rounds: int) -> tuple[dict[st
         for name, refusal in refusals.items()
         if not refusal
     }
-    best, faults = take_turns(
+    best, faults = interleave(
         {name: CASES[case](face, shapes).ways()["ours"] for name, face in faces.items()},
         rounds,
         device,

@@ -15,7 +15,7 @@ import torch
 
 from frontier_llm.config.model import ModelConfig
 from frontier_llm.experiments.measure.op_cases import CASES, Shapes
-from frontier_llm.experiments.measure.timing import first_line, kernel_s, take_turns
+from frontier_llm.experiments.measure.timing import first_line, interleave, kernel_s
 from frontier_llm.ops.reference import Ops
 
 
@@ -52,7 +52,7 @@ def compare(
         except (RuntimeError, TypeError) as error:
             yield Timing(name, "all", seconds=math.nan, bytes_moved=0, flops=0.0, error=first_line(error))
             continue
-        best, faults = take_turns(ways, rounds, device)
+        best, faults = interleave(ways, rounds, device)
         for way in ways:
             yield Timing(
                 op=name,

@@ -48,7 +48,7 @@ def kernel_s(run: Callable[[], object], device: str) -> float:
     return begin_event.elapsed_time(end_event) / 1e3 / _CALLS_ON_GPU
 
 
-def take_turns(
+def interleave(
     runs: Mapping[str, Callable[[], object]],
     rounds: int,
     device: str,

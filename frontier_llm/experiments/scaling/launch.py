@@ -126,7 +126,7 @@ class AllocationRanks:
                 f"is {self.nodes}, but the allocation has {have} nodes", f"sbatch --nodes={self.nodes}", "--nodes"
             )
         self.devices = self.nodes * self.allocation.tasks_per_node
-        self._warning_s = site.signal_lead_s if warning_s is None else warning_s
+        self._warning_s = site.warning_time_s if warning_s is None else warning_s
         self._failed: list[str] = []
         self._lent: set[str] = set()
         self._lock = threading.Lock()

@@ -139,14 +139,14 @@ def _shares(plan: Plan) -> tuple[float, ...]:
 
     The parts are pipeline waiting, messages, gradient sums with gathers, and optimizer.
     """
-    played = plan.played
+    simulated = plan.simulated
     passes = plan.layout.microbatches * plan.layout.chunks
-    bubble = played.bubble * played.pipeline_s / plan.step_s
+    bubble = simulated.bubble * simulated.pipeline_s / plan.step_s
     return (
         -math.log(1 - bubble),
-        2 * played.message_s * passes / plan.step_s,
-        (played.reduce_s + played.gather_s) / plan.step_s,
-        played.optimizer_s / plan.step_s,
+        2 * simulated.message_s * passes / plan.step_s,
+        (simulated.reduce_s + simulated.gather_s) / plan.step_s,
+        simulated.optimizer_s / plan.step_s,
         plan.peak_bytes / plan.limit_bytes,
         math.log2(passes),
     )

@@ -170,7 +170,7 @@ class _RowCounts:
     def arrive(self) -> Tensor:
         """Return the numbers of rows that this rank receives from each rank for each of its experts, (R, E)."""
         if self._aside is None:
-            _meanwhile(self._axis)
+            _let_other_half_run(self._axis)
             self._pending.wait()
         else:
             main = torch.cuda.current_stream(self._aside.device)
@@ -181,7 +181,7 @@ class _RowCounts:
                     self._here_2RE,
                     non_blocking=True,
                 )
-            _meanwhile(self._axis)
+            _let_other_half_run(self._axis)
             main.wait_stream(self._aside)
         return self._here_2RE[1]
 
@@ -209,10 +209,10 @@ class Travel:
         return self.arriving
 
 
-def _meanwhile(axis: Axis) -> None:
+def _let_other_half_run(axis: Axis) -> None:
     """Let the other half of a pair of microbatches run while rows or their numbers are sent."""
-    if axis.baton is not None:
-        axis.baton.pass_on()
+    if axis.interleaving is not None:
+        axis.interleaving.switch_halves()
 
 
 def leave(x: Tensor, plan: Dispatch) -> Travel:
@@ -263,7 +263,7 @@ class _Depart(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         departure = ctx.departure  # `grads` are not used: _Arrive.backward has sent the gradients
-        _meanwhile(departure.plan.axis)
+        _let_other_half_run(departure.plan.axis)
         return None, *(
             _add_up(travel.end(), departure.plan, fan) for travel, fan in zip(departure.travels, ctx.fans, strict=True)
         )
@@ -275,7 +275,7 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, departure: Departure, *arriving: Tensor) -> tuple[Tensor, ...]:
         ctx.departure = departure
-        _meanwhile(departure.plan.axis)
+        _let_other_half_run(departure.plan.axis)
         rows = tuple(arrived(travel, departure.plan) for travel in departure.travels)
         departure.travels = []
         return rows
@@ -313,17 +313,17 @@ class _Combine(Function):
     def forward(ctx: Any, y_MH: Tensor, plan: Dispatch) -> Tensor:
         ctx.plan = plan
         travel = _return(y_MH, plan)
-        _meanwhile(plan.axis)
+        _let_other_half_run(plan.axis)
         return _add_up(travel.end(), plan, plan.fan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         travel = leave(grads[0], ctx.plan)
-        _meanwhile(ctx.plan.axis)
+        _let_other_half_run(ctx.plan.axis)
         rows = arrived(travel, ctx.plan)
         # While the device sorts these rows, the other half reads its numbers of rows and sends its rows. With this
         # call forward and backward yield three times each.
-        _meanwhile(ctx.plan.axis)
+        _let_other_half_run(ctx.plan.axis)
         return rows, None
 
 

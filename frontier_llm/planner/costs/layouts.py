@@ -3,7 +3,7 @@
 A formula in numpy is the same for one `Layout` and for a table. The work lists of a block are summed in plain Python,
 once for each distinct block. The 60,000 layouts of a search share some hundreds of blocks.
 
-`Seats` holds the number of ranks of each axis that share a node.
+`RanksPerNode` holds the number of ranks of each axis that share a node.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage
 
 
 @dataclass(frozen=True)
-class Seats:
+class RanksPerNode:
     """Ranks per node of each axis, and the number of groups that share the NICs of a node."""
 
     cp_per_node: Number
@@ -152,7 +152,7 @@ class Seats:
     pp_sharing: Number  # Devices of a node that send pipeline messages at the same time.
 
 
-def seats(layouts: Layout, rates: Rates) -> Seats:
+def ranks_per_node(layouts: Layout, rates: Rates) -> RanksPerNode:
     """Return the placement of ranks on nodes: tp innermost, then cp, then dp (tp-dp-pp) or pp (tp-pp-dp)."""
     node = rates.node_devices
     tp = layouts.tp
@@ -171,7 +171,7 @@ def seats(layouts: Layout, rates: Rates) -> Seats:
     replicas = np.where(dp_outer, np.maximum(np.minimum(dp, room / stages_inside), 1.0), np.minimum(dp, room))
     replicas = replicas * cp_inside
     per_node = np.minimum(node, tp * cp * pp * dp)
-    return Seats(cp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
+    return RanksPerNode(cp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
 
 
 def cut(layouts: Layout, stage: int) -> Number:

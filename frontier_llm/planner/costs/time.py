@@ -20,7 +20,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.collectives import collective_s, message_s
 from frontier_llm.planner.costs.kernels import memory_s
-from frontier_llm.planner.costs.layouts import Number, by_schedule, cut, seats, split
+from frontier_llm.planner.costs.layouts import Number, by_schedule, cut, ranks_per_node, split
 from frontier_llm.planner.costs.parameters import expert_numel, stage_numel
 from frontier_llm.planner.costs.seconds import Times, times, waiting_s
 from frontier_llm.planner.costs.update import WholeUpdate, whole_update
@@ -38,7 +38,7 @@ def p2p_bytes(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
 
 def p2p_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """Return the seconds of one message between pipeline neighbours, 0 without a pipeline."""
-    place = seats(layouts, rates)
+    place = ranks_per_node(layouts, rates)
     return np.where(
         layouts.pp > 1,
         message_s(rates, p2p_bytes(model, layouts, rates), place.pp_inside, place.pp_sharing),
@@ -66,12 +66,12 @@ def gradient_reduction_s(
     With ZeRO they are a reduce-scatter and an all-gather, otherwise an all-reduce and 0. The elements of `experts`
     are reduced afterwards, over the experts' replicas.
     """
-    place = seats(layouts, rates)
+    place = ranks_per_node(layouts, rates)
     node = rates.node_devices
     together = layouts.ep * layouts.etp
     apart = np.minimum(together, node)  # number of groups of expert replicas in a node
     inside = np.clip(node // apart, 1, layouts.edp)
-    seats_of = (
+    reductions = (
         (parameters, layouts.replicas, place.replicas_per_node, place.replicas_sharing),
         (experts, layouts.edp, inside, np.maximum(np.minimum(node, together * layouts.edp) / inside, 1.0)),
     )
@@ -79,7 +79,7 @@ def gradient_reduction_s(
 
     def seconds(operation: str, size: float) -> Number:
         total: Number = 0.0
-        for numel, ranks, per_node, sharing in seats_of:
+        for numel, ranks, per_node, sharing in reductions:
             buckets = np.maximum(numel / rates.bucket_parameters, 1.0) if rates.bucket_parameters else 1.0
             moved = buckets * collective_s(
                 rates=rates,
@@ -161,7 +161,7 @@ def sharding_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Num
     They are all-gathers, a reduce-scatter and, if there are several copies of the weights (HSDP), a microbatch's part
     of the all-reduce over the copies.
     """
-    place = seats(layouts, rates)
+    place = ranks_per_node(layouts, rates)
     shards = layouts.shards
     inside = np.minimum(place.replicas_per_node, shards)
     across = np.maximum(place.replicas_per_node // shards, 1)
@@ -214,10 +214,10 @@ def pair_s(block: Times, layouts: Layout, rates: Rates) -> Number:
     hidden_s = sum(
         np.minimum(rows * overlap, computed) for rows, computed in zip(rows_s, reversed(computed_s), strict=True)
     )
-    return np.where(plays_pairs(layouts), ways * hidden_s, 0.0)
+    return np.where(runs_pairs(layouts), ways * hidden_s, 0.0)
 
 
-def plays_pairs(layouts: Layout) -> Number:
+def runs_pairs(layouts: Layout) -> Number:
     """Return whether the schedule runs microbatches in pairs (comm.overlap_experts)."""
     return (by_schedule(layouts, lambda name: float(rule(name).pairs)) > 0) & (layouts.ep > 1) & (layouts.pp > 1)
 
@@ -243,10 +243,10 @@ def meets_inside(layouts: Layout) -> Number:
     return (layouts.tp > 1) | (layouts.cp > 1) | (layouts.ep > 1)
 
 
-def _turns(layouts: Layout, rates: Rates) -> Number:
+def _exposed_messages(layouts: Layout, rates: Rates) -> Number:
     """Return the round trips of messages for which a microbatch waits with one communication in flight.
 
-    The numbers are fitted to `schedule.simulate_in_turn`. If layers contain collectives, all four messages of a chunk
+    The numbers are fitted to `schedule.simulate_one_in_flight`. If layers contain collectives, all four messages of a chunk
     are exposed, and chunks wait for each other.
     """
     chunks = layouts.chunks
@@ -292,9 +292,9 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))
         if rates.one_in_flight:
             # the model's ends have one neighbour, not two
-            turns = np.where(pp > 1, _turns(layouts, rates), 0.0) * message
-            ends_turns = np.where(split(layouts), turns, turns / 2)
-            busiest = np.maximum(slowest + ends_turns, np.where(pp > 1, lighter, 0.0) + turns)
+            exposed_s = np.where(pp > 1, _exposed_messages(layouts, rates), 0.0) * message
+            ends_exposed_s = np.where(split(layouts), exposed_s, exposed_s / 2)
+            busiest = np.maximum(slowest + ends_exposed_s, np.where(pp > 1, lighter, 0.0) + exposed_s)
     ramp = model.layers * both + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest
     # The part of a bubble of three equal passes that weight gradients fill (Qi et al. 2023, 2024). A single microbatch
     # can defer only its own weight gradients.

@@ -19,7 +19,7 @@ from frontier_llm.config import CommConfig, ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.collectives import collective_s, node_s
 from frontier_llm.planner.costs.kernels import product_s
-from frontier_llm.planner.costs.layouts import Number, cut, seats
+from frontier_llm.planner.costs.layouts import Number, cut, ranks_per_node
 from frontier_llm.topology.buckets import plan_buckets
 
 BUCKET_ELEMENTS = CommConfig().bucket_elements  # the default of a run file
@@ -53,7 +53,7 @@ def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Numb
     bytes_each = DTYPE_BYTES[layouts.dtype]
     rows = [_one(model, rule, rates, bytes_each, _Ranks(*map(int, case))) for case in cases.T]
     values = WholeUpdate(*(np.array(column)[each].reshape(columns[0].shape) for column in zip(*rows, strict=True)))
-    place = seats(layouts, rates)
+    place = ranks_per_node(layouts, rates)
     gather_s = collective_s(
         rates=rates,
         ranks=layouts.replicas,

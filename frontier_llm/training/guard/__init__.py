@@ -1,7 +1,7 @@
 """Protection of a run against failures. Nothing here trains.
 
 Watchdog      detects a rank that died, stopped or hangs; `cause` finds the rank that failed first
-Wishes        stop and save requests: signals and the files STOP and SAVE
+RequestCollector        stop and save requests: signals and the files STOP and SAVE
 SpikePolicy   compares each step's loss and gradient norm with earlier steps
 Skips         decides how the run continues after a skipped step
 Decisions     records these decisions
@@ -16,8 +16,8 @@ from frontier_llm.training.guard.recompute import Recompute, WrongArithmetic
 from frontier_llm.training.guard.replicas import ReplicaCheck, ReplicaDrift
 from frontier_llm.training.guard.skips import Decisions, Skips
 from frontier_llm.training.guard.spikes import SpikePolicy
+from frontier_llm.training.guard.stop_requests import RequestCollector, Requests
 from frontier_llm.training.guard.watchdog import Watchdog
-from frontier_llm.training.guard.wishes import Wish, Wishes
 from frontier_llm.training.routing import RouterWatch
 
 __all__ = [
@@ -25,12 +25,12 @@ __all__ = [
     "Recompute",
     "ReplicaCheck",
     "ReplicaDrift",
+    "RequestCollector",
+    "Requests",
     "RouterWatch",
     "Skips",
     "SpikePolicy",
     "Watchdog",
-    "Wish",
-    "Wishes",
     "WrongArithmetic",
     "provenance",
 ]

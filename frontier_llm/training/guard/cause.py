@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from frontier_llm import log
-from frontier_llm.comm.board import Board
+from frontier_llm.comm.heartbeat_store import HeartbeatStore
 from frontier_llm.errors import RankFailure
 from frontier_llm.machine.env import STORE_CHECKS_PER_S
 from frontier_llm.run import run_dir
@@ -48,17 +48,17 @@ class Inquiry:
 
     def __init__(
         self,
-        board: Board | None,
+        heartbeat_store: HeartbeatStore | None,
         rank: int,
         world_size: int,
         run_dir: Path,
         own: Callable[[str], Failure],
     ) -> None:
-        """`board` is None in a run of one process.
+        """`heartbeat_store` is None in a run of one process.
 
         `own(what)` returns a Failure with `what` and this rank's current position in the run.
         """
-        self._board = board
+        self._heartbeat_store = heartbeat_store
         self._rank = rank
         self._world_size = world_size
         self._run_dir = run_dir
@@ -67,40 +67,40 @@ class Inquiry:
     @property
     def alone(self) -> bool:
         """True if there are no heartbeats to read: the run has one process, or the store is gone."""
-        return self._board is None
+        return self._heartbeat_store is None
 
     @property
     def needs_rank_0(self) -> bool:
         """True if the store ends with rank 0's process."""
-        return self._board is not None and not self._board.outlives_rank_0
+        return self._heartbeat_store is not None and not self._heartbeat_store.outlives_rank_0
 
     def close(self) -> None:
         """Stop the heartbeats."""
-        if self._board is not None:
-            self._board.close()
+        if self._heartbeat_store is not None:
+            self._heartbeat_store.close()
 
-    def post(self, notice: dict[str, Any]) -> None:
+    def post(self, heartbeat: dict[str, Any]) -> None:
         """Update this rank's heartbeat."""
-        if self._board is not None:
+        if self._heartbeat_store is not None:
             try:
-                self._board.post(self._rank, notice)
+                self._heartbeat_store.post(self._rank, heartbeat)
             except RuntimeError as error:
-                if self._board.outlives_rank_0:
+                if self._heartbeat_store.outlives_rank_0:
                     log.warn(f"from now on, the rank that fails first cannot be found: {error}")
-                self._board = None  # if the store's node is gone, the main thread's collectives fail
+                self._heartbeat_store = None  # if the store's node is gone, the main thread's collectives fail
 
     def answer_alarm(self) -> None:
         """On rank 0, find the cause if another rank has reported a failed collective.
 
         Collectives of rank 0 may fail only much later.
         """
-        if self._rank == 0 and self._board is not None:
+        if self._rank == 0 and self._heartbeat_store is not None:
             try:
-                alarm = self._board.claimed(_ALARM)
-                if alarm is not None and self._board.claimed(_FIRST) is None:
-                    self._investigate(self._board, alarm)
+                alarm = self._heartbeat_store.claimed(_ALARM)
+                if alarm is not None and self._heartbeat_store.claimed(_FIRST) is None:
+                    self._investigate(self._heartbeat_store, alarm)
             except RuntimeError:
-                self._board = None
+                self._heartbeat_store = None
 
     def explain(self, error: BaseException) -> Failure:
         """Return and record the first failure, given an error of this rank's main thread. Takes at most a few
@@ -127,15 +127,15 @@ class Inquiry:
         The failure is recorded, unless only this rank's own symptom is known.
         """
         try:
-            if self._board is None:
+            if self._heartbeat_store is None:
                 failure = self._own(symptom)
                 if self._world_size == 1:
                     failure = replace(failure, evidence=Evidence.NOTICES)
             else:
                 if self._rank == 0:
-                    failure = self._investigate(self._board, symptom)
+                    failure = self._investigate(self._heartbeat_store, symptom)
                 else:
-                    failure = self._ask(self._board, symptom)
+                    failure = self._ask(self._heartbeat_store, symptom)
         except RuntimeError:
             failure = read_failure(self._run_dir) or self._store_is_gone(symptom)
         if failure.evidence is not Evidence.SYMPTOM:
@@ -179,37 +179,37 @@ class Inquiry:
             except OSError as failed:
                 log.warn(f"cannot record that {', '.join(hosts)} must no longer be used: {failed.strerror}")
             self._claim(failure)
-        elif self._board is not None:
+        elif self._heartbeat_store is not None:
             with suppress(RuntimeError):  # the store is gone, and with it rank 0
-                self._answer(self._board)
+                self._answer(self._heartbeat_store)
 
     def _claim(self, failure: Failure) -> Failure:
         """Return the first failure that any rank has claimed, which may be this one."""
-        if self._board is None:
+        if self._heartbeat_store is None:
             return failure
-        board = self._board
+        heartbeat_store = self._heartbeat_store
         try:
-            return Failure.from_json(_within(STORE_S, lambda: board.claim(_FIRST, failure.to_json())))
+            return Failure.from_json(_within(STORE_S, lambda: heartbeat_store.claim(_FIRST, failure.to_json())))
         except RuntimeError:
             return failure
 
-    def _ask(self, board: Board, symptom: str) -> Failure:
-        _within(STORE_S, lambda: board.claim(_ALARM, f"rank {self._rank}: {symptom}"))
-        found = self._answer(board, give_up_if_silent=True)
-        if found is None and board.outlives_rank_0:
-            found = self._stand_in(board, symptom)
+    def _ask(self, heartbeat_store: HeartbeatStore, symptom: str) -> Failure:
+        _within(STORE_S, lambda: heartbeat_store.claim(_ALARM, f"rank {self._rank}: {symptom}"))
+        found = self._answer(heartbeat_store, give_up_if_silent=True)
+        if found is None and heartbeat_store.outlives_rank_0:
+            found = self._stand_in(heartbeat_store, symptom)
         return found or self._own(symptom)
 
-    def _stand_in(self, board: Board, symptom: str) -> Failure | None:
+    def _stand_in(self, heartbeat_store: HeartbeatStore, symptom: str) -> Failure | None:
         """Replace rank 0, which does not answer. The first rank that claims this role investigates, and the others
         wait.
         """
-        chosen = _within(STORE_S, lambda: board.claim(_STAND_IN, str(self._rank)))
+        chosen = _within(STORE_S, lambda: heartbeat_store.claim(_STAND_IN, str(self._rank)))
         if chosen == str(self._rank):
-            return self._investigate(board, symptom)
-        return self._answer(board)
+            return self._investigate(heartbeat_store, symptom)
+        return self._answer(heartbeat_store)
 
-    def _answer(self, board: Board, give_up_if_silent: bool = False) -> Failure | None:
+    def _answer(self, heartbeat_store: HeartbeatStore, give_up_if_silent: bool = False) -> Failure | None:
         """Return the first failure as soon as a rank has claimed it.
 
         Returns None after ANSWER_S. With `give_up_if_silent`, also returns None if rank 0 sends no heartbeats.
@@ -219,13 +219,13 @@ class Inquiry:
         now_s = last_changed_s = time.monotonic()
         deadline_s = now_s + ANSWER_S
         while now_s < deadline_s:
-            claimed = _within(STORE_S, lambda: board.claimed(_FIRST))
+            claimed = _within(STORE_S, lambda: heartbeat_store.claimed(_FIRST))
             if claimed is not None:
                 return Failure.from_json(claimed)
-            if give_up_if_silent and board.outlives_rank_0:
-                notice = _within(STORE_S, lambda: board.read(0))
-                if notice != last:
-                    last = notice
+            if give_up_if_silent and heartbeat_store.outlives_rank_0:
+                heartbeat = _within(STORE_S, lambda: heartbeat_store.read(0))
+                if heartbeat != last:
+                    last = heartbeat
                     last_changed_s = now_s
                 elif now_s - last_changed_s > SILENT_PERIODS * pause_s:
                     return None
@@ -233,8 +233,8 @@ class Inquiry:
             now_s = time.monotonic()
         return None
 
-    def _investigate(self, board: Board, symptom: str) -> Failure:
-        notices = {rank: board.read(rank) for rank in range(self._world_size)}
+    def _investigate(self, heartbeat_store: HeartbeatStore, symptom: str) -> Failure:
+        heartbeats = {rank: heartbeat_store.read(rank) for rank in range(self._world_size)}
         silent = [rank for rank in range(self._world_size) if rank != self._rank]
         pause_s = period_s(self._world_size)
         began_s = time.monotonic()
@@ -243,13 +243,13 @@ class Inquiry:
             len(silent) > 1 or waited_s < SILENT_PERIODS * pause_s
         ):
             time.sleep(pause_s)
-            claimed = board.claimed(_FIRST)
+            claimed = heartbeat_store.claimed(_FIRST)
             if claimed is not None:
                 return Failure.from_json(claimed)
-            heard = {rank: board.read(rank) for rank in silent}
-            silent = [rank for rank in silent if heard[rank] == notices[rank]]  # each heartbeat has a new number
-            notices |= heard
-        known = {rank: notice for rank, notice in notices.items() if notice is not None}
+            heard = {rank: heartbeat_store.read(rank) for rank in silent}
+            silent = [rank for rank in silent if heard[rank] == heartbeats[rank]]  # each heartbeat has a new number
+            heartbeats |= heard
+        known = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat is not None}
         if silent:
             rank = silent[0]
             how = "it died or was stopped: it sends no heartbeats"
@@ -259,8 +259,8 @@ class Inquiry:
                 f"all ranks send heartbeats, and this one is furthest behind ({known[rank]['collectives']} "
                 f"collectives, the last: {known[rank]['call']})"
             )
-        notice = known.get(rank, {"host": "", "step": None, "section": ""})
-        place = {name: notice[name] for name in ("host", "step", "section")}
+        heartbeat = known.get(rank, {"host": "", "step": None, "section": ""})
+        place = {name: heartbeat[name] for name in ("host", "step", "section")}
         return self._claim(
             Failure(f"{how}; seen as: {symptom}", Evidence.NOTICES, rank=rank, host_suspect=True, **place)
         )

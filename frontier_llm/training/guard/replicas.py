@@ -112,7 +112,7 @@ class ReplicaCheck:
 
     def drifts(self) -> list[Drift]:
         """Return the tensors whose copies differ in this rank's groups."""
-        self._optimizer.settle()
+        self._optimizer.wait_for_gather()
         return [drift for copies in self._copies for drift in copies.drifts(self._device)]
 
     def check(self, step: int, world: Axis) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.comm import Mesh, dump_flight_record
-from frontier_llm.comm.board import Board
+from frontier_llm.comm.heartbeat_store import HeartbeatStore
 from frontier_llm.comm.rendezvous import has_joined
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import FrontierError, RankFailure
@@ -49,14 +49,14 @@ class Watchdog:
     def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
         """A rank is stuck if nothing progresses for FIRES_AT × train.timeout_s."""
         self._period_s = min(period_s(mesh.world.size), FIRES_AT * train.timeout_s / 10)
-        board = Board(period_s=self._period_s) if has_joined() else None
+        heartbeat_store = HeartbeatStore(period_s=self._period_s) if has_joined() else None
         self._mesh = mesh
         self._run_dir = Path(train.run_dir)
         self._logs = Path(train.run_dir) / "logs"
         self._rank = mesh.world.rank
         self._ledger = mesh.ledger
         self._timeout_s = FIRES_AT * train.timeout_s
-        self._inquiry = Inquiry(board, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
+        self._inquiry = Inquiry(heartbeat_store, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
         self._step = 0
         self._section = "start"
         self._step_began_at = self._per_step = 0  # numbers of collectives
@@ -96,7 +96,7 @@ class Watchdog:
         """Watch the body. If it fails, record the rank that failed first before the error is raised."""
         if self._rank == 0:
             forget_failure(self._run_dir)
-        self._inquiry.post(self._notice())
+        self._inquiry.post(self._heartbeat())
         self._thread.start()
         try:
             yield
@@ -162,7 +162,7 @@ class Watchdog:
             section=self._section,
         )
 
-    def _notice(self) -> dict[str, Any]:
+    def _heartbeat(self) -> dict[str, Any]:
         collectives = self._collectives()
         # Pipeline stages make different numbers of calls. Progress is therefore the share of this rank's calls per
         # step.
@@ -178,15 +178,15 @@ class Watchdog:
             # send a heartbeat at once at a new step, so that the last one shows how far the rank got
             self._wake.wait(self._period_s)
             self._wake.clear()
-            notice = self._notice()
-            place = (self._moved_s, notice["collectives"])
+            heartbeat = self._heartbeat()
+            place = (self._moved_s, heartbeat["collectives"])
             if place != seen:
                 seen = place
                 changed_s = time.monotonic()
                 dumped = False
                 # The timer runs in C, so it also works if this rank's main thread holds the interpreter lock.
                 faulthandler.dump_traceback_later(LATE_AT * self._timeout_s, file=self._stacks)
-            self._inquiry.post(notice)
+            self._inquiry.post(heartbeat)
             self._inquiry.answer_alarm()
             idle_s = time.monotonic() - changed_s
             if idle_s > DUMP_AT * self._timeout_s and not dumped:

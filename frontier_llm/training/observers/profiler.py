@@ -51,7 +51,7 @@ class Profiler(Observer):
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._watched = state.pipeline.on_action
         state.pipeline.on_action = self._on_action
-        # the forward of a pair runs in a thread of its own (comm/baton.py)
+        # the forward of a pair runs in a thread of its own (comm/interleaving.py)
         threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
         self._profile = torch.profiler.profile(activities=activities, profile_memory=True, experimental_config=threads)
         self._profile.start()

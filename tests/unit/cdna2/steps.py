@@ -23,7 +23,7 @@ from frontier_llm.training.step import train_step
 from tests.cdna2.driver import SimulatedGpu
 from tests.parity.cases import Case
 from tests.parity.compare import Tensors, assemble
-from tests.parity.play import Piece, Source, gradients_of, weights
+from tests.parity.three_steps import Piece, Source, gradients_of, weights
 
 
 class Rank(NamedTuple):

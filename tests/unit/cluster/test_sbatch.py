@@ -85,8 +85,8 @@ def test_ranks_are_warned_earlier_than_a_step_takes(job: sbatch.JobScript) -> No
     site = load_site(job.site)
     config = load_run(str(root_dir() / job.config), [f"machine={site.machine}"])
     step_s = predict(config, job.nodes * site.tasks_per_node).step_time_s
-    lead_s = int(dict(sbatch.directives(job, site))["signal"].removeprefix("USR1@"))
-    assert 2 * step_s < lead_s < 60 * (site.max_minutes(job.nodes) or 0) / 4
+    warning_s = int(dict(sbatch.directives(job, site))["signal"].removeprefix("USR1@"))
+    assert 2 * step_s < warning_s < 60 * (site.max_minutes(job.nodes) or 0) / 4
 
 
 @pytest.mark.parametrize("evil", ["a b", "$(reboot)", "a\n#SBATCH --nodes=1", "`x`", "a;b", "a'b"])

@@ -25,8 +25,8 @@ from frontier_llm.comm.authenticated_store import (
     send_parts,
     socket_name,
 )
-from frontier_llm.comm.board import Board
-from frontier_llm.comm.door import Door, same_user
+from frontier_llm.comm.handshake import Handshake, same_user
+from frontier_llm.comm.heartbeat_store import HeartbeatStore
 from frontier_llm.comm.rendezvous import StoreKind
 from frontier_llm.run.launchers import free_port
 from frontier_llm.topology.grid import Grid
@@ -42,7 +42,7 @@ def opened(serve: Callable[[socket.socket], None]) -> Iterator[str]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(name)
     listener.listen(64)
-    entrance = Door(listener, same_user, serve, "a test")
+    entrance = Handshake(listener, same_user, serve, "a test")
     yield name
     entrance.close()
 
@@ -185,12 +185,12 @@ def test_questions_that_no_rank_asks_end_their_connection_alone(name: str) -> No
     with pytest.raises(dist.DistStoreError, match="does not know"):
         store._ask("list_keys")
     for nonsense in (b"\0" * 4, b"\xff" * 12, b"\1\0\0\0" + b"\xff" * 8, b"\1"):
-        with connect_here(name) as stranger:
-            stranger.sendall(nonsense)
-            stranger.shutdown(socket.SHUT_WR)
-            stranger.settimeout(5.0)
+        with connect_here(name) as unauthenticated_peer:
+            unauthenticated_peer.sendall(nonsense)
+            unauthenticated_peer.shutdown(socket.SHUT_WR)
+            unauthenticated_peer.settimeout(5.0)
             with suppress(ConnectionResetError):  # the server may have left some of it unread
-                assert stranger.recv(1) == b""
+                assert unauthenticated_peer.recv(1) == b""
     store.set("still", "works")
 
 
@@ -240,19 +240,19 @@ def _on_pretended_nodes(rank: int, port: int, per_node: int, kind: StoreKind) ->
     dist.destroy_process_group()  # the rank pool's own world
     meeting = Meeting("127.0.0.1", port, rank - rank % per_node, per_node, lambda: b"a secret of this job", kind)
     connect(rank, 4, meeting, "gloo", 60.0)
-    board = Board()
-    board.post(rank, {"at": rank})
+    heartbeat_store = HeartbeatStore()
+    heartbeat_store.post(rank, {"at": rank})
     mesh = build_mesh(Grid(2, 1, 2), rank, timeout_s=60.0)
     total = float(all_reduce_(torch.tensor([10.0**rank]), mesh.world)) + float(
         all_reduce_(torch.tensor([0.5]), mesh.tp)
     )
-    claimed = board.claim("first", "same")
+    claimed = heartbeat_store.claim("first", "same")
     barrier(mesh.world)
-    notices = [board.read(other) for other in range(4)]
+    notices = [heartbeat_store.read(other) for other in range(4)]
     connections = _sockets_to(port)
     barrier(mesh.world)
-    assert [notice and notice["at"] for notice in notices] == [0, 1, 2, 3]
-    board.close()
+    assert [heartbeat and heartbeat["at"] for heartbeat in notices] == [0, 1, 2, 3]
+    heartbeat_store.close()
     disconnect()
     return total, claimed, connections
 

@@ -64,7 +64,9 @@ def _contribution(rank: int, elements: int) -> torch.Tensor:
     return torch.randn(elements, generator=torch.Generator().manual_seed(rank * 31 + elements), dtype=torch.float64)
 
 
-def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int, transport: Transport = "auto") -> dict[str, object]:
+def _exchange(
+    rank: int, nodes: int, per_node: int, chunk_bytes: int, transport: Transport = "auto"
+) -> dict[str, object]:
     """Run every collective once. Return the errors against sums computed here, and the ledger."""
     axis = _axis(rank, nodes, per_node, transport)
     assert axis.group is not None and axis.hierarchical is not None
@@ -105,7 +107,7 @@ def test_values_bytes_and_messages(ranks: RankPool, nodes: int, per_node: int, t
     size = nodes * per_node
     tensor_bytes = 1001 * nodes * per_node * 8
     chunk_bytes = 8 * 400 * nodes  # three chunks of 400, 400 and 201 elements
-    replies = ranks.run(size, _play, nodes, per_node, chunk_bytes, transport)
+    replies = ranks.run(size, _exchange, nodes, per_node, chunk_bytes, transport)
     for reply in replies:
         assert max(reply["errors"].values()) < 1e-12, reply["errors"]
         assert torch.equal(reply["sum"], replies[0]["sum"]), "ranks have different bits"
@@ -128,7 +130,7 @@ def sixteen() -> Iterator[RankPool]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 8), (4, 4), (8, 2)])
 def test_sixteen_ranks(sixteen: RankPool, nodes: int, per_node: int) -> None:
-    replies = sixteen.run(16, _play, nodes, per_node, hierarchical.CHUNK_BYTES)
+    replies = sixteen.run(16, _exchange, nodes, per_node, hierarchical.CHUNK_BYTES)
     assert all(max(reply["errors"].values()) < 1e-12 for reply in replies)
     assert all(reply["ledger"]["dp.rail", "send"][0] == 2 * int(rail_rounds(nodes)) for reply in replies)
 

@@ -14,7 +14,7 @@ from frontier_llm.training.step import train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
-from tests.parity.play import Source
+from tests.parity.three_steps import Source
 
 PART = 5_003
 ROUNDING = 2.0**-8  # bf16's rounding to nearest; its significand has 8 bits

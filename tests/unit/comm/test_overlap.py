@@ -24,7 +24,7 @@ from frontier_llm.training.step import train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
-from tests.parity.play import Source
+from tests.parity.three_steps import Source
 
 SMALL_BUCKETS = 2_000  # elements: at least a dozen buckets, so that gathers end at different layers
 LAYOUTS = [
@@ -111,7 +111,7 @@ def _arrivals(rank: int) -> tuple[list[int], list[int], list[int]]:
     after_first = under_way()
     _ = blocks[-1].mlp.down.weight
     after_last = under_way()
-    state.optimizer.settle()
+    state.optimizer.wait_for_gather()
     return after_step, after_first, after_last
 
 
@@ -236,7 +236,7 @@ def _two_steps(rank: int, case: Case, comm: dict[str, Any]) -> MeasuredTimeline:
     state.pipeline.on_action = lambda action: timeline.at(action.kind.name.lower() if action else "")
     train_step(state)
     train_step(state)
-    state.optimizer.settle()
+    state.optimizer.wait_for_gather()
     return timeline
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from frontier_llm.comm import Meeting, rendezvous
-from frontier_llm.comm.board import Board
+from frontier_llm.comm.heartbeat_store import HeartbeatStore
 from frontier_llm.comm.rendezvous import forget_stores, join_store, limit_answer_time, open_store, store_address
 from frontier_llm.comm.store_launch import SURVIVED
 from frontier_llm.comm.store_process import raise_open_file_limit
@@ -32,11 +32,11 @@ START_S = 60.0  # for a process that loads torch on a busy machine
 RANK_0 = """
 import ctypes, sys, time
 from frontier_llm.comm import Meeting, rendezvous
-from frontier_llm.comm.board import Board
+from frontier_llm.comm.heartbeat_store import HeartbeatStore
 meeting = Meeting("127.0.0.1", int(sys.argv[1]), 0, 2, lambda: b"a secret of this job")
 rendezvous.join_store(0, 2, meeting, 60.0)
-board = Board(period_s=0.05)
-board.post(0, {"at": 0})
+heartbeat_store = HeartbeatStore(period_s=0.05)
+heartbeat_store.post(0, {"at": 0})
 print(rendezvous._starting[-1]._process.pid, flush=True)
 if sys.argv[2] == "hold":
     sys.stdin.readline()
@@ -106,7 +106,7 @@ def test_a_rank_0_that_is_stopped_or_killed_takes_nothing_from_the_others(rank_0
     first.process.wait()
     store.set("when it is gone", "2")
     assert open_store(START_S).get("when it is gone") == b"2"
-    assert Board().read(0) is not None, "its last heartbeat"
+    assert HeartbeatStore().read(0) is not None, "its last heartbeat"
     del store
     forget_stores()
     assert ends(first.server), "nobody is connected any more"
@@ -209,14 +209,14 @@ def test_rank_0_is_told_that_the_store_s_process_may_not_open_enough_files() -> 
 def test_heartbeats_go_on_while_the_main_thread_holds_the_interpreter_lock(rank_0: Callable[..., Rank0]) -> None:
     first = rank_0("hold")
     first.joined_by_rank_1()
-    board = Board()
+    heartbeat_store = HeartbeatStore()
     first.say.write("hold\n")
     first.say.flush()
     posts = []
     while is_held(first.hear):
-        notice = board.read(0)
-        assert notice is not None and notice["at"] == 0
-        posts.append(notice["posts"])
+        heartbeat = heartbeat_store.read(0)
+        assert heartbeat is not None and heartbeat["at"] == 0
+        posts.append(heartbeat["posts"])
     assert posts[-1] - posts[0] > 10, f"40 at a pause of 75 ms: {posts}"
 
 
@@ -230,24 +230,26 @@ def is_held(hear: object) -> bool:
 
 def test_without_the_library_heartbeats_come_from_python(capfd: pytest.CaptureFixture[str]) -> None:
     join_store(0, 1, Meeting("127.0.0.1", free_port(), 0, 1, lambda: SECRET), START_S)
-    with patch("frontier_llm.comm.board.Heartbeats", side_effect=BackendError("libheartbeat.so has not been built")):
-        board = Board()
-        board.post(0, {"at": 1})
-        board.post(0, {"at": 2})
-    assert board.read(0) == {"at": 2, "posts": 2}
+    with patch(
+        "frontier_llm.comm.heartbeat_store.Heartbeats", side_effect=BackendError("libheartbeat.so has not been built")
+    ):
+        heartbeat_store = HeartbeatStore()
+        heartbeat_store.post(0, {"at": 1})
+        heartbeat_store.post(0, {"at": 2})
+    assert heartbeat_store.read(0) == {"at": 2, "posts": 2}
     assert capfd.readouterr().err.count("heartbeats come from Python") == 1
 
 
 def test_a_store_that_is_gone_ends_the_heartbeats(rank_0: Callable[..., Rank0]) -> None:
     first = rank_0()
     first.joined_by_rank_1()
-    board = Board(period_s=0.05)
-    board.post(1, {"at": 1})
+    heartbeat_store = HeartbeatStore(period_s=0.05)
+    heartbeat_store.post(1, {"at": 1})
     os.kill(first.server, signal.SIGKILL)
     deadline_s = time.monotonic() + 30.0
     with pytest.raises(dist.DistStoreError, match="heartbeats cannot be sent"):
         while time.monotonic() < deadline_s:
-            board.post(1, {"at": 2})
+            heartbeat_store.post(1, {"at": 2})
             time.sleep(0.05)
 
 

@@ -19,7 +19,7 @@ BYTES = load_tokenizer("bytes")
 MODEL = SimpleNamespace(config=load_model("llama-tiny"))
 
 
-def play(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None:
+def answer_with(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None:
     """Let the model generate these tokens."""
 
     def stream(
@@ -48,7 +48,7 @@ def run(
     tokens = list(said.encode())
     if eod:
         tokens.append(BYTES.eod)
-    play(monkeypatch, [tokens])
+    answer_with(monkeypatch, [tokens])
     pieces: list[str] = []
     completion = complete(MODEL, BYTES, ["p"], Sampling(), stops, lambda row, piece: pieces.append(piece))[0]  # type: ignore[arg-type]
     return completion, pieces
@@ -79,13 +79,13 @@ def test_the_beginning_of_a_stop_string_is_shown_once_it_is_none(monkeypatch: py
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_rows_end_on_their_own(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, [[*b"abc"], [*b"xSTOPyyy"], [BYTES.eod]])
+    answer_with(monkeypatch, [[*b"abc"], [*b"xSTOPyyy"], [BYTES.eod]])
     texts = complete(MODEL, BYTES, ["p", "q", "r"], Sampling(), ["STOP"], batch_size=batch_size)  # type: ignore[arg-type]
     assert [(entry.text, entry.finish_reason) for entry in texts] == [("abc", "length"), ("x", "stop"), ("", "stop")]
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, [[*b"abc"], [*b"abc"]])
+    answer_with(monkeypatch, [[*b"abc"], [*b"abc"]])
     with pytest.raises(ConfigError, match="prompt 1: 32 tokens leave no room"):
         complete(
             MODEL,

@@ -87,7 +87,7 @@ def mesh_of(rank: int, group: Neighbour) -> Mesh:
     return Mesh(**ones, pp=pp, channels=channels)
 
 
-def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tensor, float]:
+def run_schedule(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tensor, float]:
     """Run one rank with neighbours that always send at once.
 
     Return the largest number of outputs alive at once, the weight's gradient and the loss.
@@ -113,7 +113,7 @@ def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tenso
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_outputs_are_freed_when_their_messages_are_taken(prompt: bool, name: str, rank: int) -> None:
-    peak, gradient, _ = play(build(name, STAGES, MICROBATCHES), rank, prompt)
+    peak, gradient, _ = run_schedule(build(name, STAGES, MICROBATCHES), rank, prompt)
     assert peak == (1 if prompt else SENDS_AHEAD) + 1
     assert gradient.item() == MICROBATCHES  # each returned gradient is one
 
@@ -121,13 +121,13 @@ def test_outputs_are_freed_when_their_messages_are_taken(prompt: bool, name: str
 @pytest.mark.parametrize("rank", range(STAGES))
 def test_an_evaluation_keeps_nothing_of_earlier_microbatches(rank: int) -> None:
     with torch.no_grad():
-        peak, _, loss = play(forward_only(build("1f1b", STAGES, MICROBATCHES)), rank)
+        peak, _, loss = run_schedule(forward_only(build("1f1b", STAGES, MICROBATCHES)), rank)
     assert peak <= SENDS_AHEAD + 1
     assert loss == (2.0 * MICROBATCHES if rank == STAGES - 1 else 0.0)
 
 
 def test_the_last_stage_scales_its_loss_gradient() -> None:
-    _, gradient, loss = play(build("1f1b", STAGES, MICROBATCHES), STAGES - 1)
+    _, gradient, loss = run_schedule(build("1f1b", STAGES, MICROBATCHES), STAGES - 1)
     assert gradient.item() == 2.0 * MICROBATCHES and loss == 2.0 * MICROBATCHES
 
 
@@ -169,6 +169,6 @@ def test_a_schedule_that_forgets_something_is_refused_before_it_plays() -> None:
         legal, actions=tuple(tuple(a for a in actions if str(a) != "B1@3") for actions in legal.actions)
     )
     for rank in range(STAGES - 1):
-        play(forgetful, rank)  # a rank checks its own actions only
+        run_schedule(forgetful, rank)  # a rank checks its own actions only
     with pytest.raises(ScheduleError, match="stage 3: B1@3 is missing"):
-        play(forgetful, STAGES - 1)
+        run_schedule(forgetful, STAGES - 1)

@@ -21,7 +21,7 @@ from frontier_llm.config import load_model
 from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
 from frontier_llm.planner import report
-from frontier_llm.planner.figures import played_part
+from frontier_llm.planner.figures import simulated_part
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
 
@@ -142,16 +142,16 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("played", "words"),
+    ("simulated", "words"),
     [(8, ""), (4, ": 4 of the 8 microbatches; the pattern in the middle repeats")],
 )
-def test_a_pipeline_that_is_drawn_in_part_says_so(played: int, words: str) -> None:
-    schedule = SimpleNamespace(microbatches=played)
+def test_a_pipeline_that_is_drawn_in_part_says_so(simulated: int, words: str) -> None:
+    schedule = SimpleNamespace(microbatches=simulated)
     plan = SimpleNamespace(
         layout=SimpleNamespace(microbatches=8),
-        played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)),
+        simulated=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)),
     )
-    assert played_part(plan) == words  # type: ignore[arg-type]
+    assert simulated_part(plan) == words  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("columns", [80, 140])
@@ -241,7 +241,7 @@ def plan_of(step_s: float, **risks: object) -> SimpleNamespace:
         step_s=step_s,
         tight=risks.get("tight", False),
         layout=SimpleNamespace(sharding=risks.get("sharding", "optimizer")),
-        played=None,
+        simulated=None,
     )
 
 

@@ -18,7 +18,7 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.planner import pipeline
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import layer_s, pair_s, step_s
-from frontier_llm.planner.pipeline import play
+from frontier_llm.planner.pipeline import simulate_step
 from frontier_llm.planner.report import breakdown
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.topology.plan import split_layers
@@ -95,14 +95,14 @@ def test_the_simulated_step_has_the_gain_and_the_breakdown_says_where(
     spread = layout(**changes)
     plan = simulate_layout(LARGE, spread, numbers)
     parts = breakdown(plan, numbers)
-    busiest = int(np.argmax(plan.played.busy_s))
+    busiest = int(np.argmax(plan.simulated.busy_s))
     assert sum(parts.values()) == pytest.approx(plan.step_s, rel=1e-6)
-    assert parts[DISPATCH] > 0 and plan.played.hidden_s[busiest] > 0
+    assert parts[DISPATCH] > 0 and plan.simulated.hidden_s[busiest] > 0
     assert float(step_s(LARGE, spread, numbers)) == pytest.approx(plan.step_s, rel=0.05)
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "pair_s", lambda *_: 0.0)
         apart = simulate_layout(LARGE, spread, numbers)
-    gained = (apart.step_s - plan.step_s) / plan.played.hidden_s[busiest]
+    gained = (apart.step_s - plan.step_s) / plan.simulated.hidden_s[busiest]
     # With one communication in flight the gain can be larger. Messages between pairs then wait less for each other than
     # messages between the halves.
     assert 0.5 < gained < (1.05 if numbers is MANY else 2.0)
@@ -111,10 +111,10 @@ def test_the_simulated_step_has_the_gain_and_the_breakdown_says_where(
 def test_an_extended_schedule_equals_the_full_list_in_pairs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     spread = layout(microbatches=150)
     stages = split_layers(LARGE, 8)
-    short = play(LARGE, spread, MANY, stages)
+    short = simulate_step(LARGE, spread, MANY, stages)
     assert short.timeline.schedule.microbatches < 150
     monkeypatch.setattr(pipeline, "STEADY_MICROBATCHES", 10**6)
-    full = play(LARGE, spread, MANY, stages)
+    full = simulate_step(LARGE, spread, MANY, stages)
     assert full.timeline.schedule.microbatches == 150
     for what in ("step_s", "end_s", "busy_s", "hidden_s"):
         assert getattr(short, what) == pytest.approx(getattr(full, what), rel=1e-9)

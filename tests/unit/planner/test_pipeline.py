@@ -14,7 +14,7 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.planner import pipeline
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.links import cost_of_one, safety_words
-from frontier_llm.planner.pipeline import play
+from frontier_llm.planner.pipeline import simulate_step
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.schedule import one_end
 from frontier_llm.topology.plan import split_layers
@@ -62,10 +62,10 @@ def test_extended_schedules_equal_the_full_list(
     numbers = rates(load_machine(machine))
     spread = layout(pp=pp, chunks=chunks, microbatches=m, schedule=schedule)
     stages = split_layers(MODEL, pp * chunks)
-    short = play(MODEL, spread, numbers, stages)
+    short = simulate_step(MODEL, spread, numbers, stages)
     assert short.timeline.schedule.microbatches < m  # otherwise no schedule was extended
     monkeypatch.setattr(pipeline, "STEADY_MICROBATCHES", 10**6)
-    full = play(MODEL, spread, numbers, stages)
+    full = simulate_step(MODEL, spread, numbers, stages)
     assert full.timeline.schedule.microbatches == m
     assert short.step_s == pytest.approx(full.step_s, rel=1e-9)
     assert short.end_s == pytest.approx(full.end_s, rel=1e-9)
@@ -94,12 +94,12 @@ def test_the_ranking_formula_stays_near_the_simulation(schedule: str, model: str
     spread = layout(tp=8, pp=pp, microbatches=m, chunks=chunks, schedule=schedule)
     shape = load_model(model)
     for numbers in (MANY, FRONTIER):
-        played = play(shape, spread, numbers, split_layers(shape, pp * chunks))
+        simulated = simulate_step(shape, spread, numbers, split_layers(shape, pp * chunks))
         # With one in flight the interleaved schedule differs from each closed form by up to 0.2.
         if schedule != "interleaved" or numbers is MANY:
             # V-Min has no slack. If F, I and W differ, it waits in each microbatch, which only the simulation models.
             near = {"zb-h1": 0.05, "dualpipe-v": 0.05, "v-min": 0.25}.get(schedule, 0.04)
-            assert float(step_s(shape, spread, numbers)) == pytest.approx(played.step_s, rel=near)
+            assert float(step_s(shape, spread, numbers)) == pytest.approx(simulated.step_s, rel=near)
 
 
 def test_one_in_flight_by_hand() -> None:
@@ -108,9 +108,9 @@ def test_one_in_flight_by_hand() -> None:
     The expected times are computed by hand.
     """
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(2))
-    for turns in ("many", "one", "waiting"):
+    for in_flight in ("many", "one", "waiting"):
         # F0 m F0 B0 m B0: no other work can overlap.
-        assert pipeline._simulate("1f1b", 2, 1, 1, times, 0.5, turns).makespan_s == 7.0
+        assert pipeline._simulate("1f1b", 2, 1, 1, times, 0.5, in_flight).makespan_s == 7.0
     waiting = pipeline._simulate("1f1b", 2, 2, 1, times, 0.5, "waiting")
     # Stage 0: F0 0-1, its message until 1.5, F1 until 2.5. The second message waits until stage 1 takes it, which
     # delays stage 0's B0.
@@ -124,11 +124,13 @@ def test_turns_cost_time_and_free_messages_none(schedule: str) -> None:
     chunks = 2 if schedule == "interleaved" else 1
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(4 * chunks))
     many, one, waiting = (
-        pipeline._simulate(schedule, 4, 12, chunks, times, 0.1, turns).makespan_s
-        for turns in ("many", "one", "waiting")
+        pipeline._simulate(schedule, 4, 12, chunks, times, 0.1, in_flight).makespan_s
+        for in_flight in ("many", "one", "waiting")
     )
     assert many < one < waiting
-    free = [pipeline._simulate(schedule, 4, 12, chunks, times, 0.0, turns).makespan_s for turns in ("many", "one")]
+    free = [
+        pipeline._simulate(schedule, 4, 12, chunks, times, 0.0, in_flight).makespan_s for in_flight in ("many", "one")
+    ]
     assert free[0] == pytest.approx(free[1])
 
 
@@ -148,10 +150,10 @@ def test_messages_that_block_cost_more_than_messages_that_flow() -> None:
     spread = layout(microbatches=64, pp=8)
     stages = split_layers(MODEL, 8)
     flowing, blocking = (
-        play(MODEL, spread, replace(MANY, blocking_messages=flag), stages).step_s for flag in (False, True)
+        simulate_step(MODEL, spread, replace(MANY, blocking_messages=flag), stages).step_s for flag in (False, True)
     )
     assert blocking > flowing
-    free = play(MODEL, spread, without_messages(MANY), stages).step_s
+    free = simulate_step(MODEL, spread, without_messages(MANY), stages).step_s
     assert free < flowing
 
 

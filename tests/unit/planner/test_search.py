@@ -57,7 +57,7 @@ def test_modes_that_repeat_are_priced_by_each_stage_s_own_layers() -> None:
         [lines["activations"] for lines in memory_by_rank(model, one, FRONTIER, stages)] for one in (mixed, full, none)
     ]
     backward = [
-        [one.backward_s for one in simulate_layout(model, one, FRONTIER, (3, 2)).played.stage_times]
+        [one.backward_s for one in simulate_layout(model, one, FRONTIER, (3, 2)).simulated.stage_times]
         for one in (mixed, full, none)
     ]
     for part, all_of_it, nothing in (activations, backward):

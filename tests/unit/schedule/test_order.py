@@ -51,7 +51,7 @@ def posted_ahead_of_use(schedule: Schedule) -> Schedule:
     placement = schedule.placement
     lists = []
     for rank, order in enumerate(schedule.compute):
-        played: list[Action] = []
+        placed: list[Action] = []
         arriving = {
             kind: [a for a in schedule.actions[rank] if a.kind is kind]
             for kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
@@ -59,12 +59,12 @@ def posted_ahead_of_use(schedule: Schedule) -> Schedule:
 
         def post_for(
             action: Action,
-            played: list[Action] = played,
+            placed: list[Action] = placed,
             arriving: dict[Kind, list[Action]] = arriving,
         ) -> None:
             needs = placement.received_by(action.kind, action.position)
             while needs and Action(needs, action.microbatch, action.position) in arriving[needs]:
-                played.append(arriving[needs].pop(0))
+                placed.append(arriving[needs].pop(0))
 
         for action, ahead in zip(order, [*order[1:], None], strict=True):
             post_for(action)
@@ -78,12 +78,12 @@ def posted_ahead_of_use(schedule: Schedule) -> Schedule:
             )
             if ahead and not same:
                 post_for(ahead)
-            played.append(action)
+            placed.append(action)
             if send:
-                played.append(Action(send, action.microbatch, action.position))
+                placed.append(Action(send, action.microbatch, action.position))
             if ahead:
                 post_for(ahead)
-        lists.append(tuple(played))
+        lists.append(tuple(placed))
     return replace(schedule, actions=tuple(lists))
 
 

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from frontier_llm.comm import StragglerWatch, build_mesh, serial_mesh
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
-from frontier_llm.training.guard import Wish
+from frontier_llm.training.guard import Requests
 from frontier_llm.training.step import train_step
 from tests.harness.marks import but_first
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
-from tests.parity.play import Source
+from tests.parity.three_steps import Source
 
 # Operations that make the host wait for a GPU: a value is read, or a shape depends on values.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
@@ -55,7 +55,7 @@ def test_the_host_reads_the_device_once(family: str, recompute: str, monkeypatch
     assert len(reads) == 1 and waits.counts == Counter()
 
 
-def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int], Wish]]:
+def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int], Requests]]:
     """Run steps as the training loop does. Rank 1 requests a save in the third step.
 
     Return for each step the values read, other waits, calls on the world axis, and the requests that all ranks agreed
@@ -75,9 +75,9 @@ def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int
             mesh.ledger.calls.clear()
             reads.clear()
             with Waits() as waits, watch.step():
-                result = train_step(state, lambda step=step: Wish(save=rank == 1 and step == 2))  # type: ignore[misc]
+                result = train_step(state, lambda step=step: Requests(save=rank == 1 and step == 2))  # type: ignore[misc]
             world = {operation: calls for (axis, operation), calls in mesh.ledger.calls.items() if axis == "world"}
-            steps.append((len(reads), sum(waits.counts.values()), world, result.wish))
+            steps.append((len(reads), sum(waits.counts.values()), world, result.requests))
     finally:
         torch.Tensor.tolist = tolist  # type: ignore[method-assign]
     return steps
@@ -87,7 +87,7 @@ def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int
 def test_an_ordinary_step_has_one_sum_over_the_world_and_one_wait(ranks: RankPool, case: Case) -> None:
     for steps in ranks.run(case.world_size, _ordinary_steps, case):
         assert [step[:3] for step in steps] == [(1, 0, {"all_reduce": 1})] * 4
-        assert [step[3] for step in steps] == [Wish(), Wish(), Wish(save=True), Wish()]
+        assert [step[3] for step in steps] == [Requests(), Requests(), Requests(save=True), Requests()]
 
 
 def test_the_squared_log_sum_exp_is_logged_without_its_weight() -> None:

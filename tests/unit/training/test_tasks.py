@@ -24,7 +24,7 @@ from tests.harness.pool import RankPool
 from tests.oracle import gpt
 from tests.parity.cases import Case
 from tests.parity.compare import assemble
-from tests.parity.play import Piece, build, weights
+from tests.parity.three_steps import Piece, build, weights
 
 # The window has 16 + 1 tokens: short pairs, one that fills it, and one that is cut on the left.
 PAIRS = [([1, 2, 3], [4]), ([7], [8, 9, 10]), ([5] * 12, [6, 7, 8, 9, 1]), (list(range(20)), [3, 2]), ([30, 31], [32])]
@@ -49,16 +49,16 @@ def scores(rank: int, case: Case) -> tuple[list[float], list[Piece]]:
 )
 def test_every_layout_scores_as_the_oracle_does(ranks: RankPool, case: Case) -> None:
     case = Case(**{**vars(case), "settings": (*case.settings, "model.sequence_length=16", "model.dropout=0.5")})
-    played = ranks.run(case.world_size, scores, case)
+    results = ranks.run(case.world_size, scores, case)
     params = {
         name: torch.from_numpy(value)
-        for name, value in assemble([pieces for _, pieces in played], "weights")[0].items()
+        for name, value in assemble([pieces for _, pieces in results], "weights")[0].items()
     }
     for number, (context, continuation) in enumerate(PAIRS):
         text = torch.tensor([*context, *continuation][-17:])
         logits = gpt.logits(case.config().model.model_dump(), params, text[:-1]).log_softmax(-1)
         expected = logits.gather(1, text[1:, None])[-len(continuation) :].sum()
-        assert all(values[number] == pytest.approx(float(expected), rel=1e-10) for values, _ in played)
+        assert all(values[number] == pytest.approx(float(expected), rel=1e-10) for values, _ in results)
 
 
 def test_options_are_packed_in_order_and_none_is_lost() -> None:

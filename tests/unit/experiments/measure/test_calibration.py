@@ -22,7 +22,7 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.collectives import node_s
 from frontier_llm.planner.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.planner.costs.time import step_s
-from frontier_llm.planner.pipeline import play
+from frontier_llm.planner.pipeline import simulate_step
 from frontier_llm.topology.plan import make_plan
 from tests.unit.experiments.recorded import assert_recorded
 
@@ -171,7 +171,7 @@ def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
     config = load_run("bench", ["parallel.pipeline=2"])
     plan = make_plan(config, 2)
     layout = layout_of(config, 2)
-    shared, apart = (play(config.model, layout, numbers, plan.stages) for numbers in (found, free))
+    shared, apart = (simulate_step(config.model, layout, numbers, plan.stages) for numbers in (found, free))
     assert shared.pipeline_s == pytest.approx(sum(apart.busy_s) / 2, rel=1e-6)
     assert apart.pipeline_s > 1.1 * shared.pipeline_s
 

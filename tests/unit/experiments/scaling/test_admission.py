@@ -193,7 +193,7 @@ def test_a_bare_sbatch_makes_the_same_checks(
 
 def test_a_chain_pays_for_each_start_and_each_save() -> None:
     config = load_run("pretrain_1t", ["train.steps=3250"])
-    cost = Cost(config, Path("r"), done=10, step_s=10.0, nodes=100, slice_hours=2.0, lead_s=600.0, chained=True)
+    cost = Cost(config, Path("r"), done=10, step_s=10.0, nodes=100, slice_hours=2.0, warning_s=600.0, chained=True)
     # each job spends ten minutes on the start, and ten minutes on the wait for its end
     assert cost.node_hours == 900.0 and cost.chain() == (6, 1200.0)
     # 2 h less the start and the warning time

@@ -61,7 +61,7 @@ def test_a_short_run_ends_before_slurm_may_warn_its_ranks(
 ) -> None:
     monkeypatch.setattr(slurm, "time_left_s", lambda job_id: 2000.0)
     site = load_site("local")
-    assert ranks.time_left_s() == 2000 - site.signal_lead_s - 60 - GRACE_S
+    assert ranks.time_left_s() == 2000 - site.warning_time_s - 60 - GRACE_S
     monkeypatch.setattr(slurm, "time_left_s", lambda job_id: 600.0)
     tool = open_tool_job(tmp_path, "train_small", ["job.warning_s=120", "train.steps=9"], site=site, spares=1)
     tool.record()

@@ -52,7 +52,7 @@ def true_times(space: Space) -> np.ndarray:
     )
 
 
-def play(space: Space, trials: int, seed: int = 0, failing: tuple[int, ...] = ()) -> Tuner:
+def search_whole(space: Space, trials: int, seed: int = 0, failing: tuple[int, ...] = ()) -> Tuner:
     search = Tuner(space, [], seed)
     seconds = true_times(space)
 
@@ -67,7 +67,7 @@ def play(space: Space, trials: int, seed: int = 0, failing: tuple[int, ...] = ()
 
 
 def test_the_planners_choice_is_tried_first_and_then_what_the_model_expects(space: Space) -> None:
-    search = play(space, 12)
+    search = search_whole(space, 12)
     assert [trial.why for trial in search.trials[:5]] == ["planner", "spread", "spread", "spread", "model"]
     assert search.trials[0].layout == space.plans[0].layout
     assert len({trial.layout for trial in search.trials}) == len(search.trials)
@@ -76,7 +76,7 @@ def test_the_planners_choice_is_tried_first_and_then_what_the_model_expects(spac
 
 def test_a_layout_that_fails_is_not_tried_again_and_its_like_come_later(space: Space) -> None:
     failing = tuple(number for number, plan in enumerate(space.plans) if plan.layout.pp == 2)
-    search = play(space, 14, failing=failing)
+    search = search_whole(space, 14, failing=failing)
     failed = [trial for trial in search.trials if not trial.ok]
     assert failed and len({trial.layout for trial in failed}) == len(failed)
     assert [trial.layout.pp == 2 for trial in search.trials[-4:]].count(True) <= 1
@@ -147,10 +147,12 @@ def test_nodes_that_fail_end_the_search_and_say_nothing_of_layouts(space: Space)
 
 
 def test_it_goes_on_from_its_table(space: Space, tmp_path: Path) -> None:
-    whole = play(space, 12, seed=3)
+    whole = search_whole(space, 12, seed=3)
     path = tmp_path / "trials.csv"
     assert read_trials(path, space.plans[0].layout) == []
-    write_trials(path, [replace(trial, detail='a "quoted",\nbroken line') for trial in play(space, 6, seed=3).trials])
+    write_trials(
+        path, [replace(trial, detail='a "quoted",\nbroken line') for trial in search_whole(space, 6, seed=3).trials]
+    )
     trials = read_trials(path, space.plans[0].layout)
     assert [trial.layout for trial in trials] == [trial.layout for trial in whole.trials[:6]]
     # of a search with other fixed choices

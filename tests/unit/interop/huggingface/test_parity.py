@@ -96,9 +96,9 @@ def test_logits_of_two_by_two_ranks_are_those_of_one(ranks: RankPool, variant: s
         x_SBH = ours.hidden(tokens().T.contiguous())
         assert x_SBH is not None
         expected_BSV = ours.whole_logits(x_SBH).transpose(0, 1)
-    played = [logits for logits in ranks.run(4, logits_on_rank, tmp_path) if logits is not None]
-    assert len(played) == 2
-    assert all((logits_BSV - expected_BSV).abs().max() <= 1e-11 for logits_BSV in played)
+    results = [logits for logits in ranks.run(4, logits_on_rank, tmp_path) if logits is not None]
+    assert len(results) == 2
+    assert all((logits_BSV - expected_BSV).abs().max() <= 1e-11 for logits_BSV in results)
 
 
 def test_a_phi_3_without_window_goes_out_as_the_llama_that_it_is(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from frontier_llm.model.experts import MixtureOfExperts
 from frontier_llm.ops.native import load_cpu_library
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
-from tests.parity.play import build
+from tests.parity.three_steps import build
 
 pytestmark = pytest.mark.skipif(bool(load_cpu_library()), reason="scripts/build_native.sh")
 # Operators that copy data to the host in torch's CUDA implementation.

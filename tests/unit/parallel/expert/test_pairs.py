@@ -23,7 +23,7 @@ from tests.harness import dry_run
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
-from tests.parity.play import build as build_case
+from tests.parity.three_steps import build as build_case
 
 # The package has a function with the module's name, so a plain import would return the function.
 dispatch: Any = import_module("frontier_llm.parallel.expert.dispatch")
@@ -43,7 +43,7 @@ def two_steps(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], i
     turns = []
     state.pipeline.on_action = lambda action: turns.append(action)
     results = [train_step(state) for _ in range(2)]
-    state.optimizer.settle()
+    state.optimizer.wait_for_gather()
     computed = [action for action in turns if action is not None and action.kind.computes]
     return (
         [n for r in results for n in (r.loss, r.gradient_norm)],
@@ -69,7 +69,7 @@ def test_a_pair_gives_the_bits_of_one_after_the_other(ranks: RankPool, case: Cas
     together, apart = (ranks.run(case.world_size, two_steps, each) for each in (case, off(case)))
     for (numbers, weights, turns), (theirs, their_weights, actions) in zip(together, apart, strict=True):
         assert numbers == theirs and all(torch.equal(a, b) for a, b in zip(weights, their_weights, strict=True))
-        assert turns > actions, "the baton changes hands within pairs"
+        assert turns > actions, "the interleaving changes hands within pairs"
 
 
 class Flight(NamedTuple):
@@ -79,7 +79,7 @@ class Flight(NamedTuple):
 
     what: str
     began: Action
-    meanwhile: list[Action]
+    overlapped: list[Action]
 
 
 def flights(rank: int, case: Case) -> list[Flight]:
@@ -133,12 +133,12 @@ def test_rows_and_their_numbers_are_on_their_way_while_the_other_microbatch_comp
         inside = Counter(flight.what for flight in ended if flight.began in partner)
         assert inside["rows"] >= 10 and inside["numbers"] >= 3
         for flight in ended:
-            assert flight.meanwhile[:1] == ([partner[flight.began]] if flight.began in partner else [])
+            assert flight.overlapped[:1] == ([partner[flight.began]] if flight.began in partner else [])
     for ended in ranks.run(4, flights, off(case)):
-        assert not any(flight.meanwhile for flight in ended)
+        assert not any(flight.overlapped for flight in ended)
 
 
-def turns_and_calls(rank: int, case: Case) -> list[tuple[Action, list[dry_run.Call]]]:
+def switches_and_calls(rank: int, case: Case) -> list[tuple[Action, list[dry_run.Call]]]:
     """Return one step's actions with the ledger entries of each. A pair switches several times between its two
     actions.
     """
@@ -159,7 +159,7 @@ def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool) -> None:
     schedule = build("dualpipe-v", 2, 4, 2, pairs=True)
     inside: dict[tuple[tuple[Kind, int], ...], list[dry_run.Call]] = {}
     instead: dict[Action, list[dry_run.Call]] = {}
-    for rank, turns in enumerate(ranks.run(4, turns_and_calls, replace(PAIRED, family="mixtral"))):
+    for rank, turns in enumerate(ranks.run(4, switches_and_calls, replace(PAIRED, family="mixtral"))):
         for unit in units(posted_ahead(schedule.actions[rank // 2], True), True):
             calls: list[dry_run.Call] = []
             while turns and turns[0][0] in unit:

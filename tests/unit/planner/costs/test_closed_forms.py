@@ -103,11 +103,11 @@ def test_rank_parameters_tile_the_model(name: str, tp: int, pp: int) -> None:
 def test_in_flight_is_what_the_action_list_holds(schedule: str, chunks: int, pp: int, m: int) -> None:
     if chunks > 1 and m % pp:
         pytest.skip("the closed form counts whole rounds")
-    played = build(schedule, pp, m, chunks)
+    simulated = build(schedule, pp, m, chunks)
     last_use = Kind.BACKWARD_WEIGHT if schedule == "zb-h1" else Kind.BACKWARD
     for stage in range(pp):
         held = peak = 0
-        for action in played.compute[stage]:
+        for action in simulated.compute[stage]:
             held += (action.kind is Kind.FORWARD) - (action.kind is last_use)
             peak = max(peak, held)
         expected = float(peak_in_flight(schedule, pp, chunks, m, stage))

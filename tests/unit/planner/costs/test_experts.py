@@ -63,11 +63,11 @@ def test_rows_that_leave_the_node_cost_more_and_a_pipeline_may_stand_between_nei
     inside, across = (float(times(LARGE, replace(layout, ep=ep), FRONTIER).block.forward_s) for ep in (8, 64))
     assert across > 1.5 * inside
     assert float(times(LARGE, replace(layout, imbalance=1.5), FRONTIER).block.forward_s) > 1.1 * inside
-    seats = [
+    ranks_per_node = [
         int(experts_inside(replace(layout, tp=2, pp=8, dp=8, axis_order=order), FRONTIER))
         for order in ("tp-dp-pp", "tp-pp-dp")
     ]
-    assert seats == [8, 2]
+    assert ranks_per_node == [8, 2]
 
 
 def test_two_stages_save_the_share_that_x_moe_measured_and_are_taken_where_they_are_faster() -> None:

@@ -43,7 +43,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Board:
+class HeartbeatStore:
     """Stand-in for the claims in the store. The first `late` lookups find no claim."""
 
     def __init__(self, run_dir: Path, late: int = 0) -> None:
@@ -62,12 +62,12 @@ class Board:
         return self.first if self.late < 0 else None
 
 
-def inquiry(board: Board, rank: int) -> Inquiry:
+def inquiry(heartbeat_store: HeartbeatStore, rank: int) -> Inquiry:
     return Inquiry(
-        board,
+        heartbeat_store,
         rank,
         6,
-        board.run_dir,
+        heartbeat_store.run_dir,
         lambda what: Failure(what, Evidence.SYMPTOM, rank=rank, host=HOSTS[rank], step=17, section="train"),
     )  # type: ignore[arg-type]
 
@@ -76,34 +76,34 @@ def test_the_others_leave_when_all_is_on_record(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("frontier_llm.training.guard.cause.POLL_S", 0.0)
     monkeypatch.setattr("frontier_llm.training.guard.cause.ANSWER_S", 1000.0)
-    board = Board(tmp_path, late=5)
-    inquiry(board, 0).accuse(wrong(3))
-    assert board.files_at_claim == ["failure.json", "untrusted_nodes.json"]
-    inquiry(board, 1).accuse(wrong(3))
-    assert board.late == -1  # it polled until it found the claim
+    heartbeat_store = HeartbeatStore(tmp_path, late=5)
+    inquiry(heartbeat_store, 0).accuse(wrong(3))
+    assert heartbeat_store.files_at_claim == ["failure.json", "untrusted_nodes.json"]
+    inquiry(heartbeat_store, 1).accuse(wrong(3))
+    assert heartbeat_store.late == -1  # it polled until it found the claim
 
 
 def test_the_others_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frontier_llm.training.guard.cause.ANSWER_S", 0.0)
-    inquiry(Board(tmp_path), 1).accuse(wrong(3))  # rank 0 makes no claim
+    inquiry(HeartbeatStore(tmp_path), 1).accuse(wrong(3))  # rank 0 makes no claim
 
     def gone(name: str) -> str:
         raise RuntimeError("Connection reset by peer")
 
-    board = Board(tmp_path)
+    heartbeat_store = HeartbeatStore(tmp_path)
     monkeypatch.setattr("frontier_llm.training.guard.cause.ANSWER_S", 1000.0)
-    monkeypatch.setattr(board, "claimed", gone)
-    inquiry(board, 1).accuse(wrong(3))
+    monkeypatch.setattr(heartbeat_store, "claimed", gone)
+    inquiry(heartbeat_store, 1).accuse(wrong(3))
 
 
 def test_hosts_that_cannot_be_written_down_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    board = Board(tmp_path)
+    heartbeat_store = HeartbeatStore(tmp_path)
     (tmp_path / "untrusted_nodes.json").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_dir, "untrusted_hosts", lambda _: [])
-        inquiry(board, 0).accuse(wrong(3))
+        inquiry(heartbeat_store, 0).accuse(wrong(3))
     assert "cannot record that n1 must no longer be used" in capsys.readouterr().err
-    assert board.first is not None
+    assert heartbeat_store.first is not None
 
 
 @pytest.mark.parametrize(("ranks", "excluded"), [((2, 3), ["n1"]), ((0, 2), []), ((0, 1, 2, 3, 4, 5), [])])

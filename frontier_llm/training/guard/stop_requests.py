@@ -17,14 +17,14 @@ from frontier_llm.run.signals import SignalWatcher
 
 
 @dataclass(frozen=True)
-class Wish:
+class Requests:
     """Requests of one rank, or of all ranks together."""
 
     stop: bool = False
     save: bool = False
 
 
-class Wishes:
+class RequestCollector:
     """Collects the requests that this rank receives."""
 
     def __init__(self, signals: SignalWatcher, run_dir: Path, world: Axis, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Wishes:
         self._world = world
         self._device = device
 
-    def own(self) -> Wish:
+    def own(self) -> Requests:
         """Return the requests of this rank.
 
         Rank 0 also checks the files, and deletes SAVE, so that it requests one save only.
@@ -42,18 +42,18 @@ class Wishes:
         save = self._world.rank == 0 and save_file.exists()
         if save:
             save_file.unlink(missing_ok=True)
-        return Wish(self._stop(), save)
+        return Requests(self._stop(), save)
 
     def stop(self) -> bool:
         """Return True if any rank has received a stop request, outside of a step. Collective over the world."""
         asked = torch.full((), float(self._stop()), device=self._device)
-        return self.heard(Wish(stop=all_reduce_(asked, self._world).item() > 0))
+        return self.stop_requested(Requests(stop=all_reduce_(asked, self._world).item() > 0))
 
-    def heard(self, wish: Wish) -> bool:
-        """Return True if `wish`, the requests of all ranks together, contains a stop request, and log it."""
-        if wish.stop:
-            log.info(f"stopping on {self._signals.requested or 'a wish of another rank or the file STOP'}")
-        return wish.stop
+    def stop_requested(self, requests: Requests) -> bool:
+        """Return True if `requests`, the requests of all ranks together, contains a stop request, and log it."""
+        if requests.stop:
+            log.info(f"stopping on {self._signals.requested or 'a request of another rank or the file STOP'}")
+        return requests.stop
 
     def _stop(self) -> bool:
         return self._signals.requested is not None or (self._world.rank == 0 and (self._run_dir / STOP_FILE).exists())

@@ -25,8 +25,8 @@ from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case, pairwise
 from tests.parity.compare import differences, gather
-from tests.parity.play import Played, play
-from tests.parity.play import build as build_case
+from tests.parity.three_steps import RankResult, train_case
+from tests.parity.three_steps import build as build_case
 
 # ------------------------------------------------------------------------------------------------------- extensions
 
@@ -56,12 +56,12 @@ schedule.register("toy-v", ScheduleRule(v_order, v_placement, chunks=(2,)))
 losses.register("small-activations", losses.LossTerm(small_activations))
 
 
-def play_here(rank: int, case: Case) -> Played:
+def train_case_here(rank: int, case: Case) -> RankResult:
     """Import this module on the ranks, which registers the toy extensions there.
 
     `costs` does not include their traffic.
     """
-    return play(rank, case)._replace(traffic=[])
+    return train_case(rank, case)._replace(traffic=[])
 
 
 @pytest.mark.parametrize("family", but_first(["gpt", "llama"]))
@@ -72,15 +72,15 @@ def test_a_v_is_trained_as_one_rank_trains(ranks: RankPool, family: str, tp: int
     """
     case = Case(family, tp=tp, pp=2, schedule="toy-v", overlap_messages=overlap, settings=("parallel.chunks=2",))
     assert make_plan(case.config(), case.world_size).placement.ends == (0,)
-    serial = gather(ranks.run(1, play_here, case.serial()))
-    assert differences(gather(ranks.run(case.world_size, play_here, case)), serial) == []
+    serial = gather(ranks.run(1, train_case_here, case.serial()))
+    assert differences(gather(ranks.run(case.world_size, train_case_here, case)), serial) == []
 
 
-def play_with_term(rank: int, case: Case) -> tuple[Played, list[float]]:
+def train_case_with_term(rank: int, case: Case) -> tuple[RankResult, list[float]]:
     """Also return the values of the loss term that two further steps report."""
-    played = play_here(rank, case)
+    results = train_case_here(rank, case)
     state = build_case(rank, case)
-    return played, [train_step(state).further_losses["small-activations"] for _ in range(2)]
+    return results, [train_step(state).further_losses["small-activations"] for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_a_second_loss_is_trained_and_reported_as_one_rank_does(ranks: RankPool,
     case = Case("llama", **parallel, settings=weights)
     one = Case("llama", settings=weights)
     without = Case("llama")
-    serial = ranks.run(1, play_with_term, one)
-    here = ranks.run(case.world_size, play_with_term, case)
-    assert differences(gather([played for played, _ in here]), gather([serial[0][0]])) == []
+    serial = ranks.run(1, train_case_with_term, one)
+    here = ranks.run(case.world_size, train_case_with_term, case)
+    assert differences(gather([results for results, _ in here]), gather([serial[0][0]])) == []
     for _, values in here:
         assert values == pytest.approx(serial[0][1], rel=1e-9)
-    plain = differences(gather([serial[0][0]]), gather(ranks.run(1, play_here, without)))
+    plain = differences(gather([serial[0][0]]), gather(ranks.run(1, train_case_here, without)))
     assert any("gradient of layers.0" in line for line in plain), "the term has to pull"
 
 
@@ -157,8 +157,8 @@ def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool, case: Case
     collectives = learned(first)
     strict = build(case.schedule, case.pp, plan.microbatches, case.chunks)
     check_order(steps(strict, collectives, case.tp, case.dp))
-    played = strict
+    results = strict
     if case.overlap_messages:
-        played = replace(strict, actions=tuple(tuple(posted_ahead(actions)) for actions in strict.actions))
+        results = replace(strict, actions=tuple(tuple(posted_ahead(actions)) for actions in strict.actions))
     for place, (entries, _) in zip(places, recorded, strict=True):
-        assert entries == list(calls(played, place["pp"], collectives)), place
+        assert entries == list(calls(results, place["pp"], collectives)), place

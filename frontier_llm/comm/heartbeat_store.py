@@ -15,11 +15,11 @@ from frontier_llm.comm.heartbeat import Heartbeats
 from frontier_llm.comm.rendezvous import open_store, store_address
 from frontier_llm.errors import BackendError
 
-_PREFIX = "board"
+_PREFIX = "heartbeats"
 FIRST_HEARTBEAT_S = 5.0  # time limit for reading back the first heartbeat
 
 
-class Board:
+class HeartbeatStore:
     """One rank's access to the heartbeats and failure records of all ranks.
 
     Every method raises RuntimeError (torch's DistStoreError) if the store is gone or does not answer.
@@ -37,23 +37,23 @@ class Board:
         self._posts = 0  # from Python
         self.outlives_rank_0 = self._address is not None  # TCPStore's server has its own process
 
-    def post(self, rank: int, notice: dict[str, Any]) -> None:
-        """Write `notice` as this rank's newest heartbeat, with the number of its heartbeats added as "posts".
+    def post(self, rank: int, heartbeat: dict[str, Any]) -> None:
+        """Write `heartbeat` as this rank's newest heartbeat, with the number of its heartbeats added as "posts".
 
         With TCPStore a C++ thread repeats the heartbeat if the next call is late.
         """
         if self._heartbeats is not None:
-            self._heartbeats.update(notice)
+            self._heartbeats.update(heartbeat)
         elif self._address is None:
-            self._post_from_python(rank, notice)
+            self._post_from_python(rank, heartbeat)
         else:
-            self._begin_heartbeats(self._address, rank, notice)
+            self._begin_heartbeats(self._address, rank, heartbeat)
 
-    def _post_from_python(self, rank: int, notice: dict[str, Any]) -> None:
+    def _post_from_python(self, rank: int, heartbeat: dict[str, Any]) -> None:
         self._posts += 1
-        self._store.set(f"{_PREFIX}/{rank}", json.dumps({**notice, "posts": self._posts}))
+        self._store.set(f"{_PREFIX}/{rank}", json.dumps({**heartbeat, "posts": self._posts}))
 
-    def _begin_heartbeats(self, address: tuple[str, int], rank: int, notice: dict[str, Any]) -> None:
+    def _begin_heartbeats(self, address: tuple[str, int], rank: int, heartbeat: dict[str, Any]) -> None:
         """Send the first heartbeat from C++ and read it back.
 
         If this fails, this rank sends its heartbeats from Python for the rest of the run.
@@ -62,23 +62,23 @@ class Board:
         try:
             heartbeats = Heartbeats(address, key, self._period_s)
         except (BackendError, OSError) as error:
-            self._fall_back(rank, notice, str(error))
+            self._fall_back(rank, heartbeat, str(error))
             return
-        heartbeats.update(notice)
+        heartbeats.update(heartbeat)
         deadline_s = time.monotonic() + FIRST_HEARTBEAT_S
         while not self._store.check([key]):
             if time.monotonic() > deadline_s:
                 heartbeats.close()
-                self._fall_back(rank, notice, "this torch's store does not take them")
+                self._fall_back(rank, heartbeat, "this torch's store does not take them")
                 return
             time.sleep(0.005)
         self._heartbeats = heartbeats
 
-    def _fall_back(self, rank: int, notice: dict[str, Any], why: str) -> None:
+    def _fall_back(self, rank: int, heartbeat: dict[str, Any], why: str) -> None:
         if rank == 0:
             log.warn(f"heartbeats come from Python, and stop while the main thread holds the interpreter lock: {why}")
         self._address = None
-        self._post_from_python(rank, notice)
+        self._post_from_python(rank, heartbeat)
 
     def read(self, rank: int) -> dict[str, Any] | None:
         """Return a rank's newest heartbeat, or None before its first."""

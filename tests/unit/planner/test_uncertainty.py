@@ -9,7 +9,7 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.machine.load import load_machine
-from frontier_llm.planner.promise import ESTIMATED, OTHER, basis
+from frontier_llm.planner.uncertainty import ESTIMATED, OTHER, basis
 
 
 def plan_words(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -29,9 +29,9 @@ def test_an_untried_stack_leads_with_the_slow_end_and_a_promise_above_all_that_i
     assert "55.3 TFLOP/s for such a model (ornl-22B), 83.0 for any (mosaic-mi250-4)" in out
     assert "are above every rate published on MI250" in out
     report = json.loads(plan_words(capsys, "--fix", "tensor=2", "--json"), parse_constant=pytest.fail)
-    promise = report["promise"]
-    assert (promise["basis"], promise["above_published"]) == (OTHER, True)
-    assert promise["step_s"][0] < report["plans"][0]["step_s"] < promise["step_s"][1]
+    uncertainty = report["promise"]
+    assert (uncertainty["basis"], uncertainty["above_published"]) == (OTHER, True)
+    assert uncertainty["step_s"][0] < report["plans"][0]["step_s"] < uncertainty["step_s"][1]
 
 
 def test_a_stack_that_ran_leads_with_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ OTHER = "other stack"
 ESTIMATED = "estimated"
 
 # Basis → half width: nine of ten measured steps lie within a factor 1 + half width of the predicted step. The first two
-# hold for published runs with a stated layout on which no constant was fitted (benchmarks/tests/test_promise.py).
+# hold for published runs with a stated layout on which no constant was fitted (benchmarks/tests/test_best_runs.py).
 # The third has no measurements, so it is twice the second.
 BANDS = {SAME: 0.17, OTHER: 0.28, ESTIMATED: 0.56}
 
@@ -78,7 +78,7 @@ def basis(machine: Machine, stack: str) -> str:
 
 
 @dataclass(frozen=True)
-class Promise:
+class Uncertainty:
     """Uncertainty of a plan's speed, and the published rates to which it is compared."""
 
     basis: str  # A key of BANDS.
@@ -154,11 +154,11 @@ class Promise:
         }
 
 
-def promise_of(plan: Plan, machine: Machine, stack: str) -> Promise:
+def uncertainty_of(plan: Plan, machine: Machine, stack: str) -> Uncertainty:
     """Return the uncertainty of this plan's speed."""
     device = family(machine.device.name)
     published = best_published().get(device, {})
-    return Promise(
+    return Uncertainty(
         basis=basis(machine, stack),
         tflops=model_flops_per_token(plan.model) * plan.tokens_per_s_per_device / TERA,
         device=device,

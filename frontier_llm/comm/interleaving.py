@@ -19,13 +19,13 @@ class _Dropped(BaseException):
     """Ends a half after the other half has failed."""
 
 
-class Baton:
+class Interleaving:
     """Lets one of two halves run at a time; one object per rank.
 
-    Each half is a function call in its own thread. The running half changes when it calls `pass_on` and when it ends.
+    Each half is a function call in its own thread. The running half changes when it calls `switch_halves` and when it ends.
     So the program alone determines the order, and all ranks that run the same two halves have the same order.
     On a GPU both halves submit kernels to one stream. A half that resumes queues its wait for communication behind the
-    other half's kernels, so communication and kernels overlap. Any thread may call `pass_on` for the running half,
+    other half's kernels, so communication and kernels overlap. Any thread may call `switch_halves` for the running half,
     because autograd runs a GPU's backward in its own thread.
     """
 
@@ -34,20 +34,22 @@ class Baton:
         self._holder = 0  # index of the half that runs
         self._shared = False  # whether both halves are unfinished
         self._error: BaseException | None = None
-        self._taken: Callable[[], object]
+        self._on_resume: Callable[[], object]
         self._second = ThreadPoolExecutor(1, "second half")  # one thread for all pairs, started at the first pair
 
-    def share(self, halves: Sequence[Half], run: Callable[[Half], None], turn: Callable[[Half], object]) -> None:
+    def run_both(
+        self, halves: Sequence[Half], run: Callable[[Half], None], on_resume: Callable[[Half], object]
+    ) -> None:
         """Run two halves to their ends, the first in this thread.
 
-        `turn` is called with a half each time this half starts or resumes.
+        `on_resume` is called with a half each time this half starts or resumes.
         An exception of one half ends the other half at its next turn, and is then raised here.
         """
         self._wakes = (Semaphore(0), Semaphore(0))
         self._holder = 0
         self._shared = True
         self._error = None
-        self._taken = lambda: turn(halves[self._holder])
+        self._on_resume = lambda: on_resume(halves[self._holder])
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def second() -> None:
@@ -61,7 +63,7 @@ class Baton:
         if self._error is not None:
             raise self._error
 
-    def pass_on(self) -> None:
+    def switch_halves(self) -> None:
         """Let the other half run, and return when it yields or ends. Returns at once if there is no other half."""
         if self._shared:
             mine = self._holder
@@ -89,4 +91,4 @@ class Baton:
     def _take(self) -> None:
         if self._error is not None:
             raise _Dropped
-        self._taken()
+        self._on_resume()

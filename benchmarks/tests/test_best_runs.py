@@ -11,7 +11,7 @@ from benchmarks.published.best import as_json, best_of_rows
 from benchmarks.published.datasets import FITTED, PublishedRun, shipped
 from benchmarks.published.predict import cluster, predict
 from benchmarks.published.validate import is_fitted
-from frontier_llm.planner.promise import BANDS, BEST_PUBLISHED, OTHER, SAME, basis, best_published
+from frontier_llm.planner.uncertainty import BANDS, BEST_PUBLISHED, OTHER, SAME, basis, best_published
 
 ROWS = shipped()
 

@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     values: np.ndarray
 
 
-class Played(NamedTuple):
+class RankResult(NamedTuple):
     """The results of one rank."""
 
     losses: list[float]  # one loss per step, then one of an evaluation
@@ -126,7 +126,7 @@ def whole_piece(spec: ShardSpec, values: Tensor) -> Piece:
 def weights(buckets: list[Bucket]) -> list[Piece]:
     """Return all parameters that this rank holds, including replicas."""
     for bucket in buckets:
-        bucket.settle()
+        bucket.wait_for_gather()
     return [whole_piece(p.spec, p) for bucket in buckets for p in bucket.parameters]
 
 
@@ -165,7 +165,7 @@ def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
     return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
 
 
-def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
+def train_case(rank: int, case: Case, sabotage: str | None = None) -> RankResult:
     """Run three steps of a case on one rank through `train_step`, with one planted fault if `sabotage` is given."""
     with ExitStack() as stack:
         if sabotage:
@@ -193,7 +193,7 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
         held_out = held_out_loss(state, Source(case, state.mesh.dp.rank), samples, lambda: False)
         assert held_out is not None
         final = weights(state.optimizer.buckets)
-        return Played(
+        return RankResult(
             [*(r.loss for r in results), held_out],
             [r.gradient_norm for r in results],
             initial,

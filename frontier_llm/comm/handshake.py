@@ -26,24 +26,24 @@ MOST_UNKNOWN = 256
 MOST_LINES = 20  # limit of log lines about unauthenticated peers
 
 
-class Stranger(Exception):
+class UnauthenticatedPeer(Exception):
     """The peer failed authentication. The message contains the reason."""
 
 
 def same_user(connection: socket.socket) -> None:
-    """Raise Stranger if the peer of a Unix socket belongs to another user."""
+    """Raise UnauthenticatedPeer if the peer of a Unix socket belongs to another user."""
     process, user, _ = struct.unpack(
         "3i",
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")),
     )
     if user != os.getuid():
-        raise Stranger(f"process {process} belongs to another user (uid {user})")
+        raise UnauthenticatedPeer(f"process {process} belongs to another user (uid {user})")
 
 
 def require_proof(connection: socket.socket, secret: bytes) -> None:
     """Run the server's part of the handshake.
 
-    Raises Stranger if the peer fails it. Raises OSError if the peer closes the connection or exceeds HANDSHAKE_S.
+    Raises UnauthenticatedPeer if the peer fails it. Raises OSError if the peer closes the connection or exceeds HANDSHAKE_S.
     """
     until_s = time.monotonic() + HANDSHAKE_S
     challenge = secrets.token_bytes(CHALLENGE_BYTES)
@@ -53,7 +53,7 @@ def require_proof(connection: socket.socket, secret: bytes) -> None:
     theirs = answer[:CHALLENGE_BYTES]
     proof = answer[CHALLENGE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"rank", challenge, theirs)):
-        raise Stranger("it does not know the job's secret")
+        raise UnauthenticatedPeer("it does not know the job's secret")
     connection.sendall(_proof(secret, b"server", theirs, challenge))
     connection.settimeout(None)
 
@@ -61,14 +61,14 @@ def require_proof(connection: socket.socket, secret: bytes) -> None:
 def give_proof(connection: socket.socket, secret: bytes) -> None:
     """Run a rank's part of the handshake.
 
-    Raises Stranger if the server does not know the secret. Raises OSError if the server refuses this rank.
+    Raises UnauthenticatedPeer if the server does not know the secret. Raises OSError if the server refuses this rank.
     """
     until_s = time.monotonic() + HANDSHAKE_S
     ours = secrets.token_bytes(CHALLENGE_BYTES)
     challenge = _receive(connection, CHALLENGE_BYTES, until_s, GREETING)
     connection.sendall(GREETING + ours + _proof(secret, b"rank", challenge, ours))
     if not hmac.compare_digest(_receive(connection, PROOF_BYTES, until_s), _proof(secret, b"server", ours, challenge)):
-        raise Stranger("who listens there does not know the job's secret")
+        raise UnauthenticatedPeer("who listens there does not know the job's secret")
     connection.settimeout(None)
 
 
@@ -86,7 +86,7 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 def _receive(connection: socket.socket, size: int, until_s: float, greeting: bytes = b"") -> bytes:
     """Receive the greeting and `size` bytes until `until_s`. Returns the bytes after the greeting.
 
-    Raises Stranger at the first byte that differs from the greeting. A peer with another protocol may never send the
+    Raises UnauthenticatedPeer at the first byte that differs from the greeting. A peer with another protocol may never send the
     remaining bytes, so this function does not wait for them.
     """
     received = b""
@@ -97,7 +97,7 @@ def _receive(connection: socket.socket, size: int, until_s: float, greeting: byt
             raise ConnectionError("closed by the other side")
         received += piece
         if not received.startswith(greeting[: len(received)]):
-            raise Stranger("it does not speak the protocol of this rendezvous")
+            raise UnauthenticatedPeer("it does not speak the protocol of this rendezvous")
     return received[len(greeting) :]
 
 
@@ -105,7 +105,7 @@ def _proof(secret: bytes, role: bytes, *challenges: bytes) -> bytes:
     return hmac.digest(secret, role + b"".join(challenges), "sha256")
 
 
-class Door:
+class Handshake:
     """Accepts connections of `listener`, and passes each one to `serve` if `admit` raises no exception.
 
     Other connections are closed and logged. Each connection has its own thread until it is authenticated, so that a
@@ -125,7 +125,7 @@ class Door:
         self._where = where
         self._unknown = threading.BoundedSemaphore(MOST_UNKNOWN)
         self._lines = 0
-        threading.Thread(target=self._accept, name="store door", daemon=True).start()
+        threading.Thread(target=self._accept, name="store handshake", daemon=True).start()
 
     def close(self) -> None:
         """Accept no more connections. Connections that were accepted before stay open."""
@@ -141,13 +141,15 @@ class Door:
             if not self._unknown.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._examine, args=(connection, address), name="store door", daemon=True).start()
+            threading.Thread(
+                target=self._examine, args=(connection, address), name="store handshake", daemon=True
+            ).start()
 
     def _examine(self, connection: socket.socket, address: object) -> None:
         who = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this node"
         try:
             self._admit(connection)
-        except (Stranger, OSError) as error:
+        except (UnauthenticatedPeer, OSError) as error:
             connection.close()
             self._refused(who, "it said nothing" if isinstance(error, TimeoutError) else str(error))
         else:
