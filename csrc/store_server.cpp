@@ -1,7 +1,7 @@
-// The authenticated key-value store in which the ranks of a job meet; frontier_llm/comm/store_server.py is its only
-// user.
+// The authenticated key-value store in which the ranks of a job meet. Its only user is
+// frontier_llm/comm/authenticated_store.py.
 //
-// It opens no socket. Python authenticates connections (comm/handshake.py) and hands them over; one thread answers them all,
+// It opens no socket. Python authenticates connections (comm/handshake.py) and hands them over; one thread answers all,
 // without the interpreter lock. A wait costs nothing until its key comes. Requests and answers are lists of byte
 // strings: u32 count, u64 lengths[count], bytes (little endian; comm/authenticated_store.py). Plain C ABI, loaded with
 // ctypes; no Python, no torch.

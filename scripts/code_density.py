@@ -2,7 +2,7 @@
 
     python scripts/code_density.py [--check]
 
-Also refuses lines of C++ and shell over 120 columns.
+Also refuses lines of C++ and shell over 120 columns, and more than 30 files of the package with fewer than 60 lines.
 
 A line of code is a line that is not blank, a comment, a docstring or an import. Tokens are the tokens of Python's
 tokenizer without comments and layout.
@@ -20,6 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_COLUMNS = 120
+SMALL_LINES = 60  # a file with fewer lines is small
+MOST_SMALL_FILES = 30
+# Files that may be small: an `__init__` file marks a package or lists its public names, a command has one file, and
+# `model/dims.py` is the legend of the shapes.
+MAY_BE_SMALL = ("**/__init__.py", "__main__.py", "cli/*.py", "experiments/scaling/point.py", "model/dims.py")
 LONGEST_WORD = 100
 WIDTH_CHECKED = (
     "csrc/**/*.cpp",
@@ -139,6 +144,16 @@ def wide_lines() -> list[str]:
     return sorted(wide)
 
 
+def small_files(package: Path) -> list[str]:
+    """Return the files of the package that are small and not in MAY_BE_SMALL."""
+    allowed = {path for pattern in MAY_BE_SMALL for path in package.glob(pattern)}
+    return sorted(
+        str(path.relative_to(package))
+        for path in set(package.rglob("*.py")) - allowed
+        if len(path.read_text(encoding="utf-8").splitlines()) < SMALL_LINES
+    )
+
+
 def excesses(found: Measure, bound: Bound) -> list[str]:
     """Return a line of text for each value above its bound."""
     return [
@@ -166,7 +181,13 @@ def main() -> int:
     wide = wide_lines()
     for place in wide:
         print(f"{place} has more than {MOST_COLUMNS} columns: wrap it", file=sys.stderr)
-    return int(check and (too_dense or bool(wide)))
+    small = small_files(ROOT / "frontier_llm")
+    print(f"frontier_llm: {len(small)} files below {SMALL_LINES} lines, at most {MOST_SMALL_FILES} allowed")
+    has_too_many_small = len(small) > MOST_SMALL_FILES
+    if has_too_many_small:
+        advice = "join each to the file of the same package that shares its subject"
+        print(f"frontier_llm has too many small files; {advice}: {', '.join(small)}", file=sys.stderr)
+    return int(check and (too_dense or bool(wide) or has_too_many_small))
 
 
 if __name__ == "__main__":

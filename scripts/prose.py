@@ -1,10 +1,12 @@
-"""Counts habits that make the English of this project hard to read, and refuses more of them than the bounds below.
+"""Counts patterns that make the English of this project hard to read, and refuses more of them than the bounds below.
 
-    python scripts/prose.py [--check] [--list HABIT[:KIND]] [FILE ...]
+    python scripts/prose.py [--check] [--list PATTERN[:KIND]] [FILE ...]
 
 Four kinds of text are measured: docstrings, comments, messages (texts of errors, problems and log calls) and pages
 (Markdown without code, tables and headings). Each bound is a share of the sentences of a kind. In torchtitan, OLMo-core
-and nanotron each habit occurs in 0.0 to 0.4 % of the docstrings' sentences. Only long sentences are more frequent.
+and nanotron each pattern occurs in 0.0 to 0.4 % of the docstrings' sentences. Only long sentences are more frequent.
+
+Words of our own that the field has another word for (HOUSE_WORDS) may occur neither in text nor in identifiers.
 
 A sentence that must stay is excepted by `# prose: ok: reason` (in pages `<!-- prose: ok: reason -->`) on its first line
 or on the line before it. The exceptions are counted.
@@ -27,8 +29,35 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MOST_WORDS = 25
 LONG = "long"
+HOUSE = "house-word"
+# Words of our own → the field's words. They are refused in identifiers and in text.
+HOUSE_WORDS = {
+    "baton": "interleaving of two microbatches",
+    "stranger": "unauthenticated peer",
+    "strangers": "unauthenticated peers",
+    "habit": "software option",
+    "habits": "software options",
+    "wish": "request",
+    "wishes": "requests",
+    "promise": "uncertainty, prediction",
+    "promises": "predictions",
+    "ranks_per_node": "ranks per node",
+    "meanwhile": "overlap",
+    "played": "executed, simulated",
+    "plays": "executes",
+    "player": "simulation",
+}
+# Words that are refused in identifiers only, because text also uses them in their usual sense.
+HOUSE_NAMES = HOUSE_WORDS | {
+    "board": "heartbeats",
+    "door": "handshake",
+    "beat": "period, length",
+    "play": "run, simulate",
+    "settle": "wait for the gather",
+    "lead": "warning time, leading",
+}
 REPEATS_NAME = "repeats-name"
-HABITS = {
+PATTERNS = {
     "where-for-if": re.compile(
         r"\bwhere (it|they|there|that|this|a|an|the|one|no|none|nobody|some|each|all|both|only|ranks|nothing)\b"
     ),
@@ -64,8 +93,8 @@ FORMULA = re.compile(r"[@=+*\[]")
 # Generated pages and results have no sentences of their own. The simulator's folder can be copied by other projects.
 LEFT_OUT = ("docs/generated/", "docs/configuration.md", "tests/cdna2/", "CHANGELOG.md")
 
-# Highest share of sentences with each habit, in percent, by kind of text. A bound may only be lowered.
-GOAL = dict.fromkeys(HABITS, 0.5) | {LONG: 5.0, REPEATS_NAME: 0.0}
+# Highest share of sentences with each pattern, in percent, by kind of text. A bound may only be lowered.
+GOAL = dict.fromkeys(PATTERNS, 0.5) | {LONG: 5.0, REPEATS_NAME: 0.0, HOUSE: 0.0}
 BOUNDS = {
     "docstring": GOAL,
     "comment": GOAL,
@@ -82,11 +111,13 @@ class Sentence:
     repeats_name: bool = False  # the docstring has only words of the name that it documents
 
 
-def habits_of(sentence: Sentence) -> list[str]:
-    """Return the names of the habits in a sentence."""
-    found = [name for name, pattern in HABITS.items() if pattern.search(sentence.text)]
+def patterns_in(sentence: Sentence) -> list[str]:
+    """Return the names of the patterns in a sentence."""
+    found = [name for name, pattern in PATTERNS.items() if pattern.search(sentence.text)]
     if len(sentence.text.split()) > MOST_WORDS:
         found.append(LONG)
+    if any(word.lower() in HOUSE_WORDS for word in re.findall(r"[A-Za-z]+", sentence.text)):
+        found.append(HOUSE)
     if sentence.repeats_name:
         found.append(REPEATS_NAME)
     return found
@@ -204,6 +235,21 @@ def sentences(paths: list[str]) -> Iterator[Sentence]:
         yield from sentences_of_python(path, source) if path.endswith(".py") else sentences_of_page(path, source)
 
 
+def house_names(paths: list[str]) -> Iterator[str]:
+    """Yield "path:line: name: use …" for each identifier with a word of HOUSE_NAMES that these Python files define."""
+    for path in paths:
+        if not path.endswith(".py"):
+            continue
+        tokens = tokenize.generate_tokens(io.StringIO((ROOT / path).read_text(encoding="utf-8")).readline)
+        for token in tokens:
+            if token.type != tokenize.NAME or (token.string.startswith("test_") and "_" in token.string[5:]):
+                continue
+            for word in re.findall(r"[A-Z]?[a-z]+", token.string):
+                if word.lower() in HOUSE_NAMES:
+                    place = f"{path}:{token.start[0]}"
+                    yield f"{place}: {token.string}: instead of {word!r} use: {HOUSE_NAMES[word.lower()]}"
+
+
 def is_excepted(sentence: Sentence) -> bool:
     """Return whether the line of the sentence, or the line before it, has an exception with a reason."""
     path, line = sentence.place.rsplit(":", 1)
@@ -215,7 +261,7 @@ def is_excepted(sentence: Sentence) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a share is above its bound")
-    parser.add_argument("--list", metavar="HABIT[:KIND]", help="print the sentences with a habit")
+    parser.add_argument("--list", metavar="PATTERN[:KIND]", help="print the sentences with a pattern")
     parser.add_argument("files", nargs="*", help="Python files and pages (default: all in git)")
     arguments = parser.parse_args()
 
@@ -225,33 +271,34 @@ def main() -> int:
     exceptions = 0
     for sentence in sentences(arguments.files or tracked_files()):
         totals[sentence.kind] += 1
-        habits = habits_of(sentence)
-        if habits and is_excepted(sentence):
+        patterns = patterns_in(sentence)
+        if patterns and is_excepted(sentence):
             exceptions += 1
             continue
-        for habit in habits:
-            counts[sentence.kind][habit] += 1
-            found.append((habit, sentence))
+        for pattern in patterns:
+            counts[sentence.kind][pattern] += 1
+            found.append((pattern, sentence))
 
     if arguments.list:
-        habit, _, kind = arguments.list.partition(":")
+        pattern, _, kind = arguments.list.partition(":")
         for name, sentence in found:
-            if name == habit and kind in ("", sentence.kind):
+            if name == pattern and kind in ("", sentence.kind):
                 print(f"{sentence.place}\n    {sentence.text}")
         return 0
 
-    broken = []
+    broken = list(house_names(arguments.files or tracked_files()))
     for kind, bounds in BOUNDS.items():
-        shares = {habit: 100 * counts[kind][habit] / max(1, totals[kind]) for habit in [*HABITS, LONG, REPEATS_NAME]}
+        total = max(1, totals[kind])
+        shares = {pattern: 100 * counts[kind][pattern] / total for pattern in GOAL}
         print(
             f"{kind}: {totals[kind]} sentences; " + ", ".join(f"{name} {share:.2f} %" for name, share in shares.items())
         )
-        for habit, share in shares.items():
-            if share > bounds[habit]:
-                broken.append(f"{kind}: {habit} in {share:.2f} % of the sentences, at most {bounds[habit]} %")
+        for pattern, share in shares.items():
+            if share > bounds[pattern]:
+                broken.append(f"{kind}: {pattern} in {share:.2f} % of the sentences, at most {bounds[pattern]} %")
     print(f"{exceptions} sentences are excepted with a reason")
     if arguments.check and broken:
-        print("\n".join([*broken, "list them: python scripts/prose.py --list HABIT:KIND"]), file=sys.stderr)
+        print("\n".join([*broken, "list them: python scripts/prose.py --list PATTERN:KIND"]), file=sys.stderr)
         return 1
     return 0
 

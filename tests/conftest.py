@@ -11,7 +11,11 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores with their ranks
 
-from tests.harness.pool import RankPool
+from frontier_llm.machine.processor import limit_instruction_set
+
+limit_instruction_set()  # FRONTIER_LLM_INSTRUCTION_SET=avx2 runs the tests as on a CPU with AVX2; before torch
+
+from tests.harness.pool import RankPool  # noqa: E402
 
 # Hypothesis's checks of time are off, because a busy machine makes some of its examples slow at random.
 # pytest's limit per test still applies.
@@ -35,7 +39,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Several workers begin with Slurm, whose tests wait: the other worker has the cores meanwhile."""
+    """Several workers begin with Slurm, whose tests wait: until then the other worker has the cores."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
 

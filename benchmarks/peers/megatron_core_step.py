@@ -126,7 +126,7 @@ def main() -> None:
         output = model(tokens[:, :-1], position, mask, labels=tokens[:, 1:])
         return output, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
 
-    play = get_forward_backward_func()
+    run_schedule = get_forward_backward_func()
     seconds = []
     cpu_seconds = []
     for step in range(args.warmup + args.steps):
@@ -135,7 +135,7 @@ def main() -> None:
         cpu_begin = time.process_time()
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        play(
+        run_schedule(
             forward_step_func=forward,
             data_iterator=iter([]),
             model=[model],

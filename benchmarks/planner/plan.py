@@ -72,8 +72,15 @@ def predicted_s(config: RunConfig, numbers: Rates) -> float:
 
 
 def measured_s(run: str, overrides: list[str], steps: int) -> float:
-    """Return the median step time of one `bench step`."""
-    out = frontier_llm(
+    """Return the median step time of one `bench step`. Its ranks write their logs into a temporary directory."""
+    with tempfile.TemporaryDirectory() as run_dir:
+        out = bench_step(run, [*overrides, f"train.run_dir={run_dir}"], steps)
+    return float(json.loads(out[out.index("{") :])["step_time_s"])
+
+
+def bench_step(run: str, overrides: list[str], steps: int) -> str:
+    """Run `frontier-llm bench step` and return its stdout."""
+    return frontier_llm(
         "bench",
         "step",
         run,
@@ -82,7 +89,6 @@ def measured_s(run: str, overrides: list[str], steps: int) -> float:
         str(steps),
         "--json",
     )
-    return float(json.loads(out[out.index("{") :])["step_time_s"])
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from frontier_llm import __version__
 from frontier_llm.cli.arguments import Parser
 from frontier_llm.errors import FrontierError, not_installed, suggest
 from frontier_llm.files import LIFT_VARIABLE, lift_bounds
+from frontier_llm.machine.processor import limit_instruction_set
 from frontier_llm.run.rank_env import environ
 
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` reads only this table, because it must
@@ -108,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         lift_bounds(environ(LIFT_VARIABLE))
+        limit_instruction_set()  # before a command imports torch
         parsed = parse(arguments)
         return int(parsed.work(parsed))
     except FrontierError as error:

@@ -109,13 +109,16 @@ def _check(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from frontier_llm.ops.deepspeed_ops import LOADED_BY, op_states
     from frontier_llm.ops.manifest import prebuilt_architectures
+    from frontier_llm.ops.native import describe_instruction_sets
     from frontier_llm.ops.select import backends
 
     rows = backends(args.dtype)
     architectures = prebuilt_architectures()
     deepspeed = op_states()
+    processor = describe_instruction_sets()
 
     def lines() -> Iterator[str]:
+        yield processor
         for device in ("cpu", "cuda"):
             yield f"{device} ({args.dtype}); * marks what auto selects"
             here = (row for row in rows if row["device"] == device)
@@ -126,7 +129,11 @@ def _list(args: argparse.Namespace) -> int:
         yield "DeepSpeed's ops" if deepspeed else "DeepSpeed's ops: DeepSpeed is not installed"
         yield from (f"    {name:<10} {state} (loaded by {LOADED_BY[name]})" for name, state in deepspeed.items())
 
-    show(args, {"backends": rows, "prebuilt": architectures, "deepspeed": deepspeed}, lambda: "\n".join(lines()))
+    show(
+        args,
+        {"processor": processor, "backends": rows, "prebuilt": architectures, "deepspeed": deepspeed},
+        lambda: "\n".join(lines()),
+    )
     return 0
 
 

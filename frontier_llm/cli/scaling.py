@@ -135,6 +135,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
         for row, job in zip(priced, jobs, strict=True)
     ]
     show(args, rows, lambda: as_text(priced, jobs))
+    _log_published(mode, config.model.name, [(row.point.devices, row.efficiency) for row in priced])
     log.info(
         "dry run: nothing is written or queued"
         if args.dry_run
@@ -257,12 +258,23 @@ def _submit(
 def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) -> None:
     """Print the table and the paths of its files."""
     from frontier_llm import log
-    from frontier_llm.experiments.scaling.harvest import as_json, as_text
+    from frontier_llm.experiments.scaling.harvest import as_json, as_text, by_series
     from frontier_llm.units import printable
 
     print(as_json(rows) if args.json else printable(as_text(rows)))
+    for (mode, model), points in by_series(rows).items():
+        _log_published(mode, model, [(row.devices, row.predicted_efficiency) for row in points])
     if paths:
         log.info(f"wrote {', '.join(map(str, paths))}")
+
+
+def _log_published(mode: str, model: str, efficiencies: list[tuple[int, float | None]]) -> None:
+    """Print the published efficiencies that belong to these predicted ones."""
+    from frontier_llm import log
+    from frontier_llm.planner.published import beside_published
+
+    for line in beside_published(mode, model, efficiencies):
+        log.info(line)
 
 
 def _simulate(args: argparse.Namespace, points: list[Point], root: Path) -> int:

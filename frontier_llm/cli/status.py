@@ -28,7 +28,8 @@ from frontier_llm.cli.arguments import JSON, command, option, show
 def status(args: argparse.Namespace) -> int:
     """Return exit code 0. 1 if no run was found, and 2 if a run could not be read."""
     from frontier_llm import log
-    from frontier_llm.cluster.status import find_runs, read_statuses, render
+    from frontier_llm.cluster.status import find_runs, read_statuses
+    from frontier_llm.cluster.status_text import render
     from frontier_llm.errors import FrontierError
 
     given = [Path(word) for word in args.run_dirs]

@@ -62,6 +62,12 @@ if TYPE_CHECKING:
         metavar="H",
         help="save and end when all jobs of the run together have used so many",
     ),
+    option(
+        "--failed-start-node-hours",
+        type=positive_amount,
+        metavar="H",
+        help="give up when starts in a row that reach no step have used so many (default: 3 hours of all nodes)",
+    ),
     option("--preflight", action="store_true", help="`doctor` on every node before the first start"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
@@ -109,6 +115,7 @@ def submit(args: argparse.Namespace) -> int:
         continuation=args.continue_with or default_continuation(config),
         flags=_resume_flags(args),
         max_node_hours=args.max_node_hours,
+        failed_start_node_hours=args.failed_start_node_hours,
         preflight=args.preflight or environ("FRONTIER_LLM_PREFLIGHT") == "1",
     )
     request = slurm.JobRequest(

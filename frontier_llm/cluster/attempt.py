@@ -117,6 +117,7 @@ def start_ranks(
     failure = outcome.failure
     end_step = progress(run.directory)
     is_done = end_step >= run.config.train.steps or outcome.exit_code == 0
+    failed_at = 0 if failure is None or failure.step is None else failure.step
     is_host_suspect = failure is not None and failure.host_suspect and failure.host in nodes
     ended = run_dir.Attempt(
         incarnation=number,
@@ -129,6 +130,8 @@ def start_ranks(
         detail="" if failure is None else failure.describe(),
         failed_host=failure.host if failure is not None and is_host_suspect else "",
         started_unix_s=started_s,
+        last_step=max(end_step, failed_at, run_dir.last_logged_step(run.directory, number)),
+        fault="" if failure is None else failure.program_fault,
     )
     run_dir.record(run.directory, ended)
     log.info(f"attempt {number} ended at step {end_step}: {ended.cause}{', ' + ended.detail if ended.detail else ''}")

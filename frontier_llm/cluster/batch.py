@@ -4,7 +4,8 @@
     python -m frontier_llm.cli.job RUN [WORD …]                    for a shipped script: the words define the record
 
 WORD is an override `key=value` of the run, a flag of `train`, or one of `job.spares=N`,
-`job.continuation=requeue|successor|never`, `job.max_node_hours=H`, `job.warning_s=S` and `job.preflight=true|false`.
+`job.continuation=requeue|successor|never`, `job.max_node_hours=H`, `job.failed_start_node_hours=H`,
+`job.warning_s=S` and `job.preflight=true|false`.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class _Setting:
     """A field of the job that a word `job.NAME=VALUE` sets."""
 
     name: str
-    variable: str  # older environment variable for the setting, which is still read
+    variable: str  # older environment variable for the setting, which is still read; '' if there is none
     parse: Callable[[str, str], Any]  # takes (text, name for error messages)
 
 
@@ -109,6 +110,7 @@ _SETTINGS = (
     _Setting("spares", "FRONTIER_LLM_SPARE_NODES", _spares),
     _Setting("continuation", "FRONTIER_LLM_CONTINUE", _continuation),
     _Setting("max_node_hours", "FRONTIER_LLM_MAX_NODE_HOURS", _node_hours),
+    _Setting("failed_start_node_hours", "", _node_hours),
     _Setting("warning_s", "FRONTIER_LLM_SIGNAL_LEAD_S", _seconds),
     _Setting("preflight", "FRONTIER_LLM_PREFLIGHT", _switch),
 )
@@ -142,7 +144,7 @@ def settings_of_variables(names: Collection[str] = ALL_SETTINGS, *, notice: bool
     """
     settings: dict[str, Any] = {}
     for setting in _SETTINGS:
-        text = environ(setting.variable)
+        text = environ(setting.variable) if setting.variable else None
         if text and setting.name in names:
             settings[setting.name] = setting.parse(text, setting.variable)
             if notice:
@@ -156,7 +158,7 @@ def settings_of_variables(names: Collection[str] = ALL_SETTINGS, *, notice: bool
 def _note_ignored_variables(job: Job) -> None:
     """Warn of variables that are ignored because the job already has a record."""
     for setting in _SETTINGS:
-        text = environ(setting.variable)
+        text = environ(setting.variable) if setting.variable else None
         value = getattr(job, setting.name)
         if text and setting.parse(text, setting.variable) != value:
             log.warn(f"{setting.variable}={text} is ignored, because {job.directory / FILE} has {setting.name} {value}")

@@ -29,18 +29,24 @@ class History:
     target_step: int  # train.steps.
     saves_final: bool = True  # train.save_final.
     saved_step: int = 0  # step of the newest complete checkpoint.
-    node_hours: float = 0.0  # total of all starts.
+    node_hours: float = 0.0  # total of all jobs, as Slurm charges them: nodes of the allocation times its time.
+    allocated_nodes: int = 0  # nodes of this allocation; 0: the nodes and spares of the job.
     last: Attempt | None = None  # the newest start.
     is_own: bool = False  # whether `last` belongs to this start of the supervisor.
-    recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts, without starts that a node failure ended.
+    recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts, without node failures and failed starts.
+    failed_starts: tuple[Attempt, ...] = ()  # starts since the last finished step that failed before a step.
     crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash.
     bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other is left.
     untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
 
     def after(self, attempt: Attempt, saved_step: int, *, is_own: bool = True) -> History:
-        """Return the history with one more start, after which the newest checkpoint is of `saved_step`."""
+        """Return the history with one more start, after which the newest checkpoint is of `saved_step`.
+
+        `node_hours` does not change, because Slurm charges allocations and not starts.
+        """
         recent = self.recent
-        if attempt.cause != "node failure":
+        failed_starts = (*self.failed_starts, attempt) if attempt.is_failed_start else ()
+        if attempt.cause != "node failure" and not attempt.is_failed_start:
             recent = (*recent, attempt)[-CRASH_LOOP:]
         crashed = self.crashed_hosts
         if attempt.cause == "crash" and attempt.failed_host:
@@ -48,19 +54,30 @@ class History:
         return replace(
             self,
             saved_step=saved_step,
-            node_hours=self.node_hours + attempt.node_hours,
             last=attempt,
             is_own=is_own,
             recent=recent,
+            failed_starts=failed_starts,
             crashed_hosts=crashed,
             bad_hosts=self.bad_hosts | crashed_twice(crashed),
         )
 
     @property
     def is_crash_loop(self) -> bool:
-        """Whether the newest starts made no progress. Node failures are not counted."""
+        """Whether the newest starts made no progress. Node failures and failed starts are not counted."""
         is_full = len(self.recent) == CRASH_LOOP
         return is_full and all(attempt.end_step <= self.recent[0].start_step for attempt in self.recent)
+
+    @property
+    def failed_start_node_hours(self) -> float:
+        """Node-hours of the failed starts in a row."""
+        return sum(attempt.node_hours for attempt in self.failed_starts)
+
+    @property
+    def repeats_a_fault(self) -> bool:
+        """Whether the newest CRASH_LOOP failed starts ended with the same error of the program."""
+        faults = [attempt.fault for attempt in self.failed_starts[-CRASH_LOOP:]]
+        return len(faults) == CRASH_LOOP and bool(faults[0]) and len(set(faults)) == 1
 
 
 @dataclass(frozen=True)
@@ -134,6 +151,8 @@ def decide(job: Job, history: History, now: Now) -> Decision:
         return GiveUp(_short_walltime(job, now.time_left_s), 2)
     if last is not None and history.is_crash_loop:
         return _give_up_crash_loop(job, history, last)
+    if last is not None and (problem := _failed_start_problem(job, history)):
+        return GiveUp(problem, last.exit_code or 1)
     if last is not None and _is_job_over(job, last, now):
         return _next_job(job, history, now, f"this job ends: {last.cause}")
     return _start(job, history, now)
@@ -158,10 +177,11 @@ def reason_to_end(job: Job, history: History, stop_requested: bool) -> str:
 
 
 def budget_left_s(job: Job, history: History) -> float:
-    """Return the time for which the job's nodes can still run within the budget. Infinite without a budget."""
+    """Return the time for which the allocation can still run within the budget. Infinite without a budget."""
     if job.max_node_hours is None:
         return math.inf
-    return (job.max_node_hours - history.node_hours) * 3600 / job.nodes
+    nodes = history.allocated_nodes or job.all_nodes
+    return (job.max_node_hours - history.node_hours) * 3600 / nodes
 
 
 def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
@@ -195,6 +215,27 @@ def _give_up_crash_loop(job: Job, history: History, last: Attempt) -> GiveUp:
     see = job.directory / FAILURE_FILE
     what = f"three attempts in a row ended at step {step}, so the run is not started again; see {see}"
     return GiveUp(Problem("", what), last.exit_code or 1)
+
+
+def _failed_start_problem(job: Job, history: History) -> Problem | None:
+    """Return the problem of starts that never reach a step. None if another start may still succeed.
+
+    A start on many nodes often fails although nothing is wrong with the run. The number of failed starts is therefore
+    not limited, but their node-hours are. An error that the program repeats is not a matter of luck.
+    """
+    see = job.directory / FAILURE_FILE
+    count = len(history.failed_starts)
+    if history.repeats_a_fault:
+        what = f"{CRASH_LOOP} starts in a row failed before their first step with the same error, so the run is not started again"
+        return Problem("", what, f"see {see}")
+    used = history.failed_start_node_hours
+    if count == 0 or used < job.failed_start_limit:
+        return None
+    what = (
+        f"{count} starts in a row failed before their first step and used {used:,.1f} node-hours, and the "
+        f"limit is {job.failed_start_limit:,.1f}, so the run is not started again"
+    )
+    return Problem("", what, f"see {see}; job.failed_start_node_hours=H sets another limit")
 
 
 def _next_job(job: Job, history: History, now: Now, reason: str) -> Decision:
@@ -233,7 +274,7 @@ def _start(job: Job, history: History, now: Now) -> Decision:
         nodes=nodes,
         wait_s=wait_s,
         deadline_s=deadline_s,
-        save_after_s=budget_left_s(job, history) - job.warning_s,
+        save_after_s=budget_left_s(job, history) - job.warning_s - wait_s,
         avoid=avoid,
     )
 

@@ -15,11 +15,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from frontier_llm import log
 from frontier_llm.config import build
 from frontier_llm.config.fields import PositiveFloat, PositiveInt, Section
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import ConfigError, Problem, nearest, suggest
 from frontier_llm.run.rank_env import environ
+
+FORMER_WARNING_TIME = "warning_time_s"  # name of the key `warning_time_s` until 0.3
 
 
 class Limit(Section):
@@ -119,7 +122,11 @@ def load_site(name_or_path: str | None = None) -> Site:
                 "--site",
             )
         path = root_dir() / "slurm" / "sites" / f"{name_or_path}.yaml"
-    return build(Site, read_yaml(path), where=str(path))
+    values = read_yaml(path)
+    if isinstance(values, dict) and FORMER_WARNING_TIME in values and "warning_time_s" not in values:
+        log.info(f"{path}: {FORMER_WARNING_TIME} is now called warning_time_s: write the new name")
+        values["warning_time_s"] = values.pop(FORMER_WARNING_TIME)
+    return build(Site, values, where=str(path))
 
 
 def walltime_s(text: str) -> int | None:

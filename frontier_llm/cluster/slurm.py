@@ -156,6 +156,28 @@ def job_fields(job_id: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
 
+def billed_node_hours(job_ids: Sequence[str], timeout_s: float = 20.0) -> dict[str, float]:
+    """Return the node-hours of each job according to Slurm's accounting, requeued starts included.
+
+    Jobs that the accounting does not know are left out. Empty without accounting.
+    """
+    wanted = ",".join(dict.fromkeys(job_ids))
+    if not wanted:
+        return {}
+    options = ["--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={wanted}"]
+    try:
+        text = call(["sacct", *options, "--format=JobIDRaw,AllocNodes,ElapsedRaw"], timeout_s=timeout_s)
+    except FrontierError:
+        return {}
+    hours: dict[str, float] = {}
+    for line in text.splitlines():
+        job_id, *counts = line.strip().split("|")
+        if len(counts) == 2 and all(count.isdecimal() for count in counts):
+            nodes, seconds = map(int, counts)
+            hours[job_id] = hours.get(job_id, 0.0) + nodes * seconds / 3600
+    return hours
+
+
 def cluster_name() -> str | None:
     """Return the ClusterName of this machine's Slurm. None if no Slurm responds."""
     if named := environ("SLURM_CLUSTER_NAME"):

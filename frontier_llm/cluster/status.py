@@ -21,17 +21,17 @@ from frontier_llm.config import in_steps
 from frontier_llm.config.fields import TokenSteps
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import FrontierError, Problem
-from frontier_llm.run import hostlist, run_dir
+from frontier_llm.planner.predict import START_S
+from frontier_llm.run import allocations, run_dir
 from frontier_llm.run.complete import MANIFEST, faults, step_name
 from frontier_llm.run.failure import FILE, Failure, read_failure
 from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
 from frontier_llm.run.job import Job, read_job
 from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.run.run_dir import Slow
-from frontier_llm.units import format_count, format_seconds, plural, printable
+from frontier_llm.units import printable
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # any of these files marks a run directory
-BAR = 24  # width in characters
 RECENT = 20  # number of steps whose median is the step time
 T = TypeVar("T")
 
@@ -65,7 +65,10 @@ class Status:
     last_failure: str | None
     epochs: dict[str, float] = field(default_factory=dict)  # path of each source → epochs at the newest checkpoint.
     job: Job | None = None  # the record: nodes, spares, continuation, budget.
-    node_hours: float = 0.0  # total of all starts.
+    node_hours: float = 0.0  # of all jobs, as Slurm charges them.
+    node_hours_left: float | None = None  # of the budget.
+    node_hours_needed: float | None = None  # until the last step, without starts and saves.
+    expected_end_unix_s: float | None = None  # of a running job's run, without waiting in the queue.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
 
@@ -130,6 +133,7 @@ def read_status(directory: Path) -> Status:
     attempts = parts.read(run_dir.attempts, list[run_dir.Attempt]())
     _note_lines(parts, "metrics.jsonl", run_dir.is_row)
     _note_lines(parts, "attempts.jsonl", run_dir.is_attempt)
+    _note_lines(parts, allocations.FILE, allocations.is_allocated)
     config = parts.read(_config, dict[str, Any]())
     config = parts.read(lambda path: _counted(config, path), config)
     target = parts.value(config, "train", "steps", is_count)
@@ -147,17 +151,26 @@ def read_status(directory: Path) -> Status:
     left_s = _walltime_left_s(fields)
     failures = [attempt for attempt in attempts if attempt.failed]
     failure = parts.read(_failure, None)
+    last_failure = None
+    if failure:
+        last_failure = failure.describe()
+    elif failures:
+        last_failure = failures[-1].detail
+    job = parts.read(read_job, None)
+    slices_left = _slices(eta_s, left_s, fields)
+    used = parts.read(lambda path: _used_node_hours(path, fields), 0.0)
+    needed = None if eta_s is None or job is None else eta_s / 3600 * job.all_nodes
+    is_running = fields.get("JobState") == "RUNNING" or living is not None
+    expected_end_unix_s = None
+    if eta_s is not None and is_running:
+        expected_end_unix_s = time.time() + eta_s + (slices_left or 0) * START_S
     end = parts.read(lambda path: run_dir.end(path, target or math.inf, save_final is not False), "")
     status = Status(
         run_dir=str(directory),
-        state=fields["JobState"].lower() if fields else "running" if living else end or "not queued",
+        state=_state(fields, living, end),
         job_id=job_id,
         reason=fields.get("Reason") if fields.get("JobState") == "PENDING" else None,
-        nodes=fields["NodeList"]
-        if fields.get("NodeList", "(null)") not in ("", "(null)")
-        else living.host
-        if living
-        else None,
+        nodes=_nodes(fields, living),
         step=step,
         steps=target,
         tokens=last.get("consumed_tokens") or step * (samples or 0) * (length or 0) or None,
@@ -166,7 +179,7 @@ def read_status(directory: Path) -> Status:
         step_time_s=step_time_s,
         eta_s=eta_s,
         walltime_left_s=left_s,
-        slices_left=_slices(eta_s, left_s, fields),
+        slices_left=slices_left,
         checkpoint_step=checkpoint,
         checkpoint_age_s=None if saved_unix_s is None else time.time() - saved_unix_s,
         restarts=max(0, len(attempts) - 1),
@@ -174,12 +187,32 @@ def read_status(directory: Path) -> Status:
         bad_hosts=tuple(parts.read(run_dir.bad_hosts, [])),
         slow_hosts=tuple(parts.read(run_dir.slow_hosts, [])),
         blocked=parts.read(_blocked, {}),
-        last_failure=failure.describe() if failure else failures[-1].detail if failures else None,
+        last_failure=last_failure,
         epochs=parts.read(epochs_read, {}),
-        job=parts.read(read_job, None),
-        node_hours=sum(attempt.node_hours for attempt in attempts),
+        job=job,
+        node_hours=used,
+        node_hours_left=None if job is None or job.max_node_hours is None else job.max_node_hours - used,
+        node_hours_needed=needed,
+        expected_end_unix_s=expected_end_unix_s,
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
+
+
+def _state(fields: Mapping[str, str], living: Holder | None, end: str) -> str:
+    """Return Slurm's state of the job. Without a job: whether a process holds the run, or how the run ended."""
+    if fields:
+        return fields["JobState"].lower()
+    if living:
+        return "running"
+    return end or "not queued"
+
+
+def _nodes(fields: Mapping[str, str], living: Holder | None) -> str | None:
+    """Return the nodes of the job, or the host of the process that holds the run."""
+    nodes = fields.get("NodeList", "(null)")
+    if nodes not in ("", "(null)"):
+        return nodes
+    return living.host if living else None
 
 
 def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Problem]]:
@@ -197,6 +230,18 @@ def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Probl
                 Problem(str(directory), what, "report this, with the files at the top level of the run directory")
             )
     return statuses, problems
+
+
+def _used_node_hours(directory: Path, fields: Mapping[str, str]) -> float:
+    """Return the node-hours of all jobs of the run. The running job counts until now."""
+    known = allocations.allocations(directory)
+    billed = slurm.billed_node_hours([allocated.job_id for allocated in known], timeout_s=10.0)
+    used = allocations.node_hours(directory, billed)
+    running = [one for one in known if one.job_id == fields.get("JobId") and fields.get("JobState") == "RUNNING"]
+    if not running or running[-1].job_id in billed:
+        return used
+    newest = running[-1]
+    return used + newest.nodes * max(0.0, time.time() - newest.seen_unix_s) / 3600
 
 
 def _note_lines(parts: RunParts, name: str, is_sound: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -343,87 +388,3 @@ def _changed_unix_s(run: Path) -> float:
         with suppress(OSError):
             times.append((run / mark).stat().st_mtime)
     return max(times)
-
-
-def render(statuses: Sequence[Status]) -> str:
-    """Return the statuses as text for a terminal."""
-    return "\n\n".join(_render_one(status) for status in statuses)
-
-
-def _render_one(status: Status) -> str:
-    """Return a heading and one aligned line for each known fact."""
-    job = f"job {status.job_id} " if status.job_id else ""
-    where = f" on {status.nodes}" if status.nodes else ""
-    reason = f" ({status.reason})" if status.reason and status.reason != "None" else ""
-    facts = [("step", _progress(status)), ("speed", _speed(status)), ("time left", _time_left(status))]
-    age = f", {format_seconds(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
-    if status.job is not None:
-        facts.append(("job", _wanted(status.job, status.node_hours)))
-    facts.append(("checkpoint", f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"))
-    if status.restarts:
-        counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
-        facts.append(
-            ("restarts", f"{status.restarts} ({', '.join(f'{count} {cause}' for cause, count in counts.items())})")
-        )
-    facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
-    facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
-    facts += [
-        ("failure", status.last_failure or ""),
-        ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else ""),
-    ]
-    facts.append(("data", ", ".join(f"{path} {epochs:.3g} epochs" for path, epochs in status.epochs.items())))
-    facts += [("damaged", text) for text in status.damage]
-    return "\n".join(
-        [
-            f"{status.run_dir}   {job}{status.state}{where}{reason}",
-            *(f"  {name:<11}{text}" for name, text in facts if text),
-        ]
-    )
-
-
-def _wanted(job: Job, node_hours: float) -> str:
-    """Return the requests in the job's record, and the used part of its budget, as text."""
-    spares = f" + {job.spares} spare" if job.spares else ""
-    used = f"{node_hours:,.1f} node-hours used"
-    if job.max_node_hours is not None:
-        used = f"{node_hours:,.1f} of {job.max_node_hours:,.1f} node-hours used"
-    return f"{plural(job.nodes, 'node')}{spares} of {job.site}, then {job.continuation}, {used}"
-
-
-def _progress(status: Status) -> str:
-    if not status.steps:
-        return f"{status.step:,}"
-    done = min(1.0, status.step / status.steps)
-    filled = round(BAR * done)
-    return f"{status.step:,} of {status.steps:,}  {'█' * filled}{'░' * (BAR - filled)} {done:.1%}"
-
-
-def _speed(status: Status) -> str:
-    parts = (
-        "" if status.loss is None else f"loss {status.loss:.4f}",
-        "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s",
-        "" if status.step_time_s is None else f"{format_seconds(status.step_time_s)} per step",
-        f"{format_count(status.tokens)} tokens seen" if status.tokens else "",
-    )
-    return ", ".join(filter(None, parts))
-
-
-def _waits(axis: str, row: dict[str, int]) -> str:
-    median, most = (format_seconds(row[key] * 1e-6) for key in ("p50_us", "p99_us"))
-    return f"{axis} median {median}, 99th percentile {most}, {row['calls']:,} calls"
-
-
-def _slow(slow: Slow, excluded: bool) -> str:
-    times = "once" if slow.times == 1 else f"{slow.times} times"
-    proposal = "" if excluded else f"; exclude it with --exclude={slow.host}"
-    return f"{slow.host} {times}, last at step {slow.last_step:,} by a factor of {slow.slowdown:.1f}{proposal}"
-
-
-def _time_left(status: Status) -> str:
-    if status.eta_s is None or status.state in ("finished", "stopped"):
-        return ""
-    text = f"{format_seconds(status.eta_s)} of training"
-    if status.walltime_left_s is not None:
-        more = plural(status.slices_left, "more job") if status.slices_left else "ends in this job"
-        text += f", {format_seconds(status.walltime_left_s)} of walltime, {more}"
-    return text

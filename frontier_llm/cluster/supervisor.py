@@ -9,7 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
@@ -27,10 +29,11 @@ from frontier_llm.cluster.decide import (
     reason_to_end,
 )
 from frontier_llm.cluster.doctor import preflight
+from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.cluster.submit import SCRIPT, queue, sbatch_command
 from frontier_llm.cluster.warning_time import measured_warning_s
 from frontier_llm.errors import FrontierError
-from frontier_llm.run import hostlist, run_dir
+from frontier_llm.run import allocations, hostlist, run_dir
 from frontier_llm.run.failure import write_failure
 from frontier_llm.run.holder import last_start, living_holder, refuse_second_start, reserved
 from frontier_llm.run.job import read_job, write_job
@@ -50,6 +53,7 @@ def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: Non
         with reserved(run.directory):
             write_job(run.job)
     _warn_of_records(run)
+    allocations.extend_last(run.directory)
     earlier = len(run_dir.attempts(run.directory))
     decision = look_and_decide(run, earlier)
     if not isinstance(decision, Done):
@@ -66,6 +70,7 @@ def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: Non
 
 def look_and_decide(run: BatchRun, earlier: int) -> Start | Requeue | Successor | Done | GiveUp:
     """Return the decision for the current state. `earlier` is the number of starts before this supervisor."""
+    record_allocation(run)
     history = read_history(run, earlier)
     stop_requested = (run.directory / run_dir.STOP_FILE).exists()
     now = Now(unix_s=time.time(), nodes=run.allocation.nodes, stop_requested=stop_requested)
@@ -79,6 +84,41 @@ def look_and_decide(run: BatchRun, earlier: int) -> Start | Requeue | Successor 
     return decide(run.job, history, now)
 
 
+def record_allocation(run: BatchRun) -> None:
+    """Record that this allocation still exists, and when it began."""
+    job_id = run.allocation.job_id
+    restarts = int(environ("SLURM_RESTART_COUNT") or 0)
+    now = time.time()
+    recorded = [
+        one for one in allocations.allocations(run.directory) if (one.job_id, one.restarts) == (job_id, restarts)
+    ]
+    started_unix_s = recorded[0].started_unix_s if recorded else _started_unix_s(job_id, now)
+    allocated = allocations.Allocated(
+        job_id=job_id,
+        restarts=restarts,
+        nodes=len(run.allocation.nodes),
+        started_unix_s=started_unix_s,
+        seen_unix_s=now,
+    )
+    allocations.record(run.directory, allocated)
+
+
+def _started_unix_s(job_id: str, now: float) -> float:
+    """Return the time at which this start of the job began. `now` if Slurm does not tell."""
+    text = environ("SLURM_JOB_START_TIME") or ""
+    if text.isdecimal():
+        return float(text)
+    with suppress(FrontierError):
+        return now - (walltime_s(slurm.job_fields(job_id).get("RunTime", "")) or 0)
+    return now
+
+
+def used_node_hours(directory: Path) -> float:
+    """Return the node-hours of all jobs of the run, reconciled with Slurm's accounting if there is one."""
+    job_ids = [allocated.job_id for allocated in allocations.allocations(directory)]
+    return allocations.node_hours(directory, slurm.billed_node_hours(job_ids))
+
+
 def read_history(run: BatchRun, earlier: int) -> History:
     """Return the history that the run directory records."""
     history = History(
@@ -90,7 +130,12 @@ def read_history(run: BatchRun, earlier: int) -> History:
     saved_step = run_dir.latest_step(run.directory)
     for number, made in enumerate(run_dir.attempts(run.directory)):
         history = history.after(made, saved_step, is_own=number >= earlier)
-    return replace(history, saved_step=saved_step)
+    return replace(
+        history,
+        saved_step=saved_step,
+        node_hours=used_node_hours(run.directory),
+        allocated_nodes=len(run.allocation.nodes),
+    )
 
 
 def too_slow(run: BatchRun) -> tuple[str, ...]:

@@ -1,12 +1,17 @@
-"""Client of the authenticated store, whose server runs in rank 0's process (`comm.store_server`).
+"""Client and server of the authenticated store. The server runs in rank 0's process.
 
 Ranks on rank 0's node connect over a Unix socket, the other ranks over TCP (`comm.handshake`).
 The Unix socket is in the abstract namespace, so no file must be deleted. Only ranks of the job can compute its name.
 Each request uses its own connection, so that one thread can wait for a key while another thread writes.
+
+The server answers connections that `comm.handshake` has authenticated, and does not listen on a socket itself.
+It is one C++ thread (csrc/store_server.cpp) that needs no interpreter lock.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hmac
 import socket
 import struct
@@ -14,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from frontier_llm.comm.handshake import UnauthenticatedPeer, exactly, give_proof, same_user
+from frontier_llm.libraries import load_library
 
 ANSWER_S = 30.0  # Limit for an answer that the server can give at once. After it the server is stopped or gone.
 CONNECT_S = 10.0  # Limit for one attempt to connect.
@@ -40,7 +47,10 @@ def socket_name(secret: bytes, port: int, first_local_rank: int) -> str:
 
 
 def connect_here(name: str) -> socket.socket:
-    """Connect to a process on this node. Raises OSError, or UnauthenticatedPeer if the process belongs to another user."""
+    """Connect to a process on this node.
+
+    Raises OSError, or UnauthenticatedPeer if the process belongs to another user.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(name)
@@ -52,7 +62,10 @@ def connect_here(name: str) -> socket.socket:
 
 
 def connect_across(address: str, port: int, secret: bytes) -> socket.socket:
-    """Connect to rank 0's process on another node. Raises OSError, or UnauthenticatedPeer if it does not know the secret."""
+    """Connect to rank 0's process on another node.
+
+    Raises OSError, or UnauthenticatedPeer if that process does not have the secret.
+    """
     connection = socket.create_connection((address, port), timeout=CONNECT_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -185,3 +198,45 @@ class AuthenticatedStore(dist.Store):
     # names that torch's C++ code calls
     deleteKey = delete_key
     getNumKeys = num_keys
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    store = ctypes.c_void_p
+    functions: dict[str, tuple[Any, list[Any]]] = {
+        "fl_store_open": (store, []),
+        "fl_store_serve": (None, [store, ctypes.c_int]),
+        "fl_store_close": (None, [store]),
+    }
+    return load_library("libstore_server.so", functions)
+
+
+class NativeServer:
+    """Answers requests on its connections until it is closed."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._server = library.fl_store_open()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer all requests on this connection from now on."""
+        if self._server is None:
+            connection.close()
+        else:
+            self._library.fl_store_serve(self._server, connection.detach())
+
+    def close(self) -> None:
+        """End all connections."""
+        server = self._server
+        self._server = None
+        if server is not None:
+            self._library.fl_store_close(server)
+
+
+def open_server() -> tuple[Callable[[socket.socket], None], Callable[[], None]]:
+    """Open a new, empty store. Returns (function that serves a connection, function that closes the store).
+
+    Raises BackendError if the server has not been built.
+    """
+    server = NativeServer(_library())
+    return server.serve, server.close

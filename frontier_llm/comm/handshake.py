@@ -43,7 +43,8 @@ def same_user(connection: socket.socket) -> None:
 def require_proof(connection: socket.socket, secret: bytes) -> None:
     """Run the server's part of the handshake.
 
-    Raises UnauthenticatedPeer if the peer fails it. Raises OSError if the peer closes the connection or exceeds HANDSHAKE_S.
+    Raises UnauthenticatedPeer if the peer fails it.
+    Raises OSError if the peer closes the connection or exceeds HANDSHAKE_S.
     """
     until_s = time.monotonic() + HANDSHAKE_S
     challenge = secrets.token_bytes(CHALLENGE_BYTES)
@@ -53,7 +54,7 @@ def require_proof(connection: socket.socket, secret: bytes) -> None:
     theirs = answer[:CHALLENGE_BYTES]
     proof = answer[CHALLENGE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"rank", challenge, theirs)):
-        raise UnauthenticatedPeer("it does not know the job's secret")
+        raise UnauthenticatedPeer("the peer does not have the job's secret")
     connection.sendall(_proof(secret, b"server", theirs, challenge))
     connection.settimeout(None)
 
@@ -68,7 +69,7 @@ def give_proof(connection: socket.socket, secret: bytes) -> None:
     challenge = _receive(connection, CHALLENGE_BYTES, until_s, GREETING)
     connection.sendall(GREETING + ours + _proof(secret, b"rank", challenge, ours))
     if not hmac.compare_digest(_receive(connection, PROOF_BYTES, until_s), _proof(secret, b"server", ours, challenge)):
-        raise UnauthenticatedPeer("who listens there does not know the job's secret")
+        raise UnauthenticatedPeer("the server at this address does not have the job's secret")
     connection.settimeout(None)
 
 
@@ -78,7 +79,7 @@ def exactly(connection: socket.socket, size: int) -> bytes:
     while len(received) < size:
         piece = connection.recv(size - len(received))
         if not piece:
-            raise ConnectionError("closed by the other side")
+            raise ConnectionError("the peer closed the connection")
         received += piece
     return bytes(received)
 
@@ -86,18 +87,18 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 def _receive(connection: socket.socket, size: int, until_s: float, greeting: bytes = b"") -> bytes:
     """Receive the greeting and `size` bytes until `until_s`. Returns the bytes after the greeting.
 
-    Raises UnauthenticatedPeer at the first byte that differs from the greeting. A peer with another protocol may never send the
-    remaining bytes, so this function does not wait for them.
+    Raises UnauthenticatedPeer at the first byte that differs from the greeting. A peer with another protocol may never
+    send the remaining bytes, so this function does not wait for them.
     """
     received = b""
     while len(received) < len(greeting) + size:
         connection.settimeout(max(until_s - time.monotonic(), 0.001))
         piece = connection.recv(len(greeting) + size - len(received))
         if not piece:
-            raise ConnectionError("closed by the other side")
+            raise ConnectionError("the peer closed the connection")
         received += piece
         if not received.startswith(greeting[: len(received)]):
-            raise UnauthenticatedPeer("it does not speak the protocol of this rendezvous")
+            raise UnauthenticatedPeer("the peer uses another protocol")
     return received[len(greeting) :]
 
 
@@ -151,7 +152,7 @@ class Handshake:
             self._admit(connection)
         except (UnauthenticatedPeer, OSError) as error:
             connection.close()
-            self._refused(who, "it said nothing" if isinstance(error, TimeoutError) else str(error))
+            self._refused(who, "the peer sent nothing" if isinstance(error, TimeoutError) else str(error))
         else:
             self._serve(connection)
         finally:
@@ -160,5 +161,5 @@ class Handshake:
     def _refused(self, who: str, why: str) -> None:
         self._lines += 1
         if self._lines <= MOST_LINES:
-            last = "; further ones are refused without a line" if self._lines == MOST_LINES else ""
-            log.warn(f"refused a stranger at {self._where}, from {who}: {why}{last}")
+            last = "; further ones are refused without a message" if self._lines == MOST_LINES else ""
+            log.warn(f"refused an unauthenticated connection to {self._where} from {who}: {why}{last}")

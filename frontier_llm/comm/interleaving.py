@@ -22,11 +22,11 @@ class _Dropped(BaseException):
 class Interleaving:
     """Lets one of two halves run at a time; one object per rank.
 
-    Each half is a function call in its own thread. The running half changes when it calls `switch_halves` and when it ends.
-    So the program alone determines the order, and all ranks that run the same two halves have the same order.
+    Each half is a function call in its own thread. The running half changes when it calls `switch_halves` and when it
+    ends. So the program alone determines the order, and all ranks that run the same two halves have the same order.
     On a GPU both halves submit kernels to one stream. A half that resumes queues its wait for communication behind the
-    other half's kernels, so communication and kernels overlap. Any thread may call `switch_halves` for the running half,
-    because autograd runs a GPU's backward in its own thread.
+    other half's kernels, so communication and kernels overlap. Any thread may call `switch_halves` for the running
+    half, because autograd runs a GPU's backward in its own thread.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Interleaving:
         """Run two halves to their ends, the first in this thread.
 
         `on_resume` is called with a half each time this half starts or resumes.
-        An exception of one half ends the other half at its next turn, and is then raised here.
+        An exception of one half ends the other half when it resumes next, and is then raised here.
         """
         self._wakes = (Semaphore(0), Semaphore(0))
         self._holder = 0
@@ -72,7 +72,7 @@ class Interleaving:
             self._take()
 
     def _run(self, half: Callable[[], None]) -> None:
-        """Run a half from its first turn to its end, then let the other half run to its end."""
+        """Run a half from its first step to its end, then let the other half run to its end."""
         try:
             self._take()
             half()

@@ -2,8 +2,8 @@
 
 `torch` is torch's TCPStore. Its server runs in its own process on rank 0's node (`comm.store_process`), so it continues
 if rank 0 is frozen or killed. It does not authenticate its clients (docs/security.md).
-`authenticated` is our server in rank 0's process (`comm.store_server`), which only this job's ranks can reach
-(`comm.handshake`). torch's C++ threads call its client through Python, so they wait for the interpreter lock.
+`authenticated` is our server in rank 0's process (`comm.authenticated_store`), which only this job's ranks can
+reach (`comm.handshake`). torch's C++ threads call its client through Python, so they wait for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from frontier_llm.comm.authenticated_store import (
     Connect,
     connect_across,
     connect_here,
+    open_server,
     socket_name,
 )
 from frontier_llm.comm.handshake import Handshake, require_proof, same_user
 from frontier_llm.comm.store_launch import StoreProcess
 from frontier_llm.comm.store_process import JOB_KEY, raise_open_file_limit
-from frontier_llm.comm.store_server import open_server
 from frontier_llm.errors import BackendError
 from frontier_llm.files import write_atomically
 from frontier_llm.run.threads import in_daemon

@@ -6,122 +6,118 @@ Also contains notes on a configuration that is valid but probably a mistake.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from frontier_llm.config import PrecisionConfig
-from frontier_llm.config.model import ModelConfig, MoeConfig
+from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
 from frontier_llm.config.phases import phases_of
 from frontier_llm.config.schema import OptimizerConfig, RunConfig
 from frontier_llm.errors import Problem, divisors, nearest
 
 
-def model_problems(model: ModelConfig) -> list[Problem]:
-    """Return a problem for every violated rule, with the nearest valid values."""
-    problems = []
+def model_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Yield a problem for every violated rule, with the nearest valid values."""
     if model.head_dim is None and model.hidden % model.heads:
-        fix = f"set heads to one of {nearest(model.heads, divisors(model.hidden))}, or head_dim"
-        problems.append(
-            Problem(where="model.heads", what=f"{model.heads} does not divide hidden {model.hidden}", fix=fix)
+        yield Problem(
+            where="model.heads",
+            what=f"{model.heads} does not divide hidden {model.hidden}",
+            fix=f"set heads to one of {nearest(model.heads, divisors(model.hidden))}, or head_dim",
         )
     if model.heads % model.num_kv_heads:
-        fix = f"set kv_heads to one of {nearest(model.num_kv_heads, divisors(model.heads))}"
-        problems.append(
-            Problem(where="model.kv_heads", what=f"{model.num_kv_heads} does not divide heads {model.heads}", fix=fix)
+        yield Problem(
+            where="model.kv_heads",
+            what=f"{model.num_kv_heads} does not divide heads {model.heads}",
+            fix=f"set kv_heads to one of {nearest(model.num_kv_heads, divisors(model.heads))}",
         )
     if model.position == "rope" and (rotary_dim(model) % 2 or not rotary_dim(model)):
-        what = f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, not an even number of them"
-        problems.append(
-            Problem(
-                where="model.rope_fraction",
-                what=what,
-                fix="choose a fraction that gives 2 or more, an even number",
-            )
+        yield Problem(
+            where="model.rope_fraction",
+            what=f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, not an even number of them",
+            fix="choose a fraction that gives 2 or more, an even number",
         )
-    scaling = model.rope_scaling
-    if scaling is not None and scaling.kind in ("llama3", "yarn") and scaling.original_sequence_length is None:
-        what = f"{scaling.kind} is relative to the context of before, which is not given"
-        problems.append(
-            Problem(
-                where="model.rope_scaling.original_sequence_length",
-                what=what,
-                fix=f"set it, e.g. {model.sequence_length // 4}",
-            )
-        )
-    if scaling is not None and scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
-        what = f"beta_fast {scaling.beta_fast} is not above beta_slow {scaling.beta_slow}"
-        problems.append(Problem(where="model.rope_scaling", what=what, fix="YaRN has 32 and 1"))
-    if scaling is not None and scaling.kind == "ntk" and rotary_dim(model) <= 2:
-        problems.append(
-            Problem(
-                where="model.rope_scaling.kind",
-                what="ntk has nothing to spread with a single rotation",
-                fix="use linear",
-            )
-        )
-    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
-        what = f"high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}"
-        problems.append(Problem(where="model.rope_scaling", what=what, fix="Llama 3.1 has 1 and 4"))
+    if model.rope_scaling is not None:
+        yield from _scaling_problems(model, model.rope_scaling)
     if model.moe is not None:
-        problems += _moe_problems(model, model.moe)
+        yield from _moe_problems(model, model.moe)
     if model.norm == "rmsnorm" and model.norm_bias:
-        problems.append(
-            Problem(where="model.norm_bias", what="rmsnorm has no bias", fix="set norm_bias: false or norm: layernorm")
+        yield Problem(
+            where="model.norm_bias",
+            what="rmsnorm has no bias",
+            fix="set norm_bias: false or norm: layernorm",
         )
     if model.norm == "layernorm" and model.norm_plus_one:
-        problems.append(
-            Problem(
-                where="model.norm_plus_one",
-                what="layernorm's weight stands alone",
-                fix="set norm_plus_one: false or norm: rmsnorm",
-            )
+        yield Problem(
+            where="model.norm_plus_one",
+            what="layernorm's weight stands alone",
+            fix="set norm_plus_one: false or norm: rmsnorm",
         )
     if model.full_attention_every and model.sliding_window is None:
-        what = "there is no window that the other layers would have"
-        problems.append(
-            Problem(where="model.full_attention_every", what=what, fix="set sliding_window, or leave it out")
+        yield Problem(
+            where="model.full_attention_every",
+            what="there is no window that the other layers would have",
+            fix="set sliding_window, or leave it out",
         )
-    return problems
 
 
-def _moe_problems(model: ModelConfig, moe: MoeConfig) -> list[Problem]:
-    problems = []
+def _scaling_problems(model: ModelConfig, scaling: RopeScaling) -> Iterator[Problem]:
+    if scaling.kind in ("llama3", "yarn") and scaling.original_sequence_length is None:
+        yield Problem(
+            where="model.rope_scaling.original_sequence_length",
+            what=f"{scaling.kind} is relative to the context of before, which is not given",
+            fix=f"set it, e.g. {model.sequence_length // 4}",
+        )
+    if scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
+        yield Problem(
+            where="model.rope_scaling",
+            what=f"beta_fast {scaling.beta_fast} is not above beta_slow {scaling.beta_slow}",
+            fix="YaRN has 32 and 1",
+        )
+    if scaling.kind == "ntk" and rotary_dim(model) <= 2:
+        yield Problem(
+            where="model.rope_scaling.kind",
+            what="ntk has nothing to spread with a single rotation",
+            fix="use linear",
+        )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield Problem(
+            where="model.rope_scaling",
+            what=f"high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}",
+            fix="Llama 3.1 has 1 and 4",
+        )
+
+
+def _moe_problems(model: ModelConfig, moe: MoeConfig) -> Iterator[Problem]:
     if moe.top_k > moe.experts:
-        problems.append(
-            Problem(
-                where="model.moe.top_k",
-                what=f"{moe.top_k} of {moe.experts} experts",
-                fix=f"set top_k to {moe.experts} or fewer",
-            )
+        yield Problem(
+            where="model.moe.top_k",
+            what=f"{moe.top_k} of {moe.experts} experts",
+            fix=f"set top_k to {moe.experts} or fewer",
         )
     if moe.dense_layers >= model.layers:
-        what = f"{moe.dense_layers} of {model.layers} layers are dense, so that none has experts"
-        problems.append(
-            Problem(
-                where="model.moe.dense_layers",
-                what=what,
-                fix=f"set it to {model.layers - 1} or fewer, or leave moe out",
-            )
+        yield Problem(
+            where="model.moe.dense_layers",
+            what=f"{moe.dense_layers} of {model.layers} layers are dense, so that none has experts",
+            fix=f"set it to {model.layers - 1} or fewer, or leave moe out",
         )
     if moe.shared_gate and not moe.shared_hidden:
-        problems.append(
-            Problem(
-                where="model.moe.shared_gate",
-                what="there is no shared expert",
-                fix="set moe.shared_hidden, or shared_gate: false",
-            )
+        yield Problem(
+            where="model.moe.shared_gate",
+            what="there is no shared expert",
+            fix="set moe.shared_hidden, or shared_gate: false",
         )
-    return problems
 
 
-def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
-    """Return a problem if min_lr is above lr, so that the learning rate would rise.
+def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
+    """Yield a problem if min_lr is above lr, so that the learning rate would rise.
 
     This happens if a fine-tuning run sets a small lr and keeps the default min_lr of pretraining.
     """
-    if optimizer.schedule == "constant" or optimizer.min_lr <= optimizer.lr:
-        return []
-    what = f"{optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}, so that the learning rate would rise"
-    return [
-        Problem(where="optimizer.min_lr", what=what, fix=f"set optimizer.min_lr={optimizer.lr / 10:g}, a tenth, or 0")
-    ]
+    if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
+        yield Problem(
+            where="optimizer.min_lr",
+            what=f"{optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}, so that the learning rate would rise",
+            fix=f"set optimizer.min_lr={optimizer.lr / 10:g}, a tenth, or 0",
+        )
 
 
 def phase_note(config: RunConfig) -> str:

@@ -82,6 +82,7 @@ class Fields:
         if self.problems:
             raise CheckpointError(self.problems)
         model = build(ModelConfig, values, where=self.where)
-        if problems := model_problems(model):
+        problems = list(model_problems(model))
+        if problems:
             raise CheckpointError(problems)
         return model

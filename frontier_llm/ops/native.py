@@ -7,6 +7,8 @@ import functools
 import torch
 
 from frontier_llm.libraries import DIRECTORY, TORCH_OPS, torch_ops_sources
+from frontier_llm.machine.processor import VARIABLE, chosen_set, describe_cpu
+from frontier_llm.run.rank_env import environ
 
 CPU_LIBRARY = DIRECTORY / TORCH_OPS
 
@@ -26,4 +28,12 @@ def load_cpu_library() -> str:
     if sources is not None and (built_from is None or built_from() != sources):
         # If only the meaning of an argument changed, an old library would compute wrong numbers without an error.
         return f"{CPU_LIBRARY.name} was built from other sources than csrc/cpu holds now"
+    if environ(VARIABLE):  # otherwise the library takes the CPU's best
+        torch.ops.frontier_llm.use_instruction_set(chosen_set().name)
     return ""
+
+
+def describe_instruction_sets() -> str:
+    """Return one line: this CPU, and the instruction sets that torch, oneDNN and the C++ ops use."""
+    ops_set = "" if load_cpu_library() else torch.ops.frontier_llm.instruction_set()
+    return describe_cpu(torch.backends.cpu.get_cpu_capability(), ops_set)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from .dropout import drop
 from .dtypes import statistics_dtype
-from .groups import accumulate_grouped_gradient_, gather_rows, grouped_input_gradient, grouped_linear
-from .routing import route
+from .routing import accumulate_grouped_gradient_, gather_rows, grouped_input_gradient, grouped_linear, route
 
 
 @dataclass(frozen=True)

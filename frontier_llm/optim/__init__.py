@@ -1,10 +1,9 @@
 """Flat buckets, gradient synchronisation, ZeRO-1, optimizer formulas, loss scale and learning rate."""
 
 from frontier_llm.optim.adafactor import Adafactor
-from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.buckets import Bucket, OwnedRange, build_buckets
+from frontier_llm.optim.elementwise import AdamW, Lion
 from frontier_llm.optim.engines import EngineInputs, build_update, draw_masters, gradient_destination
-from frontier_llm.optim.lion import Lion
 from frontier_llm.optim.muon import Muon
 from frontier_llm.optim.registry import Slice, SliceUpdate, register
 from frontier_llm.optim.scalars import LossScaler, initial_loss_scale, learning_rate

@@ -23,8 +23,8 @@ from frontier_llm.blueprint.optimizers import ADAFACTOR
 from frontier_llm.blueprint.parameters import ParameterKind
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
-from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.buckets import OwnedRange
+from frontier_llm.optim.elementwise import AdamW
 from frontier_llm.optim.matrices import Statistics
 from frontier_llm.optim.registry import Slice, register
 

@@ -21,7 +21,7 @@ from frontier_llm.blueprint.optimizers import MUON
 from frontier_llm.comm import Axis
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
-from frontier_llm.optim.adamw import AdamW
+from frontier_llm.optim.elementwise import AdamW
 from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
 from frontier_llm.optim.registry import Slice, register
 from frontier_llm.topology.shards import ShardSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,58 +24,10 @@ from frontier_llm.planner.costs.layouts import as_table, ranks_per_node
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.seconds import Prices, times, work_s
 from frontier_llm.planner.costs.time import step_s
+from frontier_llm.planner.published import PUBLISHED
 from frontier_llm.planner.search import Plan, Search
 from frontier_llm.schedule import Kind, timeline_chart
 from frontier_llm.units import GIB, format_bytes, strict_json
-
-
-@dataclass(frozen=True)
-class Published:
-    """A published scaling efficiency."""
-
-    mode: str  # weak | strong
-    model: str
-    label: str
-    devices: int
-    efficiency: float
-    source: str
-
-
-# arXiv 2312.12705 (ORNL, Frontier): the abstract has weak 100 % and strong 89 % and 87 %, the text has more digits
-PUBLISHED = (
-    Published(
-        mode="weak",
-        model="gpt-175b",
-        label="ORNL 175B",
-        devices=1024,
-        efficiency=1.00,
-        source="arXiv 2312.12705, abstract",
-    ),
-    Published(
-        mode="weak",
-        model="gpt-1t",
-        label="ORNL 1T",
-        devices=3072,
-        efficiency=1.00,
-        source="arXiv 2312.12705, abstract",
-    ),
-    Published(
-        mode="strong",
-        model="gpt-175b",
-        label="ORNL 175B, batch 8000",
-        devices=1024,
-        efficiency=0.8993,
-        source="arXiv 2312.12705 (abstract: 89 %)",
-    ),
-    Published(
-        mode="strong",
-        model="gpt-1t",
-        label="ORNL 1T, batch 8016",
-        devices=3072,
-        efficiency=0.8705,
-        source="arXiv 2312.12705 (abstract: 87 %)",
-    ),
-)
 
 
 def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, numbers: Rates) -> Path:

@@ -1,8 +1,8 @@
 """Simulation of a step: the action list that the engine executes, with a time for every stage, chunk and action.
 
 Only a part of a long schedule is simulated. As soon as every stage repeats a pattern with each microbatch (interleaved:
-with each round), each further microbatch adds exactly one period. `simulate_step` simulates more microbatches until the pattern
-repeats. A test compares the result with the full list.
+with each round), each further microbatch adds exactly one period. `simulate_step` simulates more microbatches until the
+pattern repeats. A test compares the result with the full list.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A simulated step."""
+    """Result of the simulation: the times of one step and its parts, in seconds."""
 
     timeline: Timeline  # Timeline of the simulated part of the schedule.
     pipeline_s: float  # Makespan of the complete schedule.

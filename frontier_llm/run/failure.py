@@ -85,6 +85,17 @@ class Failure:
         """Return the text for a file or the ranks' store."""
         return strict_json(asdict(self))
 
+    @property
+    def program_fault(self) -> str:
+        """The error of the program, without its numbers. '' if a host, the network or a lost rank may be the cause.
+
+        The same fault recurs at every start.
+        """
+        is_error = self.cause == "crash" and self.evidence in (Evidence.EXCEPTION, Evidence.LOGS)
+        if not is_error or self.host_suspect or lost_a_peer(self.what) or speaks_of_hardware(self.what):
+            return ""
+        return re.sub(r"[0-9]+", "#", self.what)
+
     @classmethod
     def from_json(cls, text: str) -> Failure:
         """Return the failure that `to_json` wrote. Raises ValueError, TypeError or KeyError for any other text."""

@@ -16,8 +16,9 @@ from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_js
 from frontier_llm.units import strict_json
 
 FILE = "job.json"
-VERSION = 1
+VERSION = 2
 CONTINUATIONS = ("requeue", "successor", "never")
+FAILED_START_HOURS = 3.0  # default limit, in hours of all nodes: 18 failed starts of ten minutes
 _FIX = "correct it, or delete the file: the next start then writes it again with the values of its script"
 
 
@@ -35,6 +36,8 @@ class Job:
     max_node_hours: float | None = None  # budget of all jobs of the run together; None: no limit.
     preflight: bool = False  # examine every node before the first start.
     flags: tuple[str, ...] = ()  # flags of `frontier-llm train`.
+    # limit for starts in a row that end before their first step; None: FAILED_START_HOURS of all nodes.
+    failed_start_node_hours: float | None = None
 
     @property
     def directory(self) -> Path:
@@ -46,6 +49,13 @@ class Job:
         """Nodes of the allocation, spares included."""
         return self.nodes + self.spares
 
+    @property
+    def failed_start_limit(self) -> float:
+        """Node-hours that starts in a row may use without a finished step."""
+        if self.failed_start_node_hours is not None:
+            return self.failed_start_node_hours
+        return FAILED_START_HOURS * self.all_nodes
+
 
 @dataclass(frozen=True)
 class _Rule:
@@ -53,6 +63,11 @@ class _Rule:
 
     holds: Callable[[Any], bool]
     expected: str
+    since: int = 1  # version of the record that introduced the field; older records take the default
+
+
+def _is_limit(value: Any) -> bool:
+    return value is None or (is_number(value) and value > 0)
 
 
 def _is_texts(value: Any) -> bool:
@@ -67,11 +82,10 @@ _RULES = {
     "warning_s": _Rule(lambda value: is_number(value) and value >= 0, "seconds, 0 or more"),
     "spares": _Rule(is_count, "a number of nodes, 0 or more"),
     "continuation": _Rule(lambda value: value in CONTINUATIONS, f"one of {', '.join(CONTINUATIONS)}"),
-    "max_node_hours": _Rule(
-        lambda value: value is None or (is_number(value) and value > 0), "node-hours above 0, or null"
-    ),
+    "max_node_hours": _Rule(_is_limit, "node-hours above 0, or null"),
     "preflight": _Rule(lambda value: isinstance(value, bool), "true or false"),
     "flags": _Rule(_is_texts, "a list of words"),
+    "failed_start_node_hours": _Rule(_is_limit, "node-hours above 0, or null", since=2),
 }
 
 
@@ -95,6 +109,8 @@ def read_job(run_dir: Path) -> Job | None:
         if name not in _RULES:
             raise _damaged(path, name, f"is not a field of a job; {suggest(name, list(_RULES))}")
     for name, rule in _RULES.items():
+        if name not in content and version < rule.since:
+            continue
         if name not in content:
             raise _damaged(path, name, f"is missing, expected {rule.expected}")
         if not rule.holds(content[name]):

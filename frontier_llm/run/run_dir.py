@@ -57,6 +57,8 @@ class Attempt:
     failed_host: str = ""  # set only if its hardware may be the cause
     started_unix_s: float = 0.0
     ended_unix_s: float = field(default_factory=time.time)
+    last_step: int | None = None  # last finished step, saved or not. None: not recorded.
+    fault: str = ""  # failure.Failure.program_fault
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Attempt:
@@ -70,8 +72,13 @@ class Attempt:
         return self.cause not in ("finished", "interrupted")
 
     @property
+    def is_failed_start(self) -> bool:
+        """Whether the start failed before it finished a step. False if that is not recorded."""
+        return self.failed and self.last_step is not None and self.last_step <= self.start_step
+
+    @property
     def node_hours(self) -> float:
-        """Node-hours that the start used."""
+        """Node-hours that the ranks used."""
         return len(self.nodes) * max(0.0, self.ended_unix_s - self.started_unix_s) / 3600
 
 
@@ -192,6 +199,16 @@ def _numbers(row: dict[str, Any]) -> dict[str, Any]:
     return {key: math.nan if value is None and is_number(key) else value for key, value in row.items()}
 
 
+def last_logged_step(run_dir: Path, incarnation: int) -> int:
+    """Return the last step that the start with this number logged in metrics.jsonl. 0 if there is none."""
+    logged = (
+        row["step"]
+        for row in read_jsonl(run_dir / "metrics.jsonl")
+        if is_row(row) and row.get("kind") == "step" and row.get("incarnation") == incarnation
+    )
+    return max(logged, default=0)
+
+
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of validation losses, one per evaluated step, in ascending order of steps."""
     by_step = {row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind") == "evaluation"}
@@ -240,6 +257,8 @@ def is_attempt(row: Mapping[str, Any]) -> bool:
         and all(is_number(row.get(key)) for key in times)
         and isinstance(nodes, list)
         and all(isinstance(node, str) for node in nodes)
+        and (row.get("last_step") is None or is_count(row["last_step"]))
+        and isinstance(row.get("fault", ""), str)
     )
 
 
@@ -325,7 +344,9 @@ def slow_hosts(run_dir: Path) -> list[Slow]:
     for row in read_jsonl(run_dir / "metrics.jsonl"):
         if row.get("kind") == "straggler" and is_row(row) and row["host"]:
             start = row.get("incarnation", 0)
-            named.setdefault(row["host"], {})[start if is_count(start) else 0, row["step"]] = row["slowdown"]
+            if not is_count(start):
+                start = 0
+            named.setdefault(row["host"], {})[start, row["step"]] = row["slowdown"]
     late = [Slow(host, len(steps), max(steps)[1], steps[max(steps)]) for host, steps in named.items()]
     return sorted(late, key=lambda slow: (-slow.times, slow.host))
 

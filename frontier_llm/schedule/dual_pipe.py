@@ -9,10 +9,10 @@ overlap with the other half. The all-to-all to experts is an exception: for it a
 (schedule/actions.py).
 
 If a rank may have only one communication in flight, neighbours must stay in step. The order of communication is
-therefore made for a forward and a backward of equal length (`ScheduleRule.backward_length`). If it is made for a backward of twice
-the length, a forward's message reaches the neighbour in the middle of a backward. Such a step takes 28 to 37 % longer
-with 4 to 16 ranks, if compute waits for messages (simulated with F : I : W = 50 : 62 : 44 and a message of 4 % of a
-forward). With equal lengths a step takes 3 to 5 % less time than with ZB-V.
+therefore made for a forward and a backward of equal length (`ScheduleRule.backward_length`). If it is made for a
+backward of twice the length, a forward's message reaches the neighbour in the middle of a backward. Such a step takes
+28 to 37 % longer with 4 to 16 ranks, if compute waits for messages (simulated with F : I : W = 50 : 62 : 44 and a
+message of 4 % of a forward). With equal lengths a step takes 3 to 5 % less time than with ZB-V.
 
 Source: DeepSeek-AI 2024 (arXiv:2412.19437, section 3.2.1) in the V form of its authors' repository
 (deepseek-ai/DualPipe).

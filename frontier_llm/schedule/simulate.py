@@ -81,7 +81,7 @@ class _Meeting:
 
 
 class _OneInFlight:
-    """State of `simulate_one_in_flight`: per rank one clock for compute, one for communication, and an index in the list."""
+    """State of `simulate_one_in_flight`: per rank a clock for compute, a clock for communication, and an index."""
 
     def __init__(self, schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> None:
         self.schedule = schedule

@@ -20,6 +20,7 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
 from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.processor import limit_instruction_set
 from frontier_llm.machine.rank_variables import (
     environment_name,
     needs_network_plugin,
@@ -27,6 +28,7 @@ from frontier_llm.machine.rank_variables import (
     set_rank_variables,
     shards_weights,
 )
+from frontier_llm.ops.native import describe_instruction_sets
 from frontier_llm.run import hostlist
 from frontier_llm.run.failure import Failure, write_failure
 from frontier_llm.run.job_secret import JobSecret, folder_of, private_folder
@@ -53,6 +55,7 @@ def joined(
     """
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
+    limit_instruction_set()  # a caller without the command line has not set the limit
     with _known(config, place) as job:
         sockets_forbidden = _set_environment(config, job)
         _start_store(config, job)
@@ -60,6 +63,7 @@ def joined(
         device = found.device
         if device is not None and device.type == "cpu":
             keep_freed_memory()
+            log.info(describe_instruction_sets())
         plan = make_plan(config, world_size)
         mesh = _join(config, plan, job, found, recorded)
         assert device is not None  # otherwise the ranks have not agreed

@@ -24,7 +24,7 @@ from frontier_llm.errors import FrontierError
 from frontier_llm.files import folder_below, open_below
 from frontier_llm.run import run_dir
 from frontier_llm.run.holder import this_process
-from frontier_llm.training.observers.tensorboard import Events
+from frontier_llm.training.observers.trackers import Events
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 

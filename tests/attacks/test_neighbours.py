@@ -84,8 +84,8 @@ def test_another_user_of_the_node_is_refused(meeting: Meeting, capfd: pytest.Cap
     assert as_another_user(join) == "True b''"
     _until(
         capfd,
-        rf"refused a stranger at the rendezvous of this node, from this node: process \d+ belongs to another user "
-        rf"\(uid {NOBODY}\)",
+        r"refused an unauthenticated connection to the rendezvous of this node from this node: "
+        rf"process \d+ belongs to another user \(uid {NOBODY}\)",
     )
 
 
@@ -140,7 +140,7 @@ def test_strangers_of_the_network_are_refused(
     attack: Callable[[Meeting], str], why: str, meeting: Meeting, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert "joined" not in as_another_user(functools.partial(attack, meeting))
-    _until(capfd, rf"refused a stranger at the rendezvous, from 127\.0\.0\.1:\d+: .*{why}")
+    _until(capfd, rf"refused an unauthenticated connection to the rendezvous from 127\.0\.0\.1:\d+: .*{why}")
     rank = join_store(1, 2, replace(meeting, first=1), 5.0)
     assert rank.get("step") == b"1"
 
@@ -152,7 +152,7 @@ def test_one_that_says_nothing_holds_up_nobody(
     silent = [socket.create_connection((meeting.address, meeting.port)) for _ in range(50)]
     rank = join_store(1, 2, replace(meeting, first=1), 5.0)
     assert rank.get("step") == b"1"
-    _until(capfd, "it said nothing; further ones are refused without a line")
+    _until(capfd, "the peer sent nothing; further ones are refused without a message")
     for connection in silent:
         connection.close()
 

@@ -23,7 +23,7 @@ from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.model import experts
 from frontier_llm.optim import Bucket
-from frontier_llm.parallel.expert import Dispatch, nodes, plan_dispatch
+from frontier_llm.parallel.expert import Dispatch, plan_dispatch
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.topology.shards import ShardSpec
 from frontier_llm.training.build import TrainState, build_state
@@ -31,7 +31,7 @@ from frontier_llm.training.evaluate import held_out_loss
 from frontier_llm.training.step import train_step
 from tests.harness.traffic import step_traffic
 from tests.parity.cases import STEPS, Case
-from tests.parity.sabotage import SABOTAGES
+from tests.parity.sabotage import SABOTAGES, dispatch
 
 
 class Piece(NamedTuple):
@@ -224,7 +224,7 @@ def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
             rows.append(Rows(sum(plan.sent), sum(plan.received), int(plan.ends_E[-1]), *along_rail))
         return plan
 
-    with patch.object(experts, "plan_dispatch", noted), patch.object(nodes, "plan_dispatch", noted_to_nodes):
+    with patch.object(experts, "plan_dispatch", noted), patch.object(dispatch, "plan_dispatch", noted_to_nodes):
         yield rows
     if state.config.train.recompute == "full":
         assert sorted(rows)[::2] == sorted(rows)[1::2]

@@ -21,8 +21,7 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.experiments.measure.calibration import Samples, steps_config
 from frontier_llm.experiments.measure.link_tables import PLANNED
 from frontier_llm.experiments.measure.links import operation_on
-from frontier_llm.experiments.measure.op_cases import CASES, Shapes
-from frontier_llm.experiments.measure.products import gemm_shapes, operands, product_calls
+from frontier_llm.experiments.measure.op_cases import CASES, Shapes, gemm_shapes, operands, product_calls
 from frontier_llm.experiments.measure.timing import cpu_s, median_s, wall_s
 from frontier_llm.ops import AdamWUpdate, select_ops, working_dtype
 from frontier_llm.topology.plan import make_plan

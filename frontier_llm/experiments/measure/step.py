@@ -15,7 +15,7 @@ import torch
 
 from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.comm import all_reduce_, barrier
-from frontier_llm.experiments.measure.products import gemm_shapes, operands
+from frontier_llm.experiments.measure.op_cases import gemm_shapes, operands
 from frontier_llm.experiments.measure.timing import median_s, wall_s
 from frontier_llm.ops import working_dtype
 from frontier_llm.training.build import TrainState

@@ -9,7 +9,7 @@ from typing import Any
 from frontier_llm.experiments.scaling.harvest import Row, as_csv, as_json
 from frontier_llm.files import write_atomically
 from frontier_llm.pages import Chart, figures, level, line, points, table, text, write_page
-from frontier_llm.planner.figures import PUBLISHED
+from frontier_llm.planner.published import LEFT_OUT, PUBLISHED
 from frontier_llm.units import format_seconds
 
 DEVICES = "devices (GCDs on MI250X)"
@@ -31,7 +31,7 @@ def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
         "<p class=sub>Failed points stay in the table. The two predicted columns are the planner's tokens/s and "
         "efficiency. All columns, unrounded, "
         "are in <code>scaling.csv</code> and <code>scaling.json</code>.</p>",
-        f"<h2>Published points</h2><ul>{sources}</ul>",
+        f"<h2>Published points</h2><ul>{sources}</ul><p>{text(LEFT_OUT.capitalize())}.</p>",
     ]
     subtitle = (
         "Solid lines are measured; dashed and dotted lines are simulated by the planner; black marks are published. "

@@ -183,6 +183,14 @@ def with_efficiency(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
+def by_series(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Return the rows by (mode, model)."""
+    series: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        series.setdefault((row.mode, row.model), []).append(row)
+    return series
+
+
 def as_csv(rows: Sequence[Row]) -> str:
     """Return the table as CSV with one header line."""
     text = io.StringIO()

@@ -4,9 +4,8 @@ Reading gives a `WeightSource`, from which every rank of any layout reads its re
 `WeightSource`, for example a training checkpoint. Both directions are independent of the layout of training.
 """
 
-from frontier_llm.interop.huggingface.export import Companions, export_huggingface, family_for
+from frontier_llm.interop.huggingface.export import Companions, HubRepository, export_huggingface, family_for
 from frontier_llm.interop.huggingface.families import LLAMA_KEYS, Family, register_family
-from frontier_llm.interop.huggingface.hub import HubRepository
 from frontier_llm.interop.huggingface.llama import read_llama_like, read_windowed, write_llama_like
 from frontier_llm.interop.huggingface.names import LLAMA, Names
 from frontier_llm.interop.huggingface.read import CONFIG, HuggingFaceModel, read_model_config

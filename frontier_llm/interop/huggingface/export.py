@@ -1,10 +1,15 @@
-"""Write a source of weights as a Hugging Face directory: weights, configuration, tokenizer and model card."""
+"""Write a source of weights as a Hugging Face directory: weights, configuration, tokenizer and model card.
+
+`HubRepository` uploads an export to a model repository of the Hugging Face Hub with huggingface_hub (extra `hf`).
+The token comes from `hf auth login` or HF_TOKEN.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,8 @@ import torch
 
 from frontier_llm.checkpoint.weights import WeightSource
 from frontier_llm.config import ModelConfig
-from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.data.remote import reason_of
+from frontier_llm.errors import CheckpointError, FrontierError, Problem, not_installed
 from frontier_llm.files import write_durably
 from frontier_llm.interop.huggingface.card import model_card
 from frontier_llm.interop.huggingface.families import FAMILIES, Family
@@ -107,3 +113,41 @@ def write_config(family: Family, model: ModelConfig, dtype: torch.dtype, eos_tok
         "tie_word_embeddings": model.tied_embeddings, "torch_dtype": name, "dtype": name, "use_cache": True,
         "bos_token_id": eos_token_id, "eos_token_id": eos_token_id, **family.config_json(model),
     }  # fmt: skip
+
+
+class HubRepository:
+    """Repository to which this user may write. It is created before the export, so that a refusal costs no time."""
+
+    def __init__(self, name: str, private: bool = False) -> None:
+        try:
+            from huggingface_hub import HfApi
+        except ModuleNotFoundError:
+            raise FrontierError(not_installed("huggingface_hub", "--push-to-hub")) from None
+        self.name = name
+        self._api = HfApi()
+        with _refusals(
+            name,
+            "log in with `hf auth login` or set HF_TOKEN, name the repository USER/NAME, or export without "
+            "--push-to-hub",
+        ):
+            self._api.create_repo(name, private=private, exist_ok=True)
+
+    def upload(self, directory: str | Path) -> str:
+        """Upload every file of an export as one commit. Returns the commit's address."""
+        with _refusals(self.name, f"the export is whole; upload it later: hf upload {self.name} {directory}"):
+            return str(
+                self._api.upload_folder(
+                    repo_id=self.name,
+                    folder_path=directory,
+                    commit_message="Export of frontier_llm",
+                ).commit_url
+            )
+
+
+@contextmanager
+def _refusals(name: str, fix: str) -> Iterator[None]:
+    """Convert all errors of the client. Their classes depend on the client's version and its network library."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"the Hub cannot take it: {reason_of(error)}", where=name, fix=fix) from error

@@ -28,20 +28,18 @@ from frontier_llm.interop.huggingface.dense import (
     write_neox,
     write_phi3,
 )
-from frontier_llm.interop.huggingface.experts import (
-    read_dots1,
-    read_mixtral,
-    read_qwen3_moe,
-    write_dots1,
-    write_mixtral,
-    write_qwen3_moe,
-)
 from frontier_llm.interop.huggingface.llama import (
     MISTRAL_DEFAULT_WINDOW,
     ConfigJson,
+    read_dots1,
     read_llama_like,
+    read_mixtral,
+    read_qwen3_moe,
     read_windowed,
+    write_dots1,
     write_llama_like,
+    write_mixtral,
+    write_qwen3_moe,
 )
 from frontier_llm.interop.huggingface.names import (
     EXPERTS,

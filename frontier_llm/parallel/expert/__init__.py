@@ -4,13 +4,13 @@ from frontier_llm.parallel.expert.dispatch import (
     Departure,
     Dispatch,
     RouterChoice,
+    ToNodes,
     beyond_capacity,
     combine,
     dispatch,
     plan_dispatch,
 )
 from frontier_llm.parallel.expert.grouped import GroupedLinear, router_product
-from frontier_llm.parallel.expert.nodes import ToNodes
 from frontier_llm.parallel.expert.sequence import gather_sequence, take_part
 
 __all__ = [

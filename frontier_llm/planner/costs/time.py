@@ -246,8 +246,8 @@ def meets_inside(layouts: Layout) -> Number:
 def _exposed_messages(layouts: Layout, rates: Rates) -> Number:
     """Return the round trips of messages for which a microbatch waits with one communication in flight.
 
-    The numbers are fitted to `schedule.simulate_one_in_flight`. If layers contain collectives, all four messages of a chunk
-    are exposed, and chunks wait for each other.
+    The numbers are fitted to `schedule.simulate_one_in_flight`. If layers contain collectives, all four messages of a
+    chunk are exposed, and chunks wait for each other.
     """
     chunks = layouts.chunks
     waits = meets_inside(layouts) | rates.host_executes

@@ -14,8 +14,7 @@ provenance    records code, libraries and device
 from frontier_llm.training.guard.provenance import provenance
 from frontier_llm.training.guard.recompute import Recompute, WrongArithmetic
 from frontier_llm.training.guard.replicas import ReplicaCheck, ReplicaDrift
-from frontier_llm.training.guard.skips import Decisions, Skips
-from frontier_llm.training.guard.spikes import SpikePolicy
+from frontier_llm.training.guard.skips import Decisions, Skips, SpikePolicy
 from frontier_llm.training.guard.stop_requests import RequestCollector, Requests
 from frontier_llm.training.guard.watchdog import Watchdog
 from frontier_llm.training.routing import RouterWatch

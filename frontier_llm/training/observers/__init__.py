@@ -94,7 +94,7 @@ def _imported(module: str, name: str) -> Callable[[RunConfig], Observer]:
     return lambda config: getattr(import_module(f"{__name__}.{module}"), name)(config)
 
 
-register("tensorboard", _imported("tensorboard", "Events"))
-register("wandb", _imported("weights_and_biases", "WeightsAndBiases"))
-register("mlflow", _imported("mlflow_runs", "MlflowRun"))
+register("tensorboard", _imported("trackers", "Events"))
+register("wandb", _imported("trackers", "WeightsAndBiases"))
+register("mlflow", _imported("trackers", "MlflowRun"))
 register("profiler", _imported("profiler", "Profiler"), every_rank=True)

@@ -88,11 +88,11 @@ def test_a_living_holder_whose_clock_is_ahead_is_kept(tmp_path: Path, quick_watc
     path = holder_elsewhere(tmp_path, silent_s=-7200)
     ended = threading.Event()
 
-    def beat() -> None:
+    def refresh() -> None:
         while not ended.wait(0.02):
             os.utime(path, (time.time() + 7200,) * 2)
 
-    thread = threading.Thread(target=beat)
+    thread = threading.Thread(target=refresh)
     thread.start()
     try:
         with pytest.raises(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster.status import read_status, render
+from frontier_llm.cluster.status import read_status
+from frontier_llm.cluster.status_text import render
 from frontier_llm.config import load_run
 from frontier_llm.data.identity import datasets_of, wanted
 from frontier_llm.data.indexed import IndexedDataset

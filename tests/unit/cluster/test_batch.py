@@ -209,8 +209,9 @@ def test_a_directory_without_a_record_gets_it_from_the_variables(
         ({"flags": "--strict"}, "flags is '--strict', expected a list of words"),
         ({"words": []}, "words is [], expected a list of words that begins with a run file"),
         ({"run_dir": "/elsewhere"}, "run_dir is /elsewhere, so this is the record of another run"),
-        ({"version": 2}, "version is 2, but this program reads at most version 1"),
-        ({"version": None}, "version is None, expected 1"),
+        ({"version": 3}, "version is 3, but this program reads at most version 2"),
+        ({"version": None}, "version is None, expected 2"),
+        ({"failed_start_node_hours": 0}, "failed_start_node_hours is 0, expected node-hours above 0, or null"),
         ({"spears": 1}, "spears is not a field of a job; did you mean 'spares'?"),
     ],
     ids=lambda value: str(value)[:30],
@@ -288,12 +289,55 @@ def test_hosts_are_blamed_for_what_only_a_host_can_do(
     assert outcome.failure == ended
 
 
+@pytest.mark.parametrize(
+    ("ended", "logged_step", "failed_start", "fault"),
+    [
+        (replace(STUCK_ON_N1, step=0), None, True, ""),
+        (replace(STUCK_ON_N1, step=3), None, False, ""),
+        (UNKNOWN, 2, False, ""),
+        (Failure("KeyError: 'layer 17'", Evidence.EXCEPTION, step=0), None, True, "KeyError: 'layer #'"),
+        (Failure("RuntimeError: NCCL error 3", Evidence.EXCEPTION), None, True, ""),
+        (Failure("HIP error: invalid device", Evidence.LOGS), None, True, ""),
+        (Failure("Killed", Evidence.ENDS), None, True, ""),
+    ],
+)
+def test_a_start_without_a_step_is_recorded_with_the_error_of_the_program(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: Failure,
+    logged_step: int | None,
+    failed_start: bool,
+    fault: str,
+) -> None:
+    def run_step(step: object) -> Outcome:
+        if logged_step is not None:
+            row = {"kind": "step", "step": logged_step, "incarnation": 1, "loss": 1.0}
+            run_dir.append_line(tmp_path / "metrics.jsonl", row)
+        return Outcome(1, ended)
+
+    monkeypatch.setattr("frontier_llm.cluster.attempt.run_step", run_step)
+    monkeypatch.setattr("frontier_llm.cluster.slurm.unhealthy", lambda nodes: [])
+    monkeypatch.setattr("frontier_llm.cluster.attempt.dead_nodes", lambda run, nodes, outcome: [])
+    start_ranks(on_two_nodes(tmp_path), ("n0", "n1"), None)
+    (made,) = run_dir.attempts(tmp_path)
+    assert (made.is_failed_start, made.fault) == (failed_start, fault)
+
+
 def test_a_node_that_slurm_calls_down_is_the_cause_of_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frontier_llm.cluster.attempt.run_step", lambda step: Outcome(1, STUCK_ON_N1))
     monkeypatch.setattr("frontier_llm.cluster.slurm.unhealthy", lambda nodes: ["n0"])
     start_ranks(on_two_nodes(tmp_path), ("n0", "n1"), None)
     (made,) = run_dir.attempts(tmp_path)
     assert (made.cause, made.failed_host, made.detail) == ("node failure", "n0", "n0 failed")
+
+
+def test_a_record_of_version_1_has_the_defaults_of_later_fields(tmp_path: Path) -> None:
+    job = recorded(tmp_path)
+    path = tmp_path / "job.json"
+    content = {**json.loads(path.read_text()), "version": 1}
+    del content["failed_start_node_hours"]
+    path.write_text(json.dumps(content))
+    assert read_job(tmp_path) == job and job.failed_start_limit == 3 * job.all_nodes
 
 
 def test_the_record_holds_the_job_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

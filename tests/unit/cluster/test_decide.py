@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from frontier_llm.cluster import decide as decide_module
 from frontier_llm.cluster.decide import (
     LOCK_STALE_S,
     RESERVE_S,
+    Decision,
     Done,
     GiveUp,
     History,
@@ -55,11 +57,16 @@ def after(*attempts: Attempt, own: int = 1, history: History = NEW) -> History:
     return history
 
 
+def failed_start(cause: str = "crash", **fields: Any) -> Attempt:
+    """Return a start that ended after half an hour, before its first step."""
+    return made(cause, 5, 5, hours=0.5, last_step=5, **fields)
+
+
 NO_PROGRESS = [made("crash", 5, 5)] * 3
 STOPPED_EARLY = [made("interrupted", 5, 5, exit_code=75)] * 3
 NEVER = replace(JOB, continuation="never")
 SUCCESSOR = replace(JOB, continuation="successor")
-BUDGET = replace(JOB, max_node_hours=10.0)
+BUDGET = replace(JOB, max_node_hours=12.0)
 
 # (behaviour, job, history, now, class of the decision, expected fields)
 TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
@@ -107,23 +114,39 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         Done,
         {"reason": "stopped at step 7 by /run/STOP; delete the file to continue"},
     ),
-    # budget: a start uses 2 nodes, so 10 node-hours last 5 h
-    ("ranks save when the budget ends", BUDGET, NEW, NOW, Start, {"save_after_s": 5 * 3600 - 120.0}),
+    # budget: Slurm charges 2 nodes and a spare, so 12 node-hours last 4 h
+    ("ranks save when the budget ends", BUDGET, NEW, NOW, Start, {"save_after_s": 4 * 3600 - 120.0}),
     (
-        "the starts of all jobs count for the budget",
+        "all nodes of the allocation are charged",
         BUDGET,
-        after(made("crash", 0, 3, hours=1.5), made("interrupted", 3, 9, hours=2.5), own=0),
+        replace(NEW, allocated_nodes=4),
+        NOW,
+        Start,
+        {"save_after_s": 3 * 3600 - 120.0},
+    ),
+    (
+        "the node-hours of all jobs count for the budget",
+        BUDGET,
+        replace(after(made("interrupted", 3, 9), own=0), node_hours=9.0),
         NOW,
         Start,
         {"save_after_s": 3600 - 120.0},
     ),
     (
+        "and so does the wait for a lock",
+        BUDGET,
+        replace(after(made("node failure", 0, 9)), node_hours=9.0),
+        replace(NOW, unhealthy=("n0",)),
+        Start,
+        {"save_after_s": 3600 - 120.0 - LOCK_STALE_S},
+    ),
+    (
         "a budget that is too small for a save ends the run",
         BUDGET,
-        after(made("interrupted", 0, 9, hours=4.98), own=0),
+        replace(after(made("interrupted", 0, 9), own=0), node_hours=11.96),
         NOW,
         Done,
-        {"reason": "10.0 of 10.0 node-hours are used"},
+        {"reason": "12.0 of 12.0 node-hours are used"},
     ),
     ("no budget, no reminder", JOB, NEW, NOW, Start, {"save_after_s": float("inf")}),
     # walltime
@@ -261,6 +284,82 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(made("crash", 100, 100), made("crash", 100, 100), made("finished", 100, 100, exit_code=0)),
         NOW,
         Done,
+        {},
+    ),
+    # failed starts: 2 nodes and a spare may use 9 node-hours; each of these uses 2 nodes for half an hour
+    (
+        "starts that fail before a step are not counted by number",
+        JOB,
+        after(*[failed_start()] * 8),
+        NOW,
+        Start,
+        {"nodes": FIRST_TWO},
+    ),
+    (
+        "they are bounded in node-hours",
+        JOB,
+        after(*[failed_start()] * 9),
+        NOW,
+        GiveUp,
+        {"exit_code": 1, "problem": "9 starts in a row failed before their first step and used 9.0 node-hours"},
+    ),
+    (
+        "the job sets the limit",
+        replace(JOB, failed_start_node_hours=2.0),
+        after(*[failed_start()] * 2),
+        NOW,
+        GiveUp,
+        {"problem": "the limit is 2.0, so the run is not started again"},
+    ),
+    (
+        "one finished step begins the count again",
+        JOB,
+        after(*[failed_start()] * 8, made("crash", 5, 5, last_step=6), *[failed_start()] * 8),
+        NOW,
+        Start,
+        {},
+    ),
+    (
+        "node failures before a step use node-hours, too",
+        JOB,
+        after(*[failed_start("node failure")] * 9),
+        NOW,
+        GiveUp,
+        {"problem": "failed before their first step"},
+    ),
+    (
+        "failed starts between crashes without progress do not count as such",
+        JOB,
+        after(*NO_PROGRESS[:2], failed_start(), failed_start()),
+        NOW,
+        Start,
+        {},
+    ),
+    (
+        "a new job after the limit tries once",
+        JOB,
+        after(*[failed_start()] * 9, own=0),
+        NOW,
+        Start,
+        {},
+    ),
+    (
+        "the same error of the program three times is given up",
+        JOB,
+        after(*[failed_start(fault="ValueError: vocabulary of # tokens")] * 3),
+        NOW,
+        GiveUp,
+        {
+            "problem": "3 starts in a row failed before their first step with the same error, so the run is not "
+            "started again"
+        },
+    ),
+    (
+        "different errors are not",
+        JOB,
+        after(*[failed_start(fault=fault) for fault in ("a", "b", "a")]),
+        NOW,
+        Start,
         {},
     ),
     # refusal
@@ -517,3 +616,55 @@ def test_months_of_a_run_are_simulated_in_a_moment() -> None:
     jobs, kinds = simulate()
     assert jobs > 100 and kinds.count("Start") == 1000
     assert simulate() == (jobs, kinds)
+
+
+def chain_of_starts(seed: int, good_share: float) -> Decision:
+    """Return the end of a chain on 384 nodes of which only `good_share` of the starts reach a step.
+
+    A good start trains until the walltime of 12 h. Another start fails after ten minutes.
+    """
+    drawn = random.Random(seed)
+    job = replace(JOB, nodes=384, spares=4, failed_start_node_hours=None)
+    nodes = tuple(f"n{number}" for number in range(job.all_nodes))
+    history = replace(NEW, target_step=30)
+    clock = NOW.unix_s
+    left_s = 43200.0
+    while True:
+        decision = decide(job, history, Now(clock, nodes, time_left_s=left_s))
+        if isinstance(decision, Requeue):
+            history = replace(history, is_own=False)
+            left_s = 43200.0
+        elif isinstance(decision, Start):
+            is_good = drawn.random() < good_share
+            seconds = left_s - 120.0 if is_good else 600.0
+            step = history.saved_step + is_good
+            ended = Attempt(
+                incarnation=1,
+                job_id="7",
+                nodes=decision.nodes,
+                start_step=history.saved_step,
+                end_step=step,
+                exit_code=75 if is_good else 1,
+                cause="interrupted" if is_good else "crash",
+                started_unix_s=clock,
+                ended_unix_s=clock + seconds,
+                last_step=step,
+            )
+            clock += seconds
+            left_s -= seconds
+            history = history.after(ended, step)
+        else:
+            return decision
+
+
+def test_chains_with_less_than_half_good_starts_reach_their_end() -> None:
+    """With a limit of three starts in a row, nearly every one of these chains died."""
+    ends = [chain_of_starts(seed, good_share=0.45) for seed in range(100)]
+    assert [type(end) for end in ends] == [Done] * len(ends)
+
+
+def test_a_chain_without_a_good_start_ends_within_its_node_hours() -> None:
+    end = chain_of_starts(seed=0, good_share=0.0)
+    assert isinstance(end, GiveUp)
+    assert "19 starts in a row failed before their first step and used 1,216.0 node-hours" in str(end.problem)
+    assert "the limit is 1,164.0" in str(end.problem)

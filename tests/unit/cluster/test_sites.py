@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from frontier_llm.cluster.sites import format_walltime, load_site, parse_walltime, request_problems, site_names
@@ -57,3 +59,13 @@ def test_all_violations_with_limits_and_nearest_values() -> None:
     (problem,) = request_problems(frontier, 64, 60, "A", "batsh")
     assert "did you mean 'batch'" in problem.fix
     assert not list(request_problems(load_site("generic"), 10_000, 99_999, None, "any"))
+
+
+def test_the_former_key_of_the_warning_time_is_read_with_a_notice(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shipped = Path(__file__).parents[3] / "slurm" / "sites" / "local.yaml"
+    file = tmp_path / "own.yaml"
+    file.write_text(shipped.read_text(encoding="utf-8") + "\nsignal_lead_s: 77\n", encoding="utf-8")
+    assert load_site(str(file)).warning_time_s == 77
+    assert "warning_time_s is now called warning_time_s: write the new name" in capfd.readouterr().err

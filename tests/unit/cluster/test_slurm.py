@@ -40,3 +40,17 @@ def test_a_person_is_told_at_once(sinfo: Path) -> None:
     with pytest.raises(FrontierError, match="Unable to contact"):
         slurm.ask(["sinfo"], patience_s=0)
     assert len(sinfo.read_text()) == 2
+
+
+def test_node_hours_of_slurms_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A requeued job has one line per start. Without accounting nothing is known."""
+    script = tmp_path / "sacct"
+    script.write_text(
+        '#!/bin/bash\n[[ "$*" == *--jobs=7,8* ]] || exit 3\necho "7|17|3600"; echo "7|17|1800"; echo "8||"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert slurm.billed_node_hours(["7", "8", "7"]) == {"7": 25.5}
+    assert slurm.billed_node_hours([]) == {}
+    script.write_text('#!/bin/bash\necho "Slurm accounting storage is disabled" >&2\nexit 1\n')
+    assert slurm.billed_node_hours(["7"]) == {}

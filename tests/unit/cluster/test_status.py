@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import slurm
+from frontier_llm.cluster import status as status_module
 from frontier_llm.cluster.status import read_status
-from frontier_llm.run import run_dir
+from frontier_llm.cluster.status_text import render
+from frontier_llm.run import allocations, run_dir
+from frontier_llm.run.allocations import Allocated
 from frontier_llm.run.holder import take
 from frontier_llm.run.job import Job, write_job
 from tests.harness.checkpoints import save_only
@@ -66,10 +70,42 @@ def test_what_the_job_asks_for(run_directory: Path, capsys: pytest.CaptureFixtur
     assert status.node_hours == pytest.approx(used + 3.0)
     assert main(["status", str(run_directory)]) == 0
     text = capsys.readouterr().out
-    expected = f"16 nodes + 1 spare of local, then requeue, {status.node_hours:,.1f} of 500.0 node-hours used"
-    assert f"  job        {expected}\n" in text
+    assert "  job        16 nodes + 1 spare of local, then requeue\n" in text
+    left = 500.0 - status.node_hours
+    assert status.node_hours_left == pytest.approx(left) and status.expected_end_unix_s is None
+    # 60 steps of 2 s on 17 nodes
+    expected = f"{status.node_hours:,.1f} of 500.0 used, {left:,.1f} left, about 0.6 more needed"
+    assert f"  node-hours {expected}\n" in text
     assert main(["status", "--json", str(run_directory)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["job"]["spares"] == 1
+
+
+def test_node_hours_are_what_slurm_charges(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two starts of one requeued job and a job that runs. Spares, gaps and the time before the first start count."""
+    for restarts, start_h, end_h in ((0, 0, 1), (0, 0, 4), (1, 5, 6)):
+        one = Allocated("77", restarts, nodes=17, started_unix_s=3600.0 * start_h, seen_unix_s=3600.0 * end_h)
+        allocations.record(run_directory, one)
+    assert read_status(run_directory).node_hours == pytest.approx(17 * 5)  # the starts of job 77 are part of them
+    now = time.time()
+    allocations.record(run_directory, Allocated("78", 0, 17, started_unix_s=now - 7200, seen_unix_s=now - 3600))
+    running = {"JobId": "78", "JobState": "RUNNING", "TimeLimit": "12:00:00", "RunTime": "02:00:00"}
+    monkeypatch.setattr(status_module, "_job", lambda ids: ("78", running))
+    status = read_status(run_directory)
+    assert status.node_hours == pytest.approx(17 * 7, abs=0.1)  # until now
+    assert status.expected_end_unix_s == pytest.approx(now + 120.0, abs=60.0)
+    assert ", until 20" in render([status])
+    billed = {"77": 17 * 6.5, "78": 17 * 1.9}
+    monkeypatch.setattr(slurm, "billed_node_hours", lambda ids, timeout_s: billed)
+    assert read_status(run_directory).node_hours == pytest.approx(17 * (6.5 + 1.9), abs=0.1)
+
+
+def test_a_batch_host_that_died_is_charged_until_the_last_line_of_its_ranks(run_directory: Path) -> None:
+    allocations.extend_last(run_directory)
+    assert allocations.allocations(run_directory) == []
+    allocations.record(run_directory, Allocated("77", 0, 2, started_unix_s=0.0, seen_unix_s=60.0))
+    run_dir.append_line(run_directory / "metrics.jsonl", {"kind": "save", "step": 40, "time": 7200.0})
+    allocations.extend_last(run_directory)
+    assert allocations.node_hours(run_directory, {}) == 4.0
 
 
 def test_slow_hosts_and_waits(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

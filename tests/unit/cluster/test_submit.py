@@ -350,8 +350,8 @@ def test_the_signal_leads_by_more_than_a_predicted_step(
 ) -> None:
     words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 0
-    (lead,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH --signal")]
-    assert int(lead.rpartition("@")[2]) > 600 + 2 * 500
+    (signal,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH --signal")]
+    assert int(signal.rpartition("@")[2]) > 600 + 2 * 500
 
 
 def test_a_walltime_that_saving_would_eat_is_refused(

@@ -17,7 +17,7 @@ from frontier_llm.cluster.sites import load_site
 from frontier_llm.cluster.supervisor import supervise
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
-from frontier_llm.run import run_dir
+from frontier_llm.run import allocations, run_dir
 from frontier_llm.run.failure import Evidence, Failure, read_failure
 from frontier_llm.run.job import Job, read_job, write_job
 from tests.harness.checkpoints import save_only
@@ -146,3 +146,16 @@ def test_a_record_of_another_run_stops_it_before_any_rank_starts(
     with pytest.raises(FrontierError, match=r"run_dir is .*other, so this is the record of another run"):
         cluster.supervise()
     assert cluster.used == [] and cluster.requeued == 0
+
+
+def test_a_budget_counts_all_nodes_of_the_allocation_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job has run for 50 minutes on three nodes before its first start: 2.5 of 2.5 node-hours."""
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("crash", 0))
+    monkeypatch.setattr(slurm, "job_fields", lambda job: {"RunTime": "00:50:00"})
+    cluster.run = replace(cluster.run, job=replace(cluster.run.job, max_node_hours=2.5))
+    assert cluster.supervise() == 0 and cluster.used == []
+    assert "2.5 of 2.5 node-hours are used" in capsys.readouterr().err
+    (allocated,) = allocations.allocations(tmp_path)
+    assert allocated.nodes == 3 and allocated.node_hours == pytest.approx(2.5, abs=0.1)

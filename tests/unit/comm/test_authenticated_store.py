@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect, store_server
+from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.authenticated_store import (
     AuthenticatedStore,
     connect_here,
+    open_server,
     receive_parts,
     send_parts,
     socket_name,
@@ -54,7 +55,7 @@ def store_at(name: str, timeout_s: float, connections: int = 100) -> Authenticat
 @pytest.fixture
 def name() -> Iterator[str]:
     """Yield the name of the server's socket."""
-    serve, close = store_server.open_server()
+    serve, close = open_server()
     with opened(serve) as name:
         yield name
     close()
@@ -170,7 +171,7 @@ def test_time_outs_and_a_gone_store_are_store_errors(name: str) -> None:
 
 
 def test_a_closed_server_is_gone_for_those_that_wait() -> None:
-    serve, close = store_server.open_server()
+    serve, close = open_server()
     with opened(serve) as name, ThreadPoolExecutor(1) as pool:
         store = store_at(name, 60.0)
         waiting = pool.submit(store.get, "never")

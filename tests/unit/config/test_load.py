@@ -190,7 +190,7 @@ def test_merge_replaces_what_is_not_a_mapping_on_both_sides() -> None:
 def test_every_shipped_model_is_valid(name: str) -> None:
     model = load_model(name)
     assert model.name == name
-    assert model_problems(model) == []
+    assert list(model_problems(model)) == []
     assert (
         model.padded_vocab_size % model.vocab_multiple
         == 0

@@ -63,3 +63,19 @@ def test_wide_lines_of_shell_are_named_unless_a_url_or_one_word_needs_the_width(
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "['launch/job.sh:1']"
+
+
+def test_small_files_are_counted_except_package_marks_and_commands(tmp_path: Path) -> None:
+    files = {"model/__init__.py": 1, "cli/plan.py": 59, "model/small.py": 59, "model/long.py": 60}
+    for name, lines in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x = 1\n" * lines)
+    program = (
+        "import sys, pathlib; sys.path.insert(0, 'scripts'); import code_density; "
+        "print(code_density.small_files(pathlib.Path(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "['model/small.py']"

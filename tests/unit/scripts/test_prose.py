@@ -33,8 +33,8 @@ def prose(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("habit", "sentence"), ROWS, ids=[habit for habit, _ in ROWS])
-def test_each_habit_is_found_in_each_kind_of_text(habit: str, sentence: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pattern", "sentence"), ROWS, ids=[pattern for pattern, _ in ROWS])
+def test_each_pattern_is_found_in_each_kind_of_text(pattern: str, sentence: str, tmp_path: Path) -> None:
     code = tmp_path / "code.py"
     code.write_text(f'"""{sentence}"""\n# {sentence}\nraise ValueError("{sentence}")\n')
     page = tmp_path / "page.md"
@@ -42,8 +42,8 @@ def test_each_habit_is_found_in_each_kind_of_text(habit: str, sentence: str, tmp
     done = prose("--check", str(code), str(page))
     assert done.returncode == 1
     for kind in ("docstring", "comment", "message", "page"):
-        assert f"{kind}: {habit} in 100.00 % of the sentences" in done.stderr
-    listed = prose("--list", f"{habit}:page", str(code), str(page)).stdout
+        assert f"{kind}: {pattern} in 100.00 % of the sentences" in done.stderr
+    listed = prose("--list", f"{pattern}:page", str(code), str(page)).stdout
     assert listed.count(sentence) == 1, "a sentence in a code block is no text of the page"
 
 
@@ -72,3 +72,13 @@ def test_an_exception_needs_a_reason_and_is_counted(tmp_path: Path) -> None:
     assert done.returncode == 0 and "1 sentences are excepted" in done.stdout
     code.write_text(f"# prose: ok:\n# {sentence}\n")
     assert prose("--check", str(code)).returncode == 1
+
+
+def test_house_words_are_refused_in_text_and_in_identifiers(tmp_path: Path) -> None:
+    code = tmp_path / "code.py"
+    code.write_text('"""Each rank posts its wish to all ranks."""\n\nrank_board = 1\nkeyboard = 2\n', encoding="utf-8")
+    done = prose("--check", str(code))
+    assert done.returncode == 1
+    assert "house-word in 100.00 %" in done.stderr
+    assert "code.py:3: rank_board: instead of 'board' use: heartbeats" in done.stderr
+    assert "keyboard" not in done.stderr

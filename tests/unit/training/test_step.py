@@ -75,7 +75,8 @@ def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int
             mesh.ledger.calls.clear()
             reads.clear()
             with Waits() as waits, watch.step():
-                result = train_step(state, lambda step=step: Requests(save=rank == 1 and step == 2))  # type: ignore[misc]
+                requests = Requests(save=rank == 1 and step == 2)
+                result = train_step(state, lambda requests=requests: requests)  # type: ignore[misc]
             world = {operation: calls for (axis, operation), calls in mesh.ledger.calls.items() if axis == "world"}
             steps.append((len(reads), sum(waits.counts.values()), world, result.requests))
     finally:

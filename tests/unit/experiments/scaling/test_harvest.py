@@ -17,8 +17,8 @@ from frontier_llm.experiments.scaling.figure import write_report
 from frontier_llm.experiments.scaling.forecast import simulated_rows
 from frontier_llm.experiments.scaling.harvest import Row, as_csv, half_width, harvest, with_efficiency
 from frontier_llm.experiments.scaling.series import Point, announce, make_series
-from frontier_llm.planner.figures import PUBLISHED
 from frontier_llm.planner.predict import predict
+from frontier_llm.planner.published import PUBLISHED
 from frontier_llm.run import run_dir
 
 LOCAL = load_site("local")
@@ -143,6 +143,16 @@ def test_published_points() -> None:
         ("strong", 1024, 0.8993),
         ("strong", 3072, 0.8705),
     }
+
+
+def test_a_predicted_series_stands_beside_the_published_point(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["scaling", "strong", "--model", "gpt-175b", "--nodes", "8,128", "--site", "frontier", "--simulate"]
+    assert main([*words, "--dry-run", "--output", str(tmp_path)]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "measured" in line]
+    assert "1024 devices: 89.9 % measured" in line and "96.7 % predicted (+6.8 points)" in line
+    assert "leaves out contention" in line
 
 
 def test_submit_refuses_a_layout_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import math
 
-from frontier_llm.training.guard.spikes import SpikePolicy
+from frontier_llm.training.guard.skips import SpikePolicy
 
 
 def test_judges_only_after_a_full_window_and_forgets_spikes() -> None:
