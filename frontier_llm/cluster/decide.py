@@ -226,7 +226,9 @@ def _failed_start_problem(job: Job, history: History) -> Problem | None:
     see = job.directory / FAILURE_FILE
     count = len(history.failed_starts)
     if history.repeats_a_fault:
-        what = f"{CRASH_LOOP} starts in a row failed before their first step with the same error, so the run is not started again"
+        what = (
+            f"{CRASH_LOOP} starts in a row failed before their first step with the same error: the run is not restarted"
+        )
         return Problem("", what, f"see {see}")
     used = history.failed_start_node_hours
     if count == 0 or used < job.failed_start_limit:
