@@ -37,6 +37,7 @@ _HARMLESS = (
     "optimizer.deepspeed_config",
     "guard.replica_check_interval",
     "guard.straggler_interval",
+    "guard.straggler_seconds",
     "guard.recompute_interval",
     "guard.max_skips_in_row",
 )

@@ -50,9 +50,9 @@ def calibrate(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError
-    from frontier_llm.machine.rank_variables import set_rank_variables
     from frontier_llm.planner.candidates import tensor_degrees
     from frontier_llm.run.rank_env import discover
+    from frontier_llm.topology.rank_variables import set_rank_variables
 
     if args.output.suffix not in (".yaml", ".yml"):
         raise ConfigError(

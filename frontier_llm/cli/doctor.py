@@ -56,9 +56,9 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.machine.env import environment
-    from frontier_llm.machine.rank_variables import run_variables
     from frontier_llm.run import hostlist
     from frontier_llm.run.rank_env import environ
+    from frontier_llm.topology.rank_variables import run_variables
 
     site = load_site(args.site)
     directory = Path(args.run_dir)

@@ -25,9 +25,9 @@ def hang_test(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.errors import LayoutError
     from frontier_llm.experiments.measure import hang
-    from frontier_llm.machine.rank_variables import set_rank_variables
     from frontier_llm.run.node_folders import temporary_folder
     from frontier_llm.run.rank_env import COMMAND, discover, environment, with_this_package
+    from frontier_llm.topology.rank_variables import set_rank_variables
 
     config = load_run(args.run, args.overrides)
     place = discover()

@@ -46,8 +46,8 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.config import load_run
-    from frontier_llm.machine.rank_variables import set_rank_variables
     from frontier_llm.run.rank_env import discover
+    from frontier_llm.topology.rank_variables import set_rank_variables
 
     config = load_run(args.run, args.overrides)
     place = discover()

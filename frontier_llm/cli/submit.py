@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import (
@@ -21,6 +22,7 @@ from frontier_llm.cli.arguments import (
 )
 
 if TYPE_CHECKING:
+    from frontier_llm.cluster.submit import JobRequest
     from frontier_llm.config import RunConfig
 
 
@@ -49,7 +51,15 @@ if TYPE_CHECKING:
     ),
     *JOB,
     option("--qos", metavar="NAME", help="e.g. debug"),
-    option("--time", metavar="H:MM:SS", help="walltime of one slice (default: the longest of the site's bin)"),
+    option("--time", metavar="H:MM:SS", help="walltime of one slice (default: predicted, at most the site's)"),
+    option(
+        "--compare-nodes",
+        type=positive,
+        action="append",
+        default=[],
+        metavar="N",
+        help="also show jobs, days and node-hours of the same run on N nodes (may be repeated)",
+    ),
     option(
         "--continue-with",
         choices=("requeue", "successor", "never"),
@@ -94,7 +104,7 @@ def submit(args: argparse.Namespace) -> int:
     """
     from frontier_llm import log
     from frontier_llm.cluster import submit as slurm
-    from frontier_llm.cluster.admission import admit, advice, cost_of
+    from frontier_llm.cluster.admission import admit, advice, compare_nodes, cost_of
     from frontier_llm.cluster.batch import default_continuation
     from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
@@ -130,6 +140,9 @@ def submit(args: argparse.Namespace) -> int:
         exclude=hostlist.expand(args.exclude or ""),
     )
     request = admit(request)
+    if args.compare_nodes:
+        log.info(compare_nodes(request, args.compare_nodes))
+    request = _before_maintenance(request, chosen=args.continue_with is not None)
     submission = slurm.prepare(request) if args.dry_run else slurm.submit(request)
     log.info(slurm.describe(request, submission))
     log.info(cost_of(request).describe(job.max_node_hours))
@@ -145,6 +158,32 @@ def submit(args: argparse.Namespace) -> int:
         log.warn(f"submit would refuse this job: {problem}")
     show(args, {**submission.as_dict(), **asdict(readiness)}, lambda: submission.script)
     return 1 if readiness.problems else 0
+
+
+def _before_maintenance(request: JobRequest, *, chosen: bool) -> JobRequest:
+    """Return the request with a first job that ends before the site's next maintenance.
+
+    `chosen`: the user has chosen the continuation. Otherwise a successor follows, because a requeued job would keep the
+    short walltime.
+    """
+    from frontier_llm import log
+    from frontier_llm.cluster import slurm
+    from frontier_llm.cluster.sites import format_walltime
+    from frontier_llm.cluster.submit import before_maintenance
+
+    now_unix_s = time.time()
+    maintenance = slurm.next_maintenance(now_unix_s)
+    shortened = before_maintenance(request, now_unix_s, maintenance)
+    if maintenance is None or shortened.shortened_minutes is None:
+        return request
+    if shortened.job.continuation == "requeue" and not chosen:
+        shortened = replace(shortened, job=replace(shortened.job, continuation="successor"))
+    starts = time.strftime("%Y-%m-%d %H:%M", time.localtime(maintenance.starts_unix_s))
+    log.warn(
+        f"maintenance {maintenance.name} begins at {starts}: the first job gets "
+        f"{format_walltime(shortened.shortened_minutes or 0)}, then {shortened.job.continuation}"
+    )
+    return shortened
 
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:

@@ -62,10 +62,10 @@ def train(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
-    from frontier_llm.machine.rank_variables import set_rank_variables
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.rank_env import discover
     from frontier_llm.run.signals import SignalWatcher, held
+    from frontier_llm.topology.rank_variables import set_rank_variables
 
     overrides = list(args.overrides)
     if args.no_jit:

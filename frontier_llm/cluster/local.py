@@ -26,7 +26,6 @@ from typing import IO, BinaryIO
 from frontier_llm.cluster.rank_logs import failure_lines
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import open_below
-from frontier_llm.machine.rank_variables import ORIGINS
 from frontier_llm.run.failure import Evidence, Failure, forget_failure, read_failure, write_failure
 from frontier_llm.run.holder import refuse_second_start
 from frontier_llm.run.job_secret import VARIABLE, folder_of, new_secret
@@ -34,6 +33,7 @@ from frontier_llm.run.launchers import free_port
 from frontier_llm.run.rank_env import COMMAND, with_this_package
 from frontier_llm.run.run_dir import make_log_dir, place, refuse_moved
 from frontier_llm.run.signals import EXIT_INTERRUPTED, heeded
+from frontier_llm.topology.rank_variables import ORIGINS
 from frontier_llm.units import printable, strict_json
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -201,6 +201,8 @@ class OpsConfig(Section):
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # Adds gradients to the gradient buffers.
     # Attention kernels that `auto` selects: a table's name in configs/attention, or a file written by `ops tune`.
     attention_table: str = "shipped"
+    # Ops whose results are equal to the bit in two runs. `auto`: true if guard.recompute_interval is set.
+    deterministic: Literal["auto"] | bool = "auto"
     # GPU: let `auto` use far slower ops if the prebuilt kernels are missing.
     allow_fallback: bool = False
     no_jit: bool = False  # Report any attempt to compile during training as an error.
@@ -401,8 +403,10 @@ class GuardConfig(Section):
     max_skips_in_row: PositiveInt = 100  # Consecutive skipped steps after which the run stops.
     # Steps between computing one step twice on all replicas, to detect wrong arithmetic; 0 = never.
     recompute_interval: NonNegativeInt = 0
-    # Steps between comparisons of the ranks' compute times; 0 = never.
+    # Most steps between comparisons of the ranks' compute times; 0 = never.
     straggler_interval: NonNegativeInt = 25
+    # Most seconds between these comparisons. A rank is reported after two slow intervals.
+    straggler_seconds: PositiveFloat = 300.0
     # Steps between comparisons of all weight copies, also before each save; 0 = never.
     replica_check_interval: NonNegativeInt = 100
 

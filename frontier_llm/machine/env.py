@@ -117,19 +117,25 @@ _PYTORCH = (
 
 _NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
 
+CK_ATTENTION = "TORCH_ROCM_FA_PREFER_CK"  # torch's attention uses CK instead of AOTriton
+QUEUES = "GPU_MAX_HW_QUEUES"
+DEFAULT_QUEUES = 8  # with one communication in flight, which is safe with any number of queues
+# gfx9 has 4 pipes of 8 compute queues, and the kernel driver keeps 8. More queues are multiplexed in software, and a
+# queue that waits can then hold up the others.
+MOST_QUEUES = 24
+
 _ROCM = (
     Variable(
-        "GPU_MAX_HW_QUEUES",
-        "8",
-        "a hardware queue for each communicator: with the default of 4, streams share queues, and a receive that is "
-        "posted early can block work that its sender waits for",
-        "ROCm/rocm-systems#8916, ROCm/rccl#2191",
+        QUEUES,
+        str(DEFAULT_QUEUES),
+        "streams share hardware queues: with one communication in flight any number of queues is safe",
+        "ROCm/rocm-systems#8916",
     ),
     Variable(
         "TORCH_NCCL_HIGH_PRIORITY",
         "1",
-        "streams of another priority have queues of their own: compute never waits behind them",
-        TORCH,
+        "older ROCm gives streams of another priority queues of their own; newer ROCm ignores priorities",
+        "ROCm/rocm-systems#8485",
     ),
     Variable(
         "HSA_FORCE_FINE_GRAIN_PCIE",
@@ -253,6 +259,15 @@ _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
 # "eos" and "selene" are the former names of h100 and a100. Older files contain them.
 _NVIDIA_MACHINES = ("a100", "h100", "h200", "eos", "selene")
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
+
+
+def queues_variable(queues: int) -> Variable:
+    """Return the variable for a run with many communications in flight, whose ranks have `queues` streams each."""
+    reason = (
+        "a hardware queue for each stream of a rank: streams that share a queue wait for each other, and a receive "
+        "that is posted ahead then blocks what its sender waits for"
+    )
+    return Variable(QUEUES, str(queues), reason, "ROCm/rocm-systems#8916, ROCm/rccl#2191")
 
 
 def vendor_of_machine(machine: str) -> Vendor:

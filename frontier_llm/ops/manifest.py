@@ -28,6 +28,11 @@ TRITON_FROM = (3, 5)
 TRITON_BEFORE = (4, 0)
 
 
+# Variables with the path of the assembler that Triton uses for NVIDIA: the first up to Triton 3.8, and the second since
+# 3.9 for sm_90. A remedy sets both.
+PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+
+
 def build_command(architecture: str) -> str:
     """Return the command that builds the kernels of an architecture."""
     return f"pip install --no-deps msgpack pyelftools && python setup.py build_ops --arch {architecture}"

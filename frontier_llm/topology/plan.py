@@ -15,6 +15,7 @@ from frontier_llm.errors import LayoutError, Problem, divisors, nearest
 from frontier_llm.schedule import Placement
 from frontier_llm.topology.engine_rules import engine_problems
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
+from frontier_llm.topology.streams import queue_problem
 from frontier_llm.units import plural
 
 
@@ -99,7 +100,7 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """
     if config.train.phases:
         return _phase_problems(config, world_size)
-    return [
+    problems = [
         *model_problems(config.model),
         *optimizer_problems(config.optimizer),
         *_degree_problems(config, world_size),
@@ -110,6 +111,11 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
         *_pipeline_problems(config),
         *engine_problems(config, world_size),
     ]
+    if not problems:  # only a legal layout has streams to count
+        plan = plan_as_given(config, world_size)
+        problem = queue_problem(config, plan.grid, plan.placement)
+        problems += [problem] if problem else []
+    return problems
 
 
 def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:

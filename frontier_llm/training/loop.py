@@ -107,7 +107,12 @@ class _Session:
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute: Recompute | None = None
         self.stragglers = StragglerWatch(
-            state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval
+            state.mesh,
+            state.plan.grid,
+            state.device,
+            node_name(),
+            interval=self.config.guard.straggler_interval,
+            longest_s=self.config.guard.straggler_seconds,
         )
         self.routers = RouterWatch(self.config.model)
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
@@ -424,7 +429,7 @@ def _job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Data
     is_first = state.mesh.world.rank == 0
     return JobFacts(
         config=config.model_dump(mode="json"),
-        environment=provenance(state.device) if is_first else {},
+        environment=provenance(state.device, state.stages[0].context.ops) if is_first else {},
         plugins=plugins.records_of(config.plugins) if is_first else (),
         datasets=datasets,
         job=environ("SLURM_JOB_ID", "") or "",

@@ -123,7 +123,7 @@ def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
     if mode == "fsdp":
         with pytest.raises(
             LayoutError,
-            match=r"comm\.in_flight: one communication at a time on frontier, but fsdp issues its own",
+            match=r"comm\.in_flight: fsdp starts collectives in its own order, and only one .* on frontier",
         ):
             emit(path, Request("llama-2-7b", "frontier"), machine, found, FRONTIER, None)
         assert {
