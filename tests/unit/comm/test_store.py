@@ -237,7 +237,7 @@ def test_without_the_library_heartbeats_come_from_python(capfd: pytest.CaptureFi
         heartbeat_store.post(0, {"at": 1})
         heartbeat_store.post(0, {"at": 2})
     assert heartbeat_store.read(0) == {"at": 2, "posts": 2}
-    assert capfd.readouterr().err.count("heartbeats come from Python") == 1
+    assert capfd.readouterr().err.count("heartbeats are sent from Python") == 1
 
 
 def test_a_store_that_is_gone_ends_the_heartbeats(rank_0: Callable[..., Rank0]) -> None:
