@@ -185,7 +185,7 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, de
     if not refused:
         return checks.check_start(config, 4)
     expected = (
-        rf"train.device: is {device}, which means a GPU on machine={machine}, and this computer has "
+        rf"train.device: is {device}, which means a GPU on machine={machine}, but this computer has "
         rf"none[\s\S]*machine=local"
     )
     with pytest.raises(ConfigError, match=expected):
