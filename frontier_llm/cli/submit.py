@@ -109,6 +109,7 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run import hostlist
     from frontier_llm.run.rank_env import environ
 
@@ -116,7 +117,7 @@ def submit(args: argparse.Namespace) -> int:
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
     if args.until_tokens is not None:
         config = with_token_target(config, args.until_tokens, args.overrides)
-    config = as_it_stands(config)
+    config = resolve_precision(as_it_stands(config))
     job = slurm.wanted_job(
         config,
         site,

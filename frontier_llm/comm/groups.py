@@ -125,7 +125,7 @@ class _Groups:
             self._group(name, rank, ranks),
             self.ledger,
             in_flight=self._in_flight,
-            interleaving=self._interleaving,
+            interleaving=self._interleaving if name.partition(".")[0] == "ep" else None,
         )
         if not apart and (name not in LEVELLED or not self._algorithms.rules):
             return flat

@@ -26,6 +26,7 @@ from frontier_llm.config.fields import (
     Section,
     SequenceLength,
     StepCount,
+    StepRange,
     WarmupSteps,
 )
 from frontier_llm.config.model import ModelConfig, RopeScaling
@@ -35,6 +36,8 @@ class ParallelConfig(Section):
     """Degrees of the mesh, pipeline schedule, and sharding of the optimizer state."""
 
     tensor: Degree = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs).
+    # Permit tensor groups larger than a node, for measurements; every layer then waits for the network.
+    cross_node_tensor: bool = False
     pipeline: Degree = 1  # pp, pipeline ranks that split the layers.
     data: Degree | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp).
     context: Degree = 1  # cp, ranks that split each sequence; the sequence length is a multiple of 2 cp.
@@ -113,8 +116,9 @@ class OptimizerConfig(Section):
 class PrecisionConfig(Section):
     """Working precision. Gradients are always accumulated and summed in fp32 (fp64 if dtype is fp64)."""
 
-    # Type of the model's weights, activations and messages; fp64 is for tests.
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    # Type of the model's weights, activations and messages; fp64 is for tests. auto: bf16 on a GPU and on a CPU with
+    # bf16 instructions, otherwise fp32; a resumed run keeps its type.
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "bf16"
     # Type of gradients in the reduction between replicas; bf16 sends half the bytes of fp32.
     gradient_wire: Literal["full", "bf16"] = "full"
     # fp16: initial scale of the step's mean loss; None = 1024 for each token of the batch.
@@ -250,9 +254,7 @@ class CommConfig(Section):
 class ProfileConfig(Section):
     """Steps for which torch.profiler writes a trace of compute, communication and waiting."""
 
-    steps: Annotated[
-        str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")
-    ]  # First to last step, counted from 1: 10-12.
+    steps: StepRange  # First to last step, counted from 1: 10-12.
     ranks: tuple[NonNegativeInt, ...] = (0,)  # Global ranks that write a trace.
     memory_snapshot: bool = False  # GPU: also write the memory allocations, for pytorch.org/memory_viz.
 

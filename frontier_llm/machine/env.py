@@ -13,6 +13,7 @@ from typing import Literal
 from frontier_llm.errors import ConfigError, suggest
 
 Vendor = Literal["amd", "nvidia", "none"]
+GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # files of the drivers; importing torch instead takes 2 s
 OLCF = "OLCF Frontier user guide (pytorch_frontier.rst, 2026)"
 HPE = "HPE shs-ccl-docs, RCCL tuning guide"
 LUMI = "LUMI AI guide"

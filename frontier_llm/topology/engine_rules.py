@@ -82,7 +82,7 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"microbatch, and a pipeline needs many",
             fix="set parallel.pipeline=1, or data_mode=zero",
         )
-    if deepspeed and precision.dtype not in ("fp32", "bf16"):
+    if deepspeed and precision.dtype not in ("auto", "fp32", "bf16"):
         yield Problem(
             where="precision.dtype",
             what=f"{precision.dtype} with the engine deepspeed is not supported",

@@ -81,6 +81,7 @@ def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -
         "torch": torch_facts().describe(),
         "kernels": manifest_digest(architecture)[:16] or "none",
         "libraries": libraries_digest()[:16],
+        "precision": config.precision.dtype,
     }
     return Found(device, facts, error)
 

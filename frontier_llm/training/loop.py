@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+# The first backward imports this module, and sympy with it, which takes seconds. Here no other rank waits yet.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from torch import Tensor
 
 from frontier_llm import failpoints, log
@@ -22,6 +24,7 @@ from frontier_llm.data.summary import news
 from frontier_llm.errors import ConfigError, suggest
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
+from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.ops import working_dtype
 from frontier_llm.optim import GradientSync, draw_masters
 from frontier_llm.run.launchers import RankEnv
@@ -62,6 +65,7 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     """
     failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0)
     hit("train.start")
+    config = resolve_precision(config)
     # TCPStore has no timeout if rank 0 is stopped, and the watchdog is not running yet.
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
     # Do not draw weights that a checkpoint replaces: 175B on 64 devices is 2.7 billion numbers per device.

@@ -4,6 +4,7 @@ ship.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import math
@@ -414,6 +415,16 @@ def test_bad_manifests_are_refused_with_the_command_that_mends_them(tmp_path):
         manifest_of(tmp_path, **changes)
         with pytest.raises(BackendError, match=message):
             manifest.read_manifest("gfx90a", tmp_path)
+
+
+def test_only_comments_and_blank_lines_leave_the_digest_of_a_source() -> None:
+    source = 'x = 1  # one\n# two\n\n\ny = """\n# text\n\n"""  # three\nz = "# no comment"\n'
+    plain = 'x = 1\ny = """\n# text\n\n"""\nz = "# no comment"'
+    assert manifest.without_comments(source) == plain
+    assert manifest.without_comments(plain) == plain
+    for path in (Path(manifest.__file__).parent / "triton").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert ast.dump(ast.parse(manifest.without_comments(text))) == ast.dump(ast.parse(text)), path.name
 
 
 def test_a_changed_source_makes_its_own_kernels_stale_and_no_other() -> None:
