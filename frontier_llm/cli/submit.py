@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import (
@@ -81,6 +83,24 @@ if TYPE_CHECKING:
     option("--preflight", action="store_true", help="`doctor` on every node before the first start"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
+    option(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further option of sbatch for every job of the run, e.g. mail-type=END (may be repeated)",
+    ),
+    option(
+        "--notice-command",
+        metavar="PROGRAM",
+        help="program to run on the batch host at the end, and if the run gives up, rewinds, has a straggler or loses "
+        "a node; it receives event and text as arguments",
+    ),
+    option(
+        "--webhook-file",
+        metavar="PATH",
+        help="file of mode 0600 with the address that receives these events as JSON (or export FRONTIER_LLM_WEBHOOK)",
+    ),
     *RESUME,
     option(
         "--dry-run",
@@ -106,6 +126,7 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.cluster import submit as slurm
     from frontier_llm.cluster.admission import admit, advice, compare_nodes, cost_of
     from frontier_llm.cluster.batch import default_continuation
+    from frontier_llm.cluster.notices import webhook_address
     from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
@@ -127,8 +148,12 @@ def submit(args: argparse.Namespace) -> int:
         flags=_resume_flags(args),
         max_node_hours=args.max_node_hours,
         failed_start_node_hours=args.failed_start_node_hours,
+        sbatch=tuple(args.sbatch),
+        notice_command=tuple(shlex.split(args.notice_command or "")),
+        webhook_file=str(Path(args.webhook_file).resolve()) if args.webhook_file else "",
         preflight=args.preflight or environ("FRONTIER_LLM_PREFLIGHT") == "1",
     )
+    webhook_address(job)  # raises an error before anything is queued
     request = slurm.JobRequest(
         job=job,
         config=config,

@@ -23,6 +23,7 @@ from frontier_llm.cluster.batch import RUN_FILE
 from frontier_llm.cluster.code import code_digest, plugin_places, snapshot
 from frontier_llm.cluster.readiness import Readiness, before_the_queue
 from frontier_llm.cluster.sbatch import JobScript, render
+from frontier_llm.cluster.sbatch_options import as_options, option_problems
 from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, whole_replicas
 from frontier_llm.cluster.warning_time import MIN_WARNING_S, next_warning_s
 from frontier_llm.config import RunConfig, dump, saves_nothing
@@ -166,6 +167,7 @@ def problems(request: JobRequest) -> Iterator[Problem]:
     if request.qos in site.unchained_qos and job.continuation != "never":
         what = f"{site.name} does not allow jobs with QOS {request.qos} to continue themselves"
         yield Problem("--qos", what, "add --continue-with never")
+    yield from option_problems(job.sbatch)
     if job.spares < 0:
         yield Problem("--spares", f"is {job.spares}", "pass 0 or more")
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
@@ -216,6 +218,7 @@ def prepare(request: JobRequest) -> Submission:
     )
     exclude = sorted({*request.exclude, *run_dir.bad_hosts(directory)})
     options = {
+        **as_options(request.job.sbatch),
         "account": request.account,
         "partition": request.partition,
         "qos": request.qos,

@@ -522,3 +522,49 @@ def test_the_same_run_on_other_node_counts(
     assert float(rows["192"][0]) > float(rows["384"][0])  # seconds per step
     assert int(rows["192"][1]) > int(rows["384"][1])  # jobs
     assert rows["384"][-1] == "unknown"
+
+
+def test_further_options_of_sbatch_are_passed_on_and_recorded(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--sbatch", "mail-type=END", "--sbatch", "comment=it's $(mine)"]
+    words = [*SMALL, "--nodes", "1", "--dry-run", "--json", *options, f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 0
+    submission = json.loads(capsys.readouterr().out)
+    assert {"--mail-type=END", "--comment=it's $(mine)"} <= set(submission["command"])
+    assert submission["job"]["sbatch"] == ["mail-type=END", "comment=it's $(mine)"]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        *[(f"{name}=x", f"{name} is set by the framework") for name in ("signal", "requeue", "open-mode", "output")],
+        *[(f"{name}=x", f"{name} is set by the framework") for name in ("chdir", "export", "array", "wrap")],
+        ("sig=USR1@5", "signal is set by the framework"),  # sbatch accepts the beginning of a name
+        ("nodes=3", "use --nodes and --spares"),
+        ("dependency=after:1", "use --dependency"),
+        ("time=5", "use --time"),
+        ("mail-type", "'mail-type' is not KEY=VALUE"),
+        ("--mail-type=END", "without dashes"),
+        ("comment=a\nb", "is not KEY=VALUE"),
+    ],
+)
+def test_options_that_the_framework_owns_are_refused_by_name(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, message: str
+) -> None:
+    assert main([*SMALL, "--nodes", "1", f"--sbatch={word}", f"train.run_dir={tmp_path}/r"]) == 2
+    assert message in capsys.readouterr().err and "sbatch" not in fake_slurm.read_text()
+
+
+def test_a_webhook_that_others_can_read_is_refused_before_the_queue(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = tmp_path / "hook"
+    hook.write_text("https://chat/secret")
+    hook.chmod(0o644)
+    words = [*SMALL, "--nodes", "1", "--dry-run", "--json", "--webhook-file", str(hook), f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 2 and "has mode 0644" in capsys.readouterr().err
+    hook.chmod(0o600)
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert json.loads(shown)["job"]["webhook_file"] == str(hook) and "secret" not in shown
