@@ -148,8 +148,7 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "tune",
-        "Search the fastest layout of GPT 22B with trials of ten steps; to continue: slurm/tune.sbatch "
-        "--budget-node-hours H",
+        "Search the fastest layout of GPT 22B with trials of ten steps; again: slurm/tune.sbatch --max-node-hours H",
         "configs/runs/train_22b.yaml",
         16,
         program="frontier_llm.cli.main",
