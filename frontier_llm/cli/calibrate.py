@@ -51,6 +51,7 @@ def calibrate(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError
+    from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.planner.candidates import tensor_degrees
     from frontier_llm.run.rank_env import discover
@@ -77,6 +78,8 @@ def calibrate(args: argparse.Namespace) -> int:
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})
     if place is None and ranks > 1:
         return start_local_ranks(config, ranks, args.typed)
+    if place is None:
+        set_own_threads()
     _measure(config, place, args)
     return 0
 

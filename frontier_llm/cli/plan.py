@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from frontier_llm.machine.rates import Rates
     from frontier_llm.machine.schema import Machine
     from frontier_llm.planner.search import Search
+    from frontier_llm.planner.steps import Steps
 
 
 @command(
@@ -223,8 +224,12 @@ def _plan(args: argparse.Namespace) -> int:
     outcome = replace(outcome, plans=outcome.plans[: args.top])
     run_of = campaign(machine, best, args.tokens)
 
+    steps = _steps(args, outcome, machine, numbers)
+
     def text() -> str:
         explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
+        if steps:
+            explained += ["", report.wrapped(steps.words(), _width())]
         return "\n".join(
             [
                 report.text(
@@ -239,7 +244,10 @@ def _plan(args: argparse.Namespace) -> int:
             ]
         )
 
-    show(args, report.search_as_dict(outcome, machine, stack, numbers, run_of), text)
+    content = report.search_as_dict(outcome, machine, stack, numbers, run_of)
+    if steps:
+        content["steps_from_measured"] = steps.as_dict()
+    show(args, content, text)
     if args.emit:
         from frontier_llm.planner.emit import Request, emit
 
@@ -270,6 +278,15 @@ def _plan(args: argparse.Namespace) -> int:
         fixed=fixed,
     )
     return 0
+
+
+def _steps(args: argparse.Namespace, outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
+    """Return the steps from the best measured run to the choice, with --explain and if such a run is published."""
+    if not args.explain:
+        return None
+    from frontier_llm.planner.steps import steps_of
+
+    return steps_of(outcome, machine, numbers)
 
 
 def _width() -> int:

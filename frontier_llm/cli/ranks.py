@@ -48,6 +48,7 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.config import load_run
+    from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run.rank_env import discover
     from frontier_llm.topology.rank_variables import set_rank_variables
@@ -57,6 +58,8 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     if place is not None:
         set_rank_variables(config, place)  # before torch is imported
     world_size = place.world_size if place else local_world_size(config)
+    if place is None and world_size == 1:
+        set_own_threads()
     if place is None:
         check(config, world_size, saves=False)
     if place is None and world_size > 1:
@@ -125,11 +128,15 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
 
     An invalid model or layout is refused here, in one process, before any local rank starts.
     """
+    from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.run.rank_env import discover, environment
 
     layout = degrees(args)
     with as_typed(_FLAGS):
-        if discover() is not None or layout.ranks == 1:
+        place = discover()
+        if place is None and layout.ranks == 1:
+            set_own_threads()
+        if place is not None or layout.ranks == 1:
             return work(args)
         from frontier_llm.inference.model import inference_plan
         from frontier_llm.inference.open import open_model

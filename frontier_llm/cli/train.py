@@ -63,6 +63,7 @@ def train(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
+    from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.rank_env import discover
@@ -82,6 +83,8 @@ def _run(args: argparse.Namespace) -> int:
     if place is not None:
         set_rank_variables(config, place)  # before torch is imported
     world_size = place.world_size if place else local_world_size(config)
+    if place is None and world_size == 1:
+        set_own_threads()
     if place is None:
         refuse_second_start(Path(config.train.run_dir))
     if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
