@@ -49,9 +49,7 @@ def open_plain(path: Path) -> int:
     if is_plain and status.st_nlink <= 1:
         return descriptor
     os.close(descriptor)
-    what = (
-        "has several hard links: replace it by a copy" if is_plain else "is not a regular file"
-    )  # a folder always has several links
+    what = "is a hard link: copy the file" if is_plain else "is not a regular file"  # a folder always has several links
     raise OSError(errno.EINVAL, what, str(path))
 
 
@@ -194,7 +192,7 @@ def package_digest() -> str:
 
 
 LIFT_VARIABLE = "FRONTIER_LLM_LIFT_BOUNDS"
-LIFT_HINT = f"if the file is correct, set {LIFT_VARIABLE}=N to raise the limit N times"
+LIFT_HINT = f"if the file is correct, set {LIFT_VARIABLE}=N to allow N times as much"
 
 _times = 1
 

@@ -358,11 +358,11 @@ def main() -> None:
     lines = [
         "## Measured: loss",
         "",
-        "`benchmarks/convergence/muon.py`: the ladder of [convergence](convergence.md) (20 bytes per parameter, the "
-        "same data, batch and decay; "
+        "`benchmarks/convergence/muon.py`: the ladder of [convergence](convergence.md), with 20 bytes per parameter "
+        "and the same data, batch and decay. "
         + ", ".join(f"{model} has {size:,} parameters" for model, size in sizes.items())
-        + "), Muon for matrices, seeds for weights and sample order alike. Nats per byte. Steps were timed by the "
-        "processor's seconds, one thread, in turns.",
+        + ". Muon updates the matrices. A seed sets weights and sample order. Losses are in nats per byte. Steps were "
+        "interleaved and timed in CPU seconds, with one thread.",
         "",
         *convergence_lines(result),
         "",

@@ -107,7 +107,7 @@ class RunLock:
             dead = silent_s > STALE_AFTER_S
             when = f"its last heartbeat is {silent_s:.0f} s old"
         if not dead:
-            fix = f"wait until it ends, or give this run another train.run_dir; {how_to_free(path)}"
+            fix = f"wait until that process ends, or set another train.run_dir; {how_to_free(path)}"
             if holder.host != mine.host and not is_ahead(silent_s):
                 fix += f", or start again in {max(1.0, STALE_AFTER_S - silent_s):.0f} s"
             raise CheckpointError(f"is in use by {holder.describe()}; {when}", fix, str(self._folder.parent))

@@ -148,14 +148,14 @@ def main() -> int:
         "--rehearse", action="store_true", help="play every stage on the CPU or a fake driver, in a bare environment"
     )
     parser.add_argument(
-        "--collect-wheels", type=Path, metavar="DIR", help="only download wheels for another machine into this folder"
+        "--collect-wheels", type=Path, metavar="DIR", help="download wheels for another machine, and exit"
     )
-    parser.add_argument("--python", default="3.12", help="Python version of that machine (default: 3.12)")
+    parser.add_argument("--python", default="3.12", help="Python version of the other machine (default: 3.12)")
     parser.add_argument(
         "--platform",
         action="append",
         default=[],
-        help="platform tag of wheels for that machine; can be given several times",
+        help="platform tag of wheels that the other machine accepts; may be given several times",
     )
     args = parser.parse_args()
     if args.collect_wheels:
@@ -163,7 +163,8 @@ def main() -> int:
     unknown = set(args.stages.split(",")) - {stage.name for stage in STAGES}
     if unknown:
         parser.error(
-            f"no stage is called {', '.join(sorted(unknown))}; there are {', '.join(stage.name for stage in STAGES)}"
+            f"no stage is called {', '.join(sorted(unknown))}; the stages are "
+            f"{', '.join(stage.name for stage in STAGES)}"
         )
 
     begin = time.monotonic()

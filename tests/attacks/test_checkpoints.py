@@ -133,7 +133,7 @@ def test_a_bound_is_lifted_by_whom_it_is_in_the_way_of(
             monkeypatch.setenv(files.LIFT_VARIABLE, times)
         assert main(["checkpoint", "verify", str(checkpoint)]) == code, capsys.readouterr()
         said = "".join(capsys.readouterr())
-        assert (f"{files.LIFT_VARIABLE}=N to raise the limit N times" in said) == (code == 1)
+        assert (f"{files.LIFT_VARIABLE}=N to allow N times as much" in said) == (code == 1)
     monkeypatch.delenv(files.LIFT_VARIABLE)
     files.lift_bounds(None)
 

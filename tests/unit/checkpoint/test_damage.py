@@ -95,7 +95,7 @@ def add_another_name(path: Path) -> None:
         (cut_off, "bytes, but .* in the manifest|sha256 is"),
         (empty, "has 0 bytes|sha256 is"),
         (delete, "No such file"),
-        (replace_by_folder, "not a regular file"),
+        (replace_by_folder, "is not a regular file"),
         (replace_by_link, "symbolic links"),
         (add_another_name, "hard link"),
     ],

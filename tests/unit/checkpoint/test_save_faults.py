@@ -366,7 +366,7 @@ def test_a_directory_moved_away_mid_run_is_called_that(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(2)
     (tmp_path / "checkpoints").rename(tmp_path / "archive")
-    with pytest.raises(CheckpointError, match="was moved away or deleted while the run goes on") as caught:
+    with pytest.raises(CheckpointError, match="was moved or deleted during the run") as caught:
         run.checkpoints.begin(progress(4))
     assert not isinstance(caught.value, Superseded) and not (tmp_path / "checkpoints").exists()
     run.checkpoints.close()

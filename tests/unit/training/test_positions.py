@@ -240,7 +240,7 @@ def test_a_source_is_restarted_in_another_order(tmp_path: Path) -> None:
     ]
     assert streams[0].order != streams[2].order
     assert decisions(tmp_path / "run") == [{"step": 4, "action": "restart source", "path": "a", "samples_taken": 2}]
-    with pytest.raises(ConfigError, match=r"--restart-source: 'c' is no dataset of this run"):
+    with pytest.raises(ConfigError, match=r"--restart-source: 'c' is not a dataset of this run"):
         resumed(tmp_path / "run", 9, Resume(restart_sources=("c",)), "data.train=[a, b]")
 
 
