@@ -112,7 +112,7 @@ class _Session:
         self.routers = RouterWatch(self.config.model)
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
-        facts = _job_facts(config, state, self.datasets)
+        facts = job_facts(config, state, self.datasets)
         self.checkpoints = Checkpoints(config.train, state.mesh, state.optimizer, facts, resume.allow_changes)
         self.skips = Skips(self.config.guard, self.decisions, self.checkpoints)
 
@@ -415,7 +415,7 @@ def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
     return {path: Dataset(*dataset) for path, dataset in found.items()}
 
 
-def _job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Dataset]) -> JobFacts:
+def job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Dataset]) -> JobFacts:
     """Return the facts of this job for checkpoints.
 
     Only rank 0, which writes the manifest, records environment and plugins.
