@@ -40,7 +40,7 @@ set -u
 # the site's file) was not the user's: the module was loaded before sbatch, too.
 of_user="$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
 eval "$of_user"
-# Names for the origins that rank 0 logs (machine/rank_variables.py).
+# Names for the origins that rank 0 logs (topology/rank_variables.py).
 FRONTIER_LLM_USER_VARIABLES="$(names "$of_user" | paste -sd' ')"
 of_modules="$(grep -E "$pattern" <<<"${FRONTIER_LLM_FROM_MODULES:-}" || true)"
 FRONTIER_LLM_MODULE_VARIABLES="$(names "$of_modules" | paste -sd' ')"

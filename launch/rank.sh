@@ -8,7 +8,9 @@ set -euo pipefail
 rank="${SLURM_PROCID:-${OMPI_COMM_WORLD_RANK:-${PALS_RANKID:-${PMI_RANK:?no launcher set a rank}}}}"
 here="$(dirname "${BASH_SOURCE[0]}")"
 
-export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline # compute nodes reach no internet
+# compute nodes reach no internet, unless the site has a proxy; the value of the user wins, an empty one too
+export HF_HUB_OFFLINE="${HF_HUB_OFFLINE-1}" TRANSFORMERS_OFFLINE="${TRANSFORMERS_OFFLINE-1}"
+export WANDB_MODE="${WANDB_MODE-offline}"
 export PYTHONUNBUFFERED=1
 # otherwise thousands of ranks would write the same .pyc files next to the sources, on the parallel file system
 export PYTHONDONTWRITEBYTECODE=1

@@ -33,6 +33,7 @@ NAMES = {
     "NonNegativeFloat": "number ≥ 0",
     "BelowOne": "number in [0, 1)",
     "PathText": "path",
+    "StepRange": "a step, or FIRST-LAST",
     "Recompute": "`none`, `selective`, `full` or a list of them",
     "str": "text",
     "bool": "true, false",
@@ -111,6 +112,8 @@ def type_text(annotation: str) -> str:
     parts = re.split(r" \| (?![^\[]*\])", annotation)
     if len(parts) > 1:
         return " or ".join(type_text(part) for part in parts)
+    if annotation.startswith("Annotated["):
+        raise ValueError(f"{annotation} has no words: give the type a name in config/fields.py, and NAMES its words")
     return size_text(annotation) or NAMES.get(annotation, annotation)
 
 

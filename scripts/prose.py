@@ -41,7 +41,7 @@ HOUSE_WORDS = {
     "wishes": "requests",
     "promise": "uncertainty, prediction",
     "promises": "predictions",
-    "ranks_per_node": "ranks per node",
+    "seats": "ranks per node",
     "meanwhile": "overlap",
     "played": "executed, simulated",
     "plays": "executes",

@@ -54,8 +54,6 @@ def import_engine(config: RunConfig) -> None:
         from frontier_llm.optim.deepspeed_engine import _import
 
         _import(torch.device("cpu"))
-    if config.parallel.data_mode == "fsdp":
-        pass
 
 
 def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe: Connection) -> None:

@@ -37,6 +37,7 @@ _HARMLESS = (
     "optimizer.deepspeed_config",
     "guard.replica_check_interval",
     "guard.straggler_interval",
+    "guard.straggler_seconds",
     "guard.recompute_interval",
     "guard.max_skips_in_row",
 )
@@ -251,7 +252,7 @@ def plugin_changes(saved: Sequence[PluginRecord], current: Sequence[PluginRecord
 
 
 def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> list[Change]:
-    """Return changes of versions, code commit and device. They are logged and never refused."""
+    """Return changes of versions, digest of the code, and device. They are logged and never refused."""
     return [
         Change(key, saved.get(key, _ABSENT), current.get(key, _ABSENT), mathematics=False)
         for key in sorted({*saved, *current})

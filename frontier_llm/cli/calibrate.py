@@ -50,9 +50,10 @@ def calibrate(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError
-    from frontier_llm.machine.rank_variables import set_rank_variables
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.planner.candidates import tensor_degrees
     from frontier_llm.run.rank_env import discover
+    from frontier_llm.topology.rank_variables import set_rank_variables
 
     if args.output.suffix not in (".yaml", ".yml"):
         raise ConfigError(
@@ -62,7 +63,7 @@ def calibrate(args: argparse.Namespace) -> int:
         )
     place = discover()
     ranks = place.world_size if place else args.ranks
-    config = load_run(args.run, args.overrides)
+    config = resolve_precision(load_run(args.run, args.overrides))
     if place is not None:
         set_rank_variables(config, place)  # before torch is imported
     tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)

@@ -12,10 +12,9 @@ from frontier_llm import log
 from frontier_llm.config import RunConfig, phase_note, phases_of, saves_between, warmup_note
 from frontier_llm.data.position import START, Position
 from frontier_llm.errors import ConfigError, FrontierError, Problem, not_installed, suggest
+from frontier_llm.machine.env import GPU_FILES
 from frontier_llm.run.run_dir import STOP_FILE
 from frontier_llm.units import format_bytes, plural
-
-GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # files of the drivers; importing torch instead takes 2 s
 
 
 def check(config: RunConfig, world_size: int, saves: bool = True, position: Position = START) -> None:

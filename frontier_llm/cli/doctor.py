@@ -56,15 +56,17 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.machine.env import environment
-    from frontier_llm.machine.rank_variables import run_variables
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run import hostlist
     from frontier_llm.run.rank_env import environ
+    from frontier_llm.topology.rank_variables import run_variables
 
     site = load_site(args.site)
     directory = Path(args.run_dir)
     needed_bytes = 0
     config = load_run(args.run, [f"machine={site.machine}"]) if args.run else None
     if config is not None:
+        config = resolve_precision(config)
         directory = Path(config.train.run_dir)
         needed_bytes = 2 * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     installed = installation_problems(site, config, directory.resolve())

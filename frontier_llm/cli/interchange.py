@@ -95,13 +95,14 @@ def _import(
     from frontier_llm.config import dump, load_run
     from frontier_llm.data.tokenizer import load_tokenizer
     from frontier_llm.inference.open import check_vocabulary, tokenizer_in
+    from frontier_llm.machine.precision import resolve_precision
 
     if args.run is None:
         print(printable(dump(read_model(args.source))), end="")
         if tokenizer := tokenizer_in(Path(args.source)):
             print(f"# its tokenizer, for the run's data section: {{tokenizer: {printable(tokenizer)}}}")
         return 0
-    config = load_run(args.run, args.overrides)
+    config = resolve_precision(load_run(args.run, args.overrides))
     source = read_weights(args.source, config.model)
     problems = compare_models(config.model, source.model)
     if problems:

@@ -18,6 +18,7 @@ from frontier_llm.files import LIFT_VARIABLE, lift_bounds
 from frontier_llm.machine.processor import limit_instruction_set
 from frontier_llm.run.rank_env import environ
 
+CLOSED_PIPE = 141  # exit code of a program that SIGPIPE ends, as a shell reports it
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` reads only this table, because it must
 # respond in under 0.3 s.
 COMMANDS = {
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse has printed its message
         return int(end.code or 0)
     except BrokenPipeError:
-        return 141
+        return CLOSED_PIPE
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "frontier_llm"):
@@ -146,14 +147,34 @@ def entry() -> NoReturn:
     If torch is loaded, exit with `os._exit`. Otherwise a torch background thread can abort the interpreter's shutdown
     and replace exit code 75 (requeue) by -6. This happened in one of eight exits on a busy machine. All files are
     closed at this point.
+
+    If the output could not be written, exit with `os._exit` too, because the interpreter would write it once more.
     """
     code = main()
-    sys.stdout.flush()
+    failure = None
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        failure = error
+    if failure is not None and code == 0:
+        code = _code_of_lost_output(failure)
     with suppress(OSError):  # a full disk under a rank's log must not change the exit code
         sys.stderr.flush()
-    if "torch" in sys.modules:
+    if failure is not None or "torch" in sys.modules:
         os._exit(code)
     sys.exit(code)
+
+
+def _code_of_lost_output(failure: OSError) -> int:
+    """Return the exit code of a command that has succeeded without its output, and print the reason.
+
+    A closed pipe needs no reason: its reader, for example `head`, has seen enough.
+    """
+    if isinstance(failure, BrokenPipeError):
+        return CLOSED_PIPE
+    fix = "free space or raise the quota, then run the same command again"
+    print(f"frontier-llm: error\nstandard output: {failure.strerror}\n    fix: {fix}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

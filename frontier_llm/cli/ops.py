@@ -122,8 +122,11 @@ def _list(args: argparse.Namespace) -> int:
         for device in ("cpu", "cuda"):
             yield f"{device} ({args.dtype}); * is what auto takes"
             here = (row for row in rows if row["device"] == device)
-            cells = ((f"{'*' if row['chosen'] else ' '} {row['op']}", row["backend"], row["status"]) for row in here)
-            yield aligned(("  op", "back-end", ""), cells, indent="  ")
+            cells = (
+                (f"{'*' if row['chosen'] else ' '} {row['op']}", row["backend"], row["deterministic"], row["status"])
+                for row in here
+            )
+            yield aligned(("  op", "back-end", "deterministic", ""), cells, indent="  ")
         yield "prebuilt GPU kernels"
         yield from (f"    {name:<8} {state}" for name, state in architectures.items())
         yield "DeepSpeed's ops" if deepspeed else "DeepSpeed's ops: DeepSpeed is not installed"

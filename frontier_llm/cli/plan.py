@@ -172,13 +172,14 @@ def _plan(args: argparse.Namespace) -> int:
         own_stack,
         rates,
     )
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
     from frontier_llm.planner.operations import campaign
     from frontier_llm.planner.refusal import check_found
     from frontier_llm.planner.search import default_global_batch, search
 
-    run = load_run(args.run) if args.run else None
+    run = resolve_precision(load_run(args.run)) if args.run else None
     longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length) if run else None
     base = longest.config if longest else None
     if run and longest and run.train.phases:

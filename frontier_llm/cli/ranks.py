@@ -46,10 +46,11 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.config import load_run
-    from frontier_llm.machine.rank_variables import set_rank_variables
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run.rank_env import discover
+    from frontier_llm.topology.rank_variables import set_rank_variables
 
-    config = load_run(args.run, args.overrides)
+    config = resolve_precision(load_run(args.run, args.overrides))
     place = discover()
     if place is not None:
         set_rank_variables(config, place)  # before torch is imported

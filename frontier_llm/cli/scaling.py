@@ -103,12 +103,13 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.experiments.scaling.forecast import as_text
     from frontier_llm.experiments.scaling.launch import BARE, open_tool_job
     from frontier_llm.experiments.scaling.series import default_batch, find_run, make_series
+    from frontier_llm.machine.precision import resolve_precision
 
     overrides = [*BARE, *args.overrides]
     run = args.run or find_run(args.model)
     root = Path(args.output or "runs/scaling").resolve()
     tool = open_tool_job(root, run, overrides, site=load_site(args.site), spares=args.spares) if args.in_job else None
-    config = load_run(run, tool.overrides if tool else overrides)
+    config = resolve_precision(load_run(run, tool.overrides if tool else overrides))
     if args.site is None and tool is None:
         raise ConfigError("which site's nodes are these?", "e.g. --site frontier", "--site")
     site = tool.ranks.site if tool else load_site(args.site)

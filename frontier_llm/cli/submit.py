@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+import shlex
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import (
@@ -21,6 +24,7 @@ from frontier_llm.cli.arguments import (
 )
 
 if TYPE_CHECKING:
+    from frontier_llm.cluster.submit import JobRequest
     from frontier_llm.config import RunConfig
 
 
@@ -49,7 +53,15 @@ if TYPE_CHECKING:
     ),
     *JOB,
     option("--qos", metavar="NAME", help="e.g. debug"),
-    option("--time", metavar="H:MM:SS", help="walltime of one slice (default: the longest of the site's bin)"),
+    option("--time", metavar="H:MM:SS", help="walltime of one slice (default: predicted, at most the site's)"),
+    option(
+        "--compare-nodes",
+        type=positive,
+        action="append",
+        default=[],
+        metavar="N",
+        help="also show jobs, days and node-hours of the same run on N nodes (may be repeated)",
+    ),
     option(
         "--continue-with",
         choices=("requeue", "successor", "never"),
@@ -71,6 +83,24 @@ if TYPE_CHECKING:
     option("--preflight", action="store_true", help="`doctor` on every node before the first start"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
+    option(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further option of sbatch for every job of the run, e.g. mail-type=END (may be repeated)",
+    ),
+    option(
+        "--notice-command",
+        metavar="PROGRAM",
+        help="program to run on the batch host at the end, and if the run gives up, rewinds, has a straggler or loses "
+        "a node; it receives event and text as arguments",
+    ),
+    option(
+        "--webhook-file",
+        metavar="PATH",
+        help="file of mode 0600 with the address that receives these events as JSON (or export FRONTIER_LLM_WEBHOOK)",
+    ),
     *RESUME,
     option(
         "--dry-run",
@@ -94,11 +124,13 @@ def submit(args: argparse.Namespace) -> int:
     """
     from frontier_llm import log
     from frontier_llm.cluster import submit as slurm
-    from frontier_llm.cluster.admission import admit, advice, cost_of
+    from frontier_llm.cluster.admission import admit, advice, compare_nodes, cost_of
     from frontier_llm.cluster.batch import default_continuation
+    from frontier_llm.cluster.notices import webhook_address
     from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run import hostlist
     from frontier_llm.run.rank_env import environ
 
@@ -106,7 +138,7 @@ def submit(args: argparse.Namespace) -> int:
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
     if args.until_tokens is not None:
         config = with_token_target(config, args.until_tokens, args.overrides)
-    config = as_it_stands(config)
+    config = resolve_precision(as_it_stands(config))
     job = slurm.wanted_job(
         config,
         site,
@@ -116,8 +148,12 @@ def submit(args: argparse.Namespace) -> int:
         flags=_resume_flags(args),
         max_node_hours=args.max_node_hours,
         failed_start_node_hours=args.failed_start_node_hours,
+        sbatch=tuple(args.sbatch),
+        notice_command=tuple(shlex.split(args.notice_command or "")),
+        webhook_file=str(Path(args.webhook_file).resolve()) if args.webhook_file else "",
         preflight=args.preflight or environ("FRONTIER_LLM_PREFLIGHT") == "1",
     )
+    webhook_address(job)  # raises an error before anything is queued
     request = slurm.JobRequest(
         job=job,
         config=config,
@@ -130,6 +166,9 @@ def submit(args: argparse.Namespace) -> int:
         exclude=hostlist.expand(args.exclude or ""),
     )
     request = admit(request)
+    if args.compare_nodes:
+        log.info(compare_nodes(request, args.compare_nodes))
+    request = _before_maintenance(request, chosen=args.continue_with is not None)
     submission = slurm.prepare(request) if args.dry_run else slurm.submit(request)
     log.info(slurm.describe(request, submission))
     log.info(cost_of(request).describe(job.max_node_hours))
@@ -145,6 +184,32 @@ def submit(args: argparse.Namespace) -> int:
         log.warn(f"submit would refuse this job: {problem}")
     show(args, {**submission.as_dict(), **asdict(readiness)}, lambda: submission.script)
     return 1 if readiness.problems else 0
+
+
+def _before_maintenance(request: JobRequest, *, chosen: bool) -> JobRequest:
+    """Return the request with a first job that ends before the site's next maintenance.
+
+    `chosen`: the user has chosen the continuation. Otherwise a successor follows, because a requeued job would keep the
+    short walltime.
+    """
+    from frontier_llm import log
+    from frontier_llm.cluster import slurm
+    from frontier_llm.cluster.sites import format_walltime
+    from frontier_llm.cluster.submit import before_maintenance
+
+    now_unix_s = time.time()
+    maintenance = slurm.next_maintenance(now_unix_s)
+    shortened = before_maintenance(request, now_unix_s, maintenance)
+    if maintenance is None or shortened.shortened_minutes is None:
+        return request
+    if shortened.job.continuation == "requeue" and not chosen:
+        shortened = replace(shortened, job=replace(shortened.job, continuation="successor"))
+    starts = time.strftime("%Y-%m-%d %H:%M", time.localtime(maintenance.starts_unix_s))
+    log.warn(
+        f"maintenance {maintenance.name} begins at {starts}: the first job gets "
+        f"{format_walltime(shortened.shortened_minutes or 0)}, then {shortened.job.continuation}"
+    )
+    return shortened
 
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:

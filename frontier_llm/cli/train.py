@@ -62,10 +62,11 @@ def train(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
-    from frontier_llm.machine.rank_variables import set_rank_variables
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.rank_env import discover
     from frontier_llm.run.signals import SignalWatcher, held
+    from frontier_llm.topology.rank_variables import set_rank_variables
 
     overrides = list(args.overrides)
     if args.no_jit:
@@ -73,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
     place = discover()
     if place is not None:
         log.set_rank(place.rank, place.world_size)  # only rank 0 reports notes about the run file
-    config = load_run(args.run, overrides)
+    config = resolve_precision(load_run(args.run, overrides))
     if config.train.device == "cpu":
         log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     if place is not None:

@@ -143,6 +143,8 @@ def tune(args: argparse.Namespace) -> int:
     else:
         launcher = _local_ranks(args)
         overrides = list(args.overrides)
+    if args.allow_cross_node_tp:
+        overrides.append("parallel.cross_node_tensor=true")
     search = _search(args, overrides, launcher, root)
     log.info(_cost(search, launcher.nodes, args, root))
     if args.dry_run:
@@ -213,9 +215,10 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
         own_stack,
         rates,
     )
+    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.planner.candidates import parse_fixed
 
-    config = load_run(args.run, overrides)
+    config = resolve_precision(load_run(args.run, overrides))
     machine = load_machine(config.machine)
     numbers = rates(machine, own_stack(machine))
     if args.allow_cross_node_tp:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from frontier_llm.machine.load import load_machine
 from frontier_llm.planner.predict import START_S, predict
 from frontier_llm.run import run_dir
 from frontier_llm.run.rank_env import environ
+from frontier_llm.tables import aligned
 from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_bytes, plural
 
@@ -132,6 +133,32 @@ def cost_of(request: submit.JobRequest) -> Cost:
     )
 
 
+def compare_nodes(request: submit.JobRequest, node_counts: Sequence[int]) -> str:
+    """Return a table of the same run on other node counts: steps, jobs, days, node-hours and time in the queue.
+
+    Node counts on which the layout does not divide are left out with a reason.
+    """
+    rows = []
+    refused = []
+    for nodes in sorted({request.job.nodes, *node_counts}):
+        devices = nodes * request.tasks_per_node
+        if found := plan_problems(request.config, devices):
+            refused.append(f"{plural(nodes, 'node')}: {found[0]}")
+            continue
+        job = replace(request.job, nodes=nodes)
+        other = replace(request, job=job).with_prediction(predict(request.config, devices, request.site.machine))
+        cost = cost_of(other)
+        chain = cost.chain()
+        jobs = chain[0] if chain else 1
+        days = cost.hours / 24 + jobs * START_S / 86400
+        charged = (cost.hours + jobs * START_S / 3600) * cost.nodes
+        wait_h = request.site.queue_wait_hours(job.all_nodes)
+        wait = "unknown" if wait_h is None else f"{jobs * wait_h / 24:,.1f}"
+        rows.append((nodes, f"{cost.step_s:.3g}", jobs, f"{days:,.1f}", f"{charged:,.0f}", wait))
+    head = (">nodes", ">s/step", ">jobs", ">days", ">node-hours", ">days in the queue")
+    return "\n".join([aligned(head, rows), *refused])
+
+
 def written(config: RunConfig, saves: int, directory: Path) -> str:
     """Return a text about the size of `saves` checkpoints and the place of checkpoints and logs."""
     if not saves:
@@ -154,7 +181,7 @@ def admit(request: submit.JobRequest) -> submit.JobRequest:
     problems = []
     if not plan_problems(request.config, devices):
         predicted = predict(request.config, devices, request.site.machine)
-        request = request.with_step(predicted.step_time_s)
+        request = request.with_prediction(predicted)
         cost = cost_of(request)
         problems = [
             *predicted.memory_problems(),

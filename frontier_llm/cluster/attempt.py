@@ -20,7 +20,8 @@ from typing import IO
 from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.batch import BatchRun
-from frontier_llm.cluster.rank_logs import conclusion, failure_lines, first_traceback
+from frontier_llm.cluster.notices import WEBHOOK_VARIABLE
+from frontier_llm.cluster.rank_logs import conclusion, failure_lines, first_traceback, prune
 from frontier_llm.cluster.site_variables import step_variables
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
@@ -103,6 +104,7 @@ def start_ranks(
     start_step = progress(run.directory)
     number = take(run.directory, run.allocation.job_id, run.allocation.batch_host)
     log.info(f"attempt {number}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
+    prune(run.directory / "logs")
     log_dir = run.directory / "logs" / f"attempt_{number:04}"
     before = run_dir.place(run.directory)
     outcome = run_step(
@@ -168,7 +170,7 @@ def run_step(step: JobStep) -> Outcome:
     run_dir.make_log_dir(step.log_dir, step.run.directory)
     variables = {
         # the allocation survives a dead node, but the step must end, because the other ranks would only wait
-        **{name: value for name, value in environment().items() if name != "SLURM_NO_KILL"},
+        **{name: value for name, value in environment().items() if name not in ("SLURM_NO_KILL", WEBHOOK_VARIABLE)},
         **step_variables(step.run.config, len(step.nodes), step.run.site, step.run.allocation.cpus_per_task),
         **step.variables,
         "MASTER_ADDR": master_address(step),

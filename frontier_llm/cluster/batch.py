@@ -23,6 +23,7 @@ from frontier_llm.cluster.recorded import as_it_stands
 from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.config import RunConfig, load_run, saves_nothing
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
+from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.run.job import CONTINUATIONS, FILE, Job, read_job
 from frontier_llm.run.rank_env import COMMAND, environ
 from frontier_llm.topology.plan import plan_problems
@@ -182,7 +183,7 @@ def open_batch(words: Sequence[str], program: tuple[str, ...] = TRAIN, continuat
         words = (str(directory / RUN_FILE), "ops.no_jit=true", *words[1:])
     words, flags = split_flags(words)
     words = (words[0], f"machine={site.machine}", *words[1:])  # the run file can name the machine of another site
-    config = as_it_stands(load_run(words[0], words[1:]))
+    config = resolve_precision(as_it_stands(load_run(words[0], words[1:])))
     chosen = {**settings_of_variables(), **settings}
     if continuation is not None:
         chosen["continuation"] = continuation
@@ -222,7 +223,7 @@ def _open_recorded(
         log.warn(f"{path} has nodes {job.nodes} and spares {job.spares}; this allocation has {have} nodes")
     _note_ignored_variables(job)
     more_words, more_flags = split_flags(["", *words])
-    config = as_it_stands(load_run(job.words[0], (*job.words[1:], *more_words[1:])))
+    config = resolve_precision(as_it_stands(load_run(job.words[0], (*job.words[1:], *more_words[1:]))))
     if Path(config.train.run_dir).resolve() != job.directory.resolve():
         what = f"train.run_dir is {config.train.run_dir}, and this is the job of {job.run_dir}"
         raise FrontierError(what, "submit a run of its own", path)

@@ -19,7 +19,8 @@ from frontier_llm.cluster import slurm
 from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, probe
 from frontier_llm.cluster.sites import Site
 from frontier_llm.errors import FrontierError, Problem
-from frontier_llm.machine.env import Setting
+from frontier_llm.machine.env import CK_ATTENTION, Setting
+from frontier_llm.machine.load import load_machine
 from frontier_llm.run import hostlist
 from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.units import GIB, format_bytes, plural
@@ -234,11 +235,14 @@ def judge(
 ) -> list[NodeFinding]:
     """Return every finding. Hosts with the same finding are grouped."""
     hosts: dict[NodeFinding, list[str]] = defaultdict(list)
+    architecture = load_machine(site.machine).device.architecture
     for host in nodes:
         if host not in facts:
             hosts[NodeFinding("node", (), "did not answer", "exclude it, and tell the site")].append(host)
             continue
         for finding in _findings(site, facts[host], skew_s.get(host, 0.0), needed_bytes, len(nodes) > 1):
+            hosts[finding].append(host)
+        for finding in _variable_findings(architecture, facts[host]):
             hosts[finding].append(host)
     for name, expected, value, others in different_values(facts):
         remedy = "load the same modules in the job script; no settings in ~/.bashrc"
@@ -254,6 +258,13 @@ def _findings(site: Site, fact: Facts, skew_s: float, needed_bytes: int, network
     if abs(skew_s) > MAX_SKEW_S:
         remedy = "exclude it; the site's time service (chronyc tracking) is at fault"
         yield NodeFinding("clock", (), f"{skew_s:+.1f} s from the other nodes", remedy)
+
+
+def _variable_findings(architecture: str | None, fact: Facts) -> Iterator[NodeFinding]:
+    """Yield a warning for a variable with which torch is known to fail on devices of this architecture."""
+    if architecture == "gfx90a" and fact.environment.get(CK_ATTENTION) == "1":
+        what = f"{CK_ATTENTION}=1: torch 2.12's attention ends with a segmentation fault on gfx90a (AOTriton 0.12b)"
+        yield NodeFinding("environment", (), what, f"unset {CK_ATTENTION}", fatal=False)
 
 
 def _gcd_findings(site: Site, fact: Facts) -> Iterator[NodeFinding]:

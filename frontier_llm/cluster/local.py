@@ -26,7 +26,6 @@ from typing import IO, BinaryIO
 from frontier_llm.cluster.rank_logs import failure_lines
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import open_below
-from frontier_llm.machine.rank_variables import ORIGINS
 from frontier_llm.run.failure import Evidence, Failure, forget_failure, read_failure, write_failure
 from frontier_llm.run.holder import refuse_second_start
 from frontier_llm.run.job_secret import VARIABLE, folder_of, new_secret
@@ -34,6 +33,7 @@ from frontier_llm.run.launchers import free_port
 from frontier_llm.run.rank_env import COMMAND, with_this_package
 from frontier_llm.run.run_dir import make_log_dir, place, refuse_moved
 from frontier_llm.run.signals import EXIT_INTERRUPTED, heeded
+from frontier_llm.topology.rank_variables import ORIGINS
 from frontier_llm.units import printable, strict_json
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -49,6 +49,11 @@ class RankExit:
     signal: str | None
     log: str
     stopped_by_us: bool
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal from outside ended the rank. SIGABRT is torch's reaction to an error, also of a peer."""
+        return self.signal not in (None, "SIGABRT") and not self.stopped_by_us
 
     @property
     def how(self) -> str:
@@ -216,9 +221,24 @@ class _Ranks:
                 continue
             self.exits.append(self._exit_of(rank))
             if self.exits[-1].exit_code and not self.stopping:
+                self._collect_ended()
                 self.stopping = True
                 deadline_s = time.monotonic() + self.grace_s
                 self._signal_all(signal.SIGTERM)
+
+    def _collect_ended(self) -> None:
+        """Collect the ranks that have ended too before any rank is stopped, and list killed ranks first.
+
+        A rank that loses its peer ends a moment after the peer, and the thread that waits for it can be faster.
+        """
+        collected = {end.rank for end in self.exits}
+        ended = {rank for rank, process in enumerate(self.processes) if _has_ended(process)}
+        missing = ended - collected
+        while missing:
+            rank = self.ended.get()
+            self.exits.append(self._exit_of(rank))
+            missing.discard(rank)
+        self.exits.sort(key=lambda end: not end.is_killed)
 
     def _exit_of(self, rank: int) -> RankExit:
         code = self.processes[rank].returncode
@@ -286,6 +306,16 @@ def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
         with suppress(OSError, ValueError):  # the terminal can be closed
             terminal.write(line.decode(errors="replace"))
             terminal.flush()
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Return True if the process has ended. Its exit code is left to the thread that waits for it."""
+    if process.returncode is not None or sys.platform != "linux":
+        return process.returncode is not None
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # the thread has just collected it
+        return True
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config.fields import Section
 from frontier_llm.files import package_digest
+from frontier_llm.machine.env import CK_ATTENTION
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.run.installation import storage
 from frontier_llm.run.rank_env import environ, environment, node_name
@@ -150,7 +151,8 @@ def comparable_environment(site: Site) -> dict[str, str]:
     """Return values that must be equal on all nodes: interpreter, kernel, ROCm, package, the site's variables."""
     version = Path("/opt/rocm/.info/version")
     env = environment()
-    variables = (*site.environment, *(variable.name for variable in machine_environment(site.machine, 2)))
+    of_machine = [variable.name for variable in machine_environment(site.machine, 2)]
+    variables = (*site.environment, *of_machine, CK_ATTENTION)
     return {
         "python": f"{sys.version.split()[0]} at {sys.executable}",
         "kernel": platform.release(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ _CHAIN = ("During handling of the above exception", "The above exception was the
 _REFUSAL = re.compile(r"frontier-llm [a-z]+: error")  # printed by cli.main above a FrontierError
 _HEADING = re.compile(rf"({re.escape(_TRACEBACK)}|{_REFUSAL.pattern}$)")
 TAIL_LINES = 40  # lines that are kept of a log without a traceback and a refusal
+KEPT_STARTS = 20  # newest starts of which the logs of all ranks are kept
 TAIL_BYTES = 1 << 20  # searched of each log, because thousands of ranks' logs lie on the parallel file system
 
 
@@ -63,3 +65,16 @@ def first_traceback(log_dir: Path) -> tuple[int | None, bool, tuple[str, ...]]:
             tracebacks.append((secondary, path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines))
     secondary, _, rank, lines = min(tracebacks, default=(False, 0, None, ()))
     return rank, secondary, lines
+
+
+def prune(logs: Path, kept: int = KEPT_STARTS) -> None:
+    """Delete the logs of old starts, except those of rank 0. Thousands of files per start would fill a quota.
+
+    Links are not followed. A file that cannot be deleted stays.
+    """
+    starts = sorted(path for path in logs.glob("attempt_*") if path.is_dir() and not path.is_symlink())
+    for folder in starts[:-kept]:
+        for path in folder.glob("rank_*.log"):
+            if path.name != "rank_0.log" and not path.is_symlink():
+                with suppress(OSError):
+                    path.unlink()

@@ -249,6 +249,11 @@ def render_site(site: Site) -> str:
         lines.append("unset " + " ".join(_names(site.unset, "unset")))
     lines.append(f"export FRONTIER_LLM_BIND={site.bind}")
     lines.append(f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}")
+    if site.proxy is not None:
+        for name in ("http_proxy", "https_proxy"):
+            lines.append(f'export {name}="${{{name}:-{site.proxy}}}"')
+        # the ranks' connections to each other must not pass the proxy
+        lines.append('export no_proxy="${no_proxy:-localhost,127.0.0.1}"')
     for name in _names(site.environment, "environment"):
         lines.append(f"export {name}={_expandable(site.environment[name])}")
     if site.container:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig
 from frontier_llm.machine.env import THIS_FILE, Setting, Variable, resolve
-from frontier_llm.machine.rank_variables import MODULE_NAMES, ORIGINS, known_origins, run_variables
 from frontier_llm.run.rank_env import environment
+from frontier_llm.topology.rank_variables import MODULE_NAMES, ORIGINS, known_origins, run_variables
 from frontier_llm.units import strict_json
 
 

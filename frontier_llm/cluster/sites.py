@@ -20,9 +20,10 @@ from frontier_llm.config import build
 from frontier_llm.config.fields import PositiveFloat, PositiveInt, Section
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import ConfigError, Problem, nearest, suggest
+from frontier_llm.machine.load import load_machine
 from frontier_llm.run.rank_env import environ
 
-FORMER_WARNING_TIME = "warning_time_s"  # name of the key `warning_time_s` until 0.3
+FORMER_WARNING_TIME = "signal_lead_s"  # name of the key `warning_time_s` until 0.3
 
 
 class Limit(Section):
@@ -30,6 +31,13 @@ class Limit(Section):
 
     max_nodes: PositiveInt
     max_hours: PositiveFloat
+
+
+class Wait(Section):
+    """Measured time in the queue of jobs of up to `max_nodes` nodes."""
+
+    max_nodes: PositiveInt
+    hours: Annotated[float, Field(ge=0)]
 
 
 class Site(Section):
@@ -43,7 +51,9 @@ class Site(Section):
     cpus_per_task: PositiveInt
     account: Literal["required", "optional"] = "optional"
     default_partition: str | None = None
+    # Left out: the bins of the machine file (operations.queue).
     partitions: dict[str, tuple[Limit, ...]] = Field(default_factory=dict)
+    queue_waits: tuple[Wait, ...] = ()  # empty: the time in the queue is unknown.
     max_queued_jobs: PositiveInt | None = None
     unchained_qos: tuple[str, ...] = ()  # qualities of service that forbid a job to continue itself.
     warning_time_s: PositiveInt = 600  # warning time before the walltime, until a save has been measured.
@@ -64,6 +74,7 @@ class Site(Section):
     network_plugin: str | None = None  # library that RCCL must be able to load.
     libfabric_provider: str | None = None
     unset: tuple[str, ...] = ()  # unwanted variables of the modules; values that the user has exported stay.
+    proxy: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+:[0-9]+$")] | None = None  # to the internet.
     environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded.
 
     def scratch_dir(self, account: str, user: str) -> Path | None:
@@ -89,6 +100,11 @@ class Site(Section):
         """Return the longest walltime of a job of `nodes` nodes. None if the site has no limit for it."""
         limit = next((limit for limit in self.limits(partition) if nodes <= limit.max_nodes), None)
         return round(limit.max_hours * 60) if limit else None
+
+    def queue_wait_hours(self, nodes: int) -> float | None:
+        """Return the measured time in the queue of a job of `nodes` nodes. None if it is unknown."""
+        waits = sorted(self.queue_waits, key=lambda wait: wait.max_nodes)
+        return next((wait.hours for wait in waits if nodes <= wait.max_nodes), None)
 
 
 def root_dir() -> Path:
@@ -122,11 +138,26 @@ def load_site(name_or_path: str | None = None) -> Site:
                 "--site",
             )
         path = root_dir() / "slurm" / "sites" / f"{name_or_path}.yaml"
-    values = read_yaml(path)
-    if isinstance(values, dict) and FORMER_WARNING_TIME in values and "warning_time_s" not in values:
+    content = read_yaml(path)
+    if FORMER_WARNING_TIME in content and "warning_time_s" not in content:
         log.info(f"{path}: {FORMER_WARNING_TIME} is now called warning_time_s: write the new name")
-        values["warning_time_s"] = values.pop(FORMER_WARNING_TIME)
-    return build(Site, values, where=str(path))
+        content["warning_time_s"] = content.pop(FORMER_WARNING_TIME)
+    if "partitions" not in content and isinstance(content.get("machine"), str):
+        content["partitions"] = machine_partitions(content["machine"])
+    return build(Site, content, where=str(path))
+
+
+def machine_partitions(machine: str) -> dict[str, list[dict[str, float]]]:
+    """Return the partitions of a machine file. Neighbouring bins with the same limit become one."""
+    operations = load_machine(machine).operations
+    bins = () if operations is None else sorted(operations.queue, key=lambda each: each.nodes_to)
+    partitions: dict[str, list[dict[str, float]]] = {}
+    for each in bins:
+        limits = partitions.setdefault(each.partition or each.name, [])
+        if limits and limits[-1]["max_hours"] == each.max_hours:
+            limits.pop()
+        limits.append({"max_nodes": each.nodes_to, "max_hours": each.max_hours})
+    return partitions
 
 
 def walltime_s(text: str) -> int | None:

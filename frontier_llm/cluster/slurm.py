@@ -6,7 +6,9 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from frontier_llm import log
@@ -176,6 +178,32 @@ def billed_node_hours(job_ids: Sequence[str], timeout_s: float = 20.0) -> dict[s
             nodes, seconds = map(int, counts)
             hours[job_id] = hours.get(job_id, 0.0) + nodes * seconds / 3600
     return hours
+
+
+@dataclass(frozen=True)
+class Maintenance:
+    """A maintenance reservation. No job may cross its start."""
+
+    name: str
+    starts_unix_s: float
+
+
+def next_maintenance(now_unix_s: float) -> Maintenance | None:
+    """Return the next maintenance that has not begun. None if there is none or Slurm does not respond."""
+    try:
+        text = call(["scontrol", "show", "reservation", "--oneliner"], timeout_s=20.0)
+    except FrontierError:
+        return None
+    coming: list[Maintenance] = []
+    for line in text.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "MAINT" not in fields.get("Flags", "").split(","):
+            continue
+        with suppress(ValueError, KeyError):
+            starts_unix_s = datetime.fromisoformat(fields["StartTime"]).timestamp()  # Slurm writes local time
+            coming.append(Maintenance(fields["ReservationName"], starts_unix_s))
+    later = [each for each in coming if each.starts_unix_s > now_unix_s]
+    return min(later, key=lambda each: each.starts_unix_s, default=None)
 
 
 def cluster_name() -> str | None:

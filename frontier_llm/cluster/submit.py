@@ -23,11 +23,13 @@ from frontier_llm.cluster.batch import RUN_FILE
 from frontier_llm.cluster.code import code_digest, plugin_places, snapshot
 from frontier_llm.cluster.readiness import Readiness, before_the_queue
 from frontier_llm.cluster.sbatch import JobScript, render
+from frontier_llm.cluster.sbatch_options import as_options, option_problems
 from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, whole_replicas
 from frontier_llm.cluster.warning_time import MIN_WARNING_S, next_warning_s
 from frontier_llm.config import RunConfig, dump, saves_nothing
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.files import write_atomically
+from frontier_llm.planner.predict import START_S, PointPrediction, walltime_minutes
 from frontier_llm.run import hostlist, run_dir
 from frontier_llm.run.holder import jobs, reserved
 from frontier_llm.run.job import Job, read_job, write_job
@@ -36,6 +38,7 @@ from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_seconds, plural
 
 SCRIPT = "job.sbatch"
+QUEUE_SLACK_MINUTES = 5  # a job that waits longer starts only after the maintenance
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ class JobRequest:
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
-    minutes: int | None = None  # None: the longest that the site allows.
+    minutes: int | None = None  # the user's; None: predicted, at most the longest that the site allows.
+    shortened_minutes: int | None = None  # walltime of the first job if it ends before a maintenance.
     dependency: str | None = None
     exclude: tuple[str, ...] = ()
     name: str | None = None
     saves: bool = True  # False: a run that is never continued, and so needs no time to save.
     step_s: float = 0.0  # predicted; 0: not predicted yet.
+    job_s: float | None = None  # seconds for which the rest of the run requests walltime; None: not predicted yet.
     job_tasks_per_node: int | None = None  # ranks per node if Slurm already runs the job; None: not queued yet.
 
     @property
@@ -69,10 +74,20 @@ class JobRequest:
     @property
     def slice_minutes(self) -> int | None:
         """Walltime of one job in minutes. None if only Slurm knows it."""
-        return self.minutes or self.site.max_minutes(self.job.all_nodes, self.partition)
+        if self.minutes is not None:
+            return self.minutes
+        longest = self.site.max_minutes(self.job.all_nodes, self.partition)
+        if longest is None or self.job_s is None:
+            return longest
+        needed_s = max(self.job_s + self.job.warning_s, 2 * self.job.warning_s)
+        return min(longest, walltime_minutes(needed_s))
 
-    def with_step(self, step_s: float) -> JobRequest:
-        """Return the request with the predicted time of a step, and with the resulting warning time."""
+    def with_prediction(self, predicted: PointPrediction) -> JobRequest:
+        """Return the request with the predicted times, and with the resulting warning time."""
+        steps = max(0, self.config.train.steps - run_dir.latest_step(self.job.directory))
+        return replace(self._with_step(predicted.step_time_s), job_s=predicted.job_s(steps))
+
+    def _with_step(self, step_s: float) -> JobRequest:
         predicted = replace(self, step_s=step_s)
         if self.is_running:
             return predicted
@@ -152,11 +167,28 @@ def problems(request: JobRequest) -> Iterator[Problem]:
     if request.qos in site.unchained_qos and job.continuation != "never":
         what = f"{site.name} forbids jobs under {request.qos} to continue themselves"
         yield Problem("--qos", what, "add --continue-with never")
+    yield from option_problems(job.sbatch)
     if job.spares < 0:
         yield Problem("--spares", f"{job.spares} nodes", "0 or more")
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
         if value is not None and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
             yield Problem(flag, f"{value!r} is not a name", "letters, digits, - _ .")
+
+
+def before_maintenance(request: JobRequest, now_unix_s: float, maintenance: slurm.Maintenance | None) -> JobRequest:
+    """Return the request with a first job that ends before the maintenance, if it would otherwise cross its start.
+
+    Slurm starts a job only if its walltime ends before. The request is unchanged if the user gave the walltime, or if
+    the remaining time is too short to train.
+    """
+    minutes = request.slice_minutes
+    if maintenance is None or minutes is None or request.minutes is not None:
+        return request
+    room = int((maintenance.starts_unix_s - now_unix_s) / 60) - QUEUE_SLACK_MINUTES
+    fewest_s = START_S + request.step_s + 2 * request.job.warning_s
+    if room >= minutes or 60 * room < fewest_s:
+        return request
+    return replace(request, shortened_minutes=room)
 
 
 def more_time(request: JobRequest, minutes: int) -> str:
@@ -186,11 +218,14 @@ def prepare(request: JobRequest) -> Submission:
     )
     exclude = sorted({*request.exclude, *run_dir.bad_hosts(directory)})
     options = {
+        **as_options(request.job.sbatch),
         "account": request.account,
         "partition": request.partition,
         "qos": request.qos,
         "dependency": request.dependency,
         "exclude": hostlist.compress(exclude),
+        # not in the script, which a successor uses after the maintenance
+        "time": str(request.shortened_minutes or ""),
     }
     variables = {
         "FRONTIER_LLM_PYTHON": environ("FRONTIER_LLM_PYTHON") or sys.executable,
@@ -295,7 +330,7 @@ def describe(request: JobRequest, submission: Submission) -> str:
     """Return a short description of a submission for the user."""
     job = request.job
     nodes = f"{job.nodes} + {job.spares} spare nodes" if job.spares else plural(job.nodes, "node")
-    minutes = request.slice_minutes
+    minutes = request.shortened_minutes or request.slice_minutes
     walltime = f", {format_walltime(minutes)} each slice" if minutes else ""
     outcome = f"->  job {submission.job_id}" if submission.job_id else "(not run)"
     return "\n".join(

@@ -29,6 +29,8 @@ from frontier_llm.cluster.decide import (
     reason_to_end,
 )
 from frontier_llm.cluster.doctor import preflight
+from frontier_llm.cluster.notices import Notifier, Watch
+from frontier_llm.cluster.sbatch_options import as_options
 from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.cluster.submit import SCRIPT, queue, sbatch_command
 from frontier_llm.cluster.warning_time import measured_warning_s
@@ -61,11 +63,35 @@ def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: Non
         if run.job.preflight and not isinstance(decision, GiveUp):
             bad = preflight(run.site, run.directory, run.allocation.nodes, run.job.nodes)
             run_dir.add_bad_hosts(run.directory, bad)
-    while isinstance(decision := look_and_decide(run, earlier), Start):
+    notifier = Notifier(run.job, run.allocation.job_id)
+    try:
+        while isinstance(decision := look_and_decide(run, earlier), Start):
+            run_dir.add_bad_hosts(run.directory, decision.avoid)
+            with Watch(notifier, run.directory):
+                attempt(run, decision)
+            notify_of_attempt(run, notifier)
         run_dir.add_bad_hosts(run.directory, decision.avoid)
-        attempt(run, decision)
-    run_dir.add_bad_hosts(run.directory, decision.avoid)
-    return carry_out(run, decision)
+        notify_of_end(run, decision, notifier)
+        return carry_out(run, decision)
+    finally:
+        notifier.close()
+
+
+def notify_of_attempt(run: BatchRun, notifier: Notifier) -> None:
+    """Send a notice if a node failure ended the newest start."""
+    last = run_dir.last_attempt(run.directory)
+    if last is not None and last.cause == "node failure":
+        notifier.send("node lost", last.detail, last.end_step)
+
+
+def notify_of_end(run: BatchRun, decision: Requeue | Successor | Done | GiveUp, notifier: Notifier) -> None:
+    """Send a notice if the run ends with this job."""
+    step = run_dir.latest_step(run.directory)
+    match decision:
+        case Done():
+            notifier.send("end", decision.reason, step)
+        case GiveUp():
+            notifier.send("given up", str(decision.problem), step)
 
 
 def look_and_decide(run: BatchRun, earlier: int) -> Start | Requeue | Successor | Done | GiveUp:
@@ -206,6 +232,7 @@ def queue_successor(run: BatchRun) -> None:
         raise FrontierError(f"there is no {script}", fix, "successor")
     warning_s = measured_warning_s(run.directory) or round(run.job.warning_s)
     options = {
+        **as_options(run.job.sbatch),
         # partition and account of this job, which `submit` passed on the command line and not in the script
         **{name: environ(f"SLURM_JOB_{name.upper()}") for name in ("account", "partition", "qos")},
         "dependency": f"afterany:{run.allocation.job_id}",

@@ -41,7 +41,7 @@ class Axis:
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call
     # set if only one communication may be in flight
     in_flight: OneInFlight | None = field(default=None, compare=False, repr=False)
-    # interleaves two microbatches while rows to experts are under way
+    # axes of experts: interleaves two microbatches while rows are under way
     interleaving: Interleaving | None = field(default=None, compare=False, repr=False)
 
     def collectives(self, operation: str, size_bytes: int) -> Collectives | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.files import write_replaced
 from frontier_llm.schedule import Placement, round_robin
 from frontier_llm.topology.grid import AXES, Grid
+from frontier_llm.topology.streams import LEVELLED, nodes_of
 
 AS_DEFAULT = CommConfig()
 
@@ -91,10 +91,6 @@ def disconnect() -> None:
     forget_stores()
 
 
-# axes whose collectives may run in two stages; the node and rail axes of these stages are not divided again
-LEVELLED = ("tp", "cp", "dp", "dp.cp", "world")
-
-
 class _Groups:
     """Makes the groups of one mesh."""
 
@@ -129,7 +125,7 @@ class _Groups:
             self._group(name, rank, ranks),
             self.ledger,
             in_flight=self._in_flight,
-            interleaving=self._interleaving,
+            interleaving=self._interleaving if name.partition(".")[0] == "ep" else None,
         )
         if not apart and (name not in LEVELLED or not self._algorithms.rules):
             return flat
@@ -157,25 +153,15 @@ class _Groups:
     def _levels(self, name: str, ranks: tuple[int, ...], multiple: int) -> tuple[Axis, Axis]:
         """Return (node axis, rail axis) of this rank for collectives in two stages.
 
-        Two stages need the same number of the axis' ranks on each of several nodes, a multiple of `multiple`.
-        Otherwise both axes have one rank.
+        Both axes have one rank if two stages are impossible (`nodes_of`).
         """
         if self._ranks_per_node is None:
             return single(name, self._global_rank), single(name, self._global_rank)
-        by_node: dict[int, list[int]] = {}
-        for rank in ranks:
-            by_node.setdefault(rank // self._ranks_per_node, []).append(rank)
-        nodes = list(by_node.values())
         node: tuple[int, ...] = (self._global_rank,)
         rail = node
-        even = (
-            len({len(members) for members in nodes}) == 1
-            and list(chain(*nodes)) == list(ranks)
-            and len(nodes[0]) % max(multiple, 1) == 0
-        )
         # Groups of one axis may differ here, if a node's number of ranks is no multiple of a group's number of ranks.
-        if len(nodes) > 1 and even:
-            node = tuple(by_node[self._global_rank // self._ranks_per_node])
+        if nodes := nodes_of(ranks, self._ranks_per_node, multiple):
+            node = next(members for members in nodes if self._global_rank in members)
             place = node.index(self._global_rank)
             rail = tuple(members[place] for members in nodes)
         return self.counted_axis(f"{name}.node", node), self.counted_axis(f"{name}.rail", rail)

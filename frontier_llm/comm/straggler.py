@@ -9,6 +9,7 @@ interval, so a delay of one or two steps is ignored.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -29,9 +30,11 @@ LATE_INTERVALS = 2  # Slow intervals in a row before a rank is reported. Another
 MIN_PAST = 3
 MAX_PAST = 16
 MIN_PEERS = 4  # Smallest number of ranks in a stage for a comparison with each other.
-# A rank is slow if its excess over the usual busy time is larger than both limits. MIN_SHARE is a share of the usual
-# busy time; less is not worth an operator's attention. SPREADS counts usual spreads (median absolute deviation).
+# A rank is slow if its excess over the usual busy time is larger than all three limits. MIN_SHARE is a share of the
+# usual busy time; less is not worth an operator's attention. SPREADS counts usual spreads (median absolute deviation).
 MIN_SHARE = 0.10
+MIN_EXCESS_S = 0.02  # A smaller excess is noise of an operating system that also runs other programs.
+FIRST_STEPS = 2  # Length of the first interval, whose second step tells the length of the others.
 SPREADS = 6.0
 
 
@@ -87,7 +90,7 @@ class StragglerDetector:
         late = {}
         named = []
         for rank, (usual, spread) in self._usual(busy_s).items():
-            if (excess := busy_s[rank] - usual) > max(SPREADS * spread, MIN_SHARE * usual):
+            if (excess := busy_s[rank] - usual) > max(SPREADS * spread, MIN_SHARE * usual, MIN_EXCESS_S):
                 late[rank] = self._late.get(rank, 0) + 1
                 named += [Straggler(rank, excess, usual)] if late[rank] == LATE_INTERVALS else []
         self._late = late
@@ -173,15 +176,32 @@ def _elapsed_s(span: Span) -> float:
 class StragglerWatch:
     """Runs a `StragglerDetector` during training.
 
-    In every `interval`-th step it gathers 8 bytes per rank, and in other steps nothing. With one rank it does nothing.
+    At the end of an interval it gathers 16 bytes per rank, and in other steps nothing. With one rank it does nothing.
+    An interval ends after a number of steps or a number of seconds, whichever is less. All ranks compute the number of
+    steps from rank 0's step time, which they gather with the busy times.
     """
 
-    def __init__(self, mesh: Mesh, grid: Grid, device: torch.device, host: str, interval: int) -> None:
-        """`interval` is a number of steps. With 0 there is no comparison."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        grid: Grid,
+        device: torch.device,
+        host: str,
+        interval: int,
+        longest_s: float = math.inf,
+    ) -> None:
+        """`interval` is the largest number of steps, `longest_s` the largest number of seconds of an interval.
+
+        With `interval` 0 there is no comparison.
+        """
         self._mesh = mesh
         self._device = device
         self._host = host
-        self._interval = interval if mesh.world.size > 1 else 0
+        self._most = interval if mesh.world.size > 1 else 0
+        self._longest_s = longest_s
+        self._interval = self._most if math.isinf(longest_s) else min(self._most, FIRST_STEPS)
+        self._step_s: list[float] = []  # of the interval, without the first step of this start
+        self._is_first = True
         self._detector = StragglerDetector([grid.coordinates(rank)["pp"] for rank in range(grid.world_size)])
         self._busy = BusyTime(mesh.ledger, device)
         self._steps = 0
@@ -197,15 +217,30 @@ class StragglerWatch:
         if not self._interval:
             yield stragglers
             return
-        self._steps = self._steps % self._interval + 1
+        begin_s = time.perf_counter()
+        self._steps += 1
         if self._steps % max(1, self._interval // SAMPLES):
             yield stragglers
         else:
             with self._busy.measured():
                 yield stragglers
+        if not self._is_first:
+            self._step_s.append(time.perf_counter() - begin_s)
+        self._is_first = False
         if self._steps == self._interval:
-            mine = torch.tensor([self._busy.take()], dtype=torch.float64, device=self._device)
-            named = self._detector.compare(all_gather(mine, self._mesh.world).tolist())
+            step_s = median(self._step_s) if self._step_s else 0.0
+            mine = torch.tensor([self._busy.take(), step_s], dtype=torch.float64, device=self._device)
+            gathered = all_gather(mine, self._mesh.world).tolist()
+            busy_s = gathered[0::2]
+            self._begin_interval(step_s=gathered[1])
+            named = self._detector.compare(busy_s)
             if named:  # on all ranks or on none
                 hosts = all_gather_json(self._host, self._mesh.world, self._device)
                 stragglers += [replace(straggler, host=hosts[straggler.global_rank]) for straggler in named]
+
+    def _begin_interval(self, step_s: float) -> None:
+        """Begin an interval, given rank 0's seconds per step. 0: not measured yet."""
+        self._steps = 0
+        self._step_s = []
+        if step_s > 0 and not math.isinf(self._longest_s):
+            self._interval = max(1, min(self._most, int(self._longest_s / step_s)))

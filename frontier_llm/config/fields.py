@@ -6,7 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -94,6 +94,8 @@ def _path(text: str) -> str:
     return os.path.expanduser(text)
 
 
+# A step or FIRST-LAST. YAML loads a single step as a number.
+StepRange = Annotated[str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")]
 PathText = Annotated[str, AfterValidator(_path)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -106,28 +108,56 @@ def first_fault(error: ValidationError) -> str:
     return ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))[:400]
 
 
+# Numbers that YAML loads as text, because it requires a point before the exponent.
+_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+
+
 @functools.cache
-def _takes_numbers_only(section: type[BaseModel], field: str) -> bool:
-    """Return True if a field takes numbers, alone or in a list, and no boolean."""
+def _takes(section: type[BaseModel], field: str) -> frozenset[type]:
+    """Return which of bool, int, float and str a field takes, alone or in a list."""
     types = set(_types_in(section.model_fields[field].annotation))
-    return bool(types & {int, float}) and bool not in types
+    types |= {type(one) for one in types}  # values of a Literal
+    return frozenset(types & {bool, int, float, str})
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:
-    """Yield an annotation and, recursively, its arguments."""
+    """Yield an annotation and, recursively, its arguments without the keys of mappings."""
     yield annotation
-    for inner in get_args(annotation):
+    arguments = get_args(annotation)
+    if get_origin(annotation) in (dict, Mapping):
+        arguments = arguments[1:]
+    for inner in arguments:
         yield from _types_in(inner)
 
 
-def _holds_boolean(value: Any) -> bool:
+def _values_in(value: Any) -> Iterator[Any]:
+    """Yield the single values of a value, recursively."""
     if isinstance(value, Mapping):
-        return any(map(_holds_boolean, value.values()))
-    return isinstance(value, bool) or (isinstance(value, list | tuple) and any(map(_holds_boolean, value)))
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _values_in(inner)
+    else:
+        yield value
+
+
+def _is_quoted_number(value: Any) -> bool:
+    """Return True for text that pydantic would convert to a number, unless YAML makes text of that number."""
+    if not isinstance(value, str) or _EXPONENT.fullmatch(value):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
 
 
 class Section(BaseModel):
-    """Base class of all sections: immutable, without unknown keys, and without booleans in place of numbers."""
+    """Base class of all sections: immutable, without unknown keys, and with few conversions of types.
+
+    4 may stand for 4.0 and the reverse. Text such as 1e-4 may stand for a number, because YAML loads it as text. Other
+    text in place of a number or a boolean is refused, and so are booleans and numbers in place of each other.
+    """
 
     # JSON can represent neither infinity nor NaN.
     model_config = ConfigDict(
@@ -139,8 +169,15 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `layers: true`, which pydantic would accept as 1."""
-        if info.field_name is not None and _takes_numbers_only(cls, info.field_name) and _holds_boolean(value):
+    def _no_other_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `layers: true`, `layers: "4"`, `bias: 1` and `bias: "yes"`, which pydantic would convert."""
+        taken = _takes(cls, info.field_name) if info.field_name is not None else frozenset()
+        values = list(_values_in(value))
+        if taken == {bool} and not all(isinstance(one, bool | None) for one in values):
+            raise ValueError("must be true or false, without quotes")
+        takes_numbers = bool(taken & {int, float}) and bool not in taken
+        if takes_numbers and any(isinstance(one, bool) for one in values):
             raise ValueError("must be a number")
+        if takes_numbers and str not in taken and any(map(_is_quoted_number, values)):
+            raise ValueError("must be a number, without quotes")
         return value

@@ -26,6 +26,7 @@ from frontier_llm.config.fields import (
     Section,
     SequenceLength,
     StepCount,
+    StepRange,
     WarmupSteps,
 )
 from frontier_llm.config.model import ModelConfig, RopeScaling
@@ -35,6 +36,8 @@ class ParallelConfig(Section):
     """Degrees of the mesh, pipeline schedule, and sharding of the optimizer state."""
 
     tensor: Degree = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs).
+    # Permit tensor groups larger than a node, for measurements; every layer then waits for the network.
+    cross_node_tensor: bool = False
     pipeline: Degree = 1  # pp, pipeline ranks that split the layers.
     data: Degree | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp).
     context: Degree = 1  # cp, ranks that split each sequence; the sequence length is a multiple of 2 cp.
@@ -113,8 +116,9 @@ class OptimizerConfig(Section):
 class PrecisionConfig(Section):
     """Working precision. Gradients are always accumulated and summed in fp32 (fp64 if dtype is fp64)."""
 
-    # Type of the model's weights, activations and messages; fp64 is for tests.
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    # Type of the model's weights, activations and messages; fp64 is for tests. auto: bf16 on a GPU and on a CPU with
+    # bf16 instructions, otherwise fp32; a resumed run keeps its type.
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "bf16"
     # Type of gradients in the reduction between replicas; bf16 sends half the bytes of fp32.
     gradient_wire: Literal["full", "bf16"] = "full"
     # fp16: initial scale of the step's mean loss; None = 1024 for each token of the batch.
@@ -201,6 +205,8 @@ class OpsConfig(Section):
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # Adds gradients to the gradient buffers.
     # Attention kernels that `auto` selects: a table's name in configs/attention, or a file written by `ops tune`.
     attention_table: str = "shipped"
+    # Ops whose results are equal to the bit in two runs. `auto`: true if guard.recompute_interval is set.
+    deterministic: Literal["auto"] | bool = "auto"
     # GPU: let `auto` use far slower ops if the prebuilt kernels are missing.
     allow_fallback: bool = False
     no_jit: bool = False  # Report any attempt to compile during training as an error.
@@ -248,9 +254,7 @@ class CommConfig(Section):
 class ProfileConfig(Section):
     """Steps for which torch.profiler writes a trace of compute, communication and waiting."""
 
-    steps: Annotated[
-        str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")
-    ]  # First to last step, counted from 1: 10-12.
+    steps: StepRange  # First to last step, counted from 1: 10-12.
     ranks: tuple[NonNegativeInt, ...] = (0,)  # Global ranks that write a trace.
     memory_snapshot: bool = False  # GPU: also write the memory allocations, for pytorch.org/memory_viz.
 
@@ -401,8 +405,10 @@ class GuardConfig(Section):
     max_skips_in_row: PositiveInt = 100  # Consecutive skipped steps after which the run stops.
     # Steps between computing one step twice on all replicas, to detect wrong arithmetic; 0 = never.
     recompute_interval: NonNegativeInt = 0
-    # Steps between comparisons of the ranks' compute times; 0 = never.
+    # Most steps between comparisons of the ranks' compute times; 0 = never.
     straggler_interval: NonNegativeInt = 25
+    # Most seconds between these comparisons. A rank is reported after two slow intervals.
+    straggler_seconds: PositiveFloat = 300.0
     # Steps between comparisons of all weight copies, also before each save; 0 = never.
     replica_check_interval: NonNegativeInt = 100
 

@@ -82,7 +82,8 @@ def find_inputs(
             problems.append(Problem(where=str(files[0]), what=f"unknown kind {files[0].suffix!r}", fix=known))
         elif not inside:
             if path.startswith(DATASET):
-                others = f"{known}; of a dataset of the Hub try &revision=refs/convert/parquet"
+                separator = "&" if "?" in path else "?"
+                others = f"{known}; of a dataset of the Hub try {path}{separator}revision=refs/convert/parquet"
             else:
                 others = known
             problems.append(Problem(where=str(located(path)), what=f"holds no {content} files", fix=others))

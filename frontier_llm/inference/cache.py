@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from frontier_llm.ops import Scores, softcapped
+from frontier_llm.ops.dtypes import product_dtype
 
 
 class KeyValueCache:
@@ -98,7 +99,12 @@ class RememberingAttention:
 def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scores: Scores, bias: Tensor | None) -> Tensor:
     """Return the attention of queries to all slots, o_SBaD. `bias` (B, 1 or a, S, T) is added to the scores."""
     queries = q_SBaD.shape[2] // k_BgTD.shape[1]
-    q_BaSD = q_SBaD.permute(1, 2, 0, 3)
+    dtype = product_dtype(q_SBaD.dtype, q_SBaD.device)
+    q_BaSD = q_SBaD.permute(1, 2, 0, 3).to(dtype)
+    k_BgTD = k_BgTD.to(dtype)
+    v_BgTD = v_BgTD.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
     if scores.softcap:  # torch's kernel has no score capping
         k_BaTD, v_BaTD = (x.repeat_interleave(queries, dim=1) for x in (k_BgTD, v_BgTD))
         capped_BaST = softcapped(scores.scale * (q_BaSD @ k_BaTD.transpose(-2, -1)), scores.softcap)
@@ -112,4 +118,4 @@ def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scores: Scores, bias:
             scale=scores.scale,
             enable_gqa=queries > 1,
         )
-    return o_BaSD.permute(2, 0, 1, 3)
+    return o_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype)

@@ -37,7 +37,7 @@ def inference_run(
             f"for themselves"
         )
         raise ConfigError(what, f"use one of {nearest(expert, divisors(tensor))}", "parallel.expert")
-    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert)
+    parallel = ParallelConfig(tensor=tensor, cross_node_tensor=True, pipeline=pipeline, expert=expert)
     return RunConfig(
         model=model,
         parallel=parallel,

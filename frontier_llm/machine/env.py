@@ -13,6 +13,7 @@ from typing import Literal
 from frontier_llm.errors import ConfigError, suggest
 
 Vendor = Literal["amd", "nvidia", "none"]
+GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # files of the drivers; importing torch instead takes 2 s
 OLCF = "OLCF Frontier user guide (pytorch_frontier.rst, 2026)"
 HPE = "HPE shs-ccl-docs, RCCL tuning guide"
 LUMI = "LUMI AI guide"
@@ -117,20 +118,25 @@ _PYTORCH = (
 
 _NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
 
+CK_ATTENTION = "TORCH_ROCM_FA_PREFER_CK"  # torch's attention uses CK instead of AOTriton
+QUEUES = "GPU_MAX_HW_QUEUES"
+DEFAULT_QUEUES = 8  # with one communication in flight, which is safe with any number of queues
+# gfx9 has 4 pipes of 8 compute queues, and the kernel driver keeps 8. More queues are multiplexed in software, and a
+# queue that waits can then hold up the others.
+MOST_QUEUES = 24
+
 _ROCM = (
     Variable(
-        "GPU_MAX_HW_QUEUES",
-        "8",
-        "a hardware queue for each communicator: with the default of 4, streams share queues, and a receive that is "
-        "posted ahead holds "
-        "up what its sender waits for",
-        "ROCm/rocm-systems#8916, ROCm/rccl#2191",
+        QUEUES,
+        str(DEFAULT_QUEUES),
+        "streams share hardware queues: with one communication in flight any number of queues is safe",
+        "ROCm/rocm-systems#8916",
     ),
     Variable(
         "TORCH_NCCL_HIGH_PRIORITY",
         "1",
-        "streams of another priority have queues of their own: compute never waits behind them",
-        TORCH,
+        "older ROCm gives streams of another priority queues of their own; newer ROCm ignores priorities",
+        "ROCm/rocm-systems#8485",
     ),
     Variable(
         "HSA_FORCE_FINE_GRAIN_PCIE",
@@ -256,6 +262,15 @@ _NVIDIA_MACHINES = ("a100", "h100", "h200", "eos", "selene")
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 
 
+def queues_variable(queues: int) -> Variable:
+    """Return the variable for a run with many communications in flight, whose ranks have `queues` streams each."""
+    reason = (
+        "a hardware queue for each stream of a rank: streams that share a queue wait for each other, and a receive "
+        "that is posted ahead then blocks what its sender waits for"
+    )
+    return Variable(QUEUES, str(queues), reason, "ROCm/rocm-systems#8916, ROCm/rccl#2191")
+
+
 def vendor_of_machine(machine: str) -> Vendor:
     """Return the GPU vendor of a shipped machine; "none" for `local` and for unknown machines.
 
@@ -297,7 +312,7 @@ def _slingshot(machine: str, nodes: int) -> list[Variable]:
         ]
     chosen = {variable.name: variable for variable in (*_SLINGSHOT, _PLUGIN, *_OWN[machine])}
     if nodes >= _ONE_INTERFACE_NODES:
-        reason = f"above {_ONE_INTERFACE_NODES} nodes bootstrap over several interfaces hangs now and then"
+        reason = f"from {_ONE_INTERFACE_NODES} nodes on, bootstrap over several interfaces hangs now and then"
         chosen["NCCL_SOCKET_IFNAME"] = Variable("NCCL_SOCKET_IFNAME", "hsn0", reason, "eminorhan/frontier-torchtitan")
     if machine == "lumi" or nodes >= _LARGE_NODES:
         chosen[_LARGE_CQ.name] = _LARGE_CQ

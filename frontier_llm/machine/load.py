@@ -121,8 +121,13 @@ def own_stack(machine: Machine) -> str:
 
 
 def rates(machine: Machine, stack: str | None = None) -> Rates:
-    """Return a machine with one software stack as plain numbers in SI units."""
-    s = machine.stacks[stack_name(machine, stack)]
+    """Return a machine with one software stack as plain numbers in SI units.
+
+    Only this program's own stack follows the machine's rule for communications in flight. Other software decides for
+    itself.
+    """
+    name = stack_name(machine, stack)
+    s = machine.stacks[name]
     device = machine.device
     node = machine.node
     network = machine.network
@@ -139,7 +144,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
     fabric = sorted(node.fabric_gbps.items())
     return Rates(
         **numbers,
-        one_in_flight=machine.in_flight.mode == "one",
+        one_in_flight=name == own_stack(machine) and machine.in_flight_on(device.architecture).mode == "one",
         nodes=int(node.count.value),
         fabric_size=tuple(size for size, _ in fabric),
         fabric_bytes_s=tuple(speed.value * 1e9 for _, speed in fabric),

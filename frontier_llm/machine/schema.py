@@ -203,7 +203,8 @@ class QueueBin(Section):
     """A scheduling bin. Jobs of `nodes_from` … `nodes_to` nodes may run for `max_hours`."""
 
     name: str
-    nodes_from: PositiveInt
+    partition: str = ""  # Slurm's partition; '': the partition has the name of the bin.
+    nodes_from: PositiveInt = 1
     nodes_to: PositiveInt
     max_hours: PositiveFloat
 
@@ -215,13 +216,24 @@ class Operations(Section):
     checkpoint_gbps_per_node: Number  # GB/s that one node writes to the file system
     checkpoint_gbps_total: Number  # GB/s of the complete file system
     restart_minutes: Number  # time from a failure to the first step after the restart
-    queue: tuple[QueueBin, ...] = ()
+    queue: tuple[QueueBin, ...] = ()  # the planner takes the first bin that fits; site files take all as partitions.
 
 
 class InFlight(Sourced):
     """Number of communications that a rank may have in flight. The source gives the reason."""
 
     mode: Literal["one", "many"]
+
+
+# Architectures on which several communications in flight hang until a hang test on the machine has passed.
+ONE_IN_FLIGHT = {
+    "gfx90a": InFlight(
+        mode="one",
+        tag="published",
+        source="ROCm/rccl#2191 (open): with two or three communicators in flight gfx90a hangs in 50 to 100 % of runs, "
+        "in the same order on all ranks too",
+    )
+}
 
 
 class Machine(Section):
@@ -236,7 +248,7 @@ class Machine(Section):
     network: Network
     allreduce: AllReduceTable | None = None
     algorithms: str | None = None  # table in configs/algorithms for runs on this machine (comm.algorithms)
-    in_flight: InFlight = InFlight(mode="many", tag="estimated", source="no reason is known against it")
+    in_flight: InFlight = InFlight(mode="many", tag="estimated", source="no reason is known against it")  # as stated
     default_stack: str
     stacks: dict[str, Stack]
     operations: Operations | None = None
@@ -257,6 +269,18 @@ class Machine(Section):
                 "let `environment:` name a machine of the same vendor"
             )
         return self
+
+    def in_flight_on(self, architecture: str | None) -> InFlight:
+        """Return the number of communications that a rank may have in flight on a device of `architecture`.
+
+        The file decides, except for architectures of ONE_IN_FLIGHT: they need `mode: many` with the tag `measured`,
+        which `bench comm --hang-test` writes.
+        """
+        rule = ONE_IN_FLIGHT.get(architecture or "")
+        stated = self.in_flight
+        if rule is None or stated.mode == "one" or stated.tag == "measured":
+            return stated
+        return rule
 
     @property
     def devices_per_node(self) -> int:

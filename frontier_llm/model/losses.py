@@ -89,9 +89,10 @@ def router_losses(
     balance = torch.stack([one.balance for one in routed.values()]).sum() / sequences
     z = torch.stack([one.z for one in routed.values()]).sum() / tokens
     both = whole_value(torch.stack((balance, z)), tp)
-    first = model.routed_layers.start
+    # A stage holds consecutive layers. A list as an index would be copied to the device, and the host would wait.
+    first = min(routed) - model.routed_layers.start
     load_LE = both.new_zeros(len(model.routed_layers), model.moe.experts + 2, dtype=torch.float64)
-    load_LE[[layer - first for layer in routed]] = torch.stack([one.load for one in routed.values()])
+    load_LE[first : first + len(routed)] = torch.stack([one.load for one in routed.values()])
     return {BALANCE: both[0], ROUTER_Z: both[1], LOAD: load_LE}
 
 

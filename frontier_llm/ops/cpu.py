@@ -12,16 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from frontier_llm.machine.processor import has_bf16_instructions
 from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
 from frontier_llm.ops.dropout import Mask
 from frontier_llm.ops.reference import AdamWUpdate, Scores
 from frontier_llm.ops.routing import Routing
 
 _native: Any = torch.ops.frontier_llm
+_unsafe_view = torch.ops.aten._unsafe_view.default  # a reshape whose result autograd does not treat as a view
 
-# fp32 products with at most this number of rows use torch. It is 3.3, 1.8 and 1.2 times as fast as our kernel with 1, 2
-# and 4 rows, and equally fast with 8.
-FEW_ROWS = 4
+# Products with at most this number of rows use torch.
+# In fp32 torch is 3.3, 1.8 and 1.2 times as fast as our kernel with 1, 2 and 4 rows, and equally fast with 8.
+# In bf16 with AVX2 torch is 2.7 and 1.5 times as fast with 1 and 2 rows, and 0.75 times as fast with 4.
+FEW_ROWS = {torch.float32: 4, torch.bfloat16: 2}
 
 
 class CpuOps(DifferentiableOps):
@@ -29,6 +32,13 @@ class CpuOps(DifferentiableOps):
 
     In bf16, attention is 4.8 times as fast as SDPA's CPU kernel (docs/benchmarks/ops.md).
     """
+
+    def __init__(self) -> None:
+        """Choose the types whose products use our kernels, by the instruction set."""
+        own = {torch.float32}
+        if not has_bf16_instructions():
+            own.add(torch.bfloat16)
+        self._own_products = frozenset(own)
 
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
         """Compute attention in blocks of 64 x 64 scores."""
@@ -136,10 +146,10 @@ class CpuOps(DifferentiableOps):
     def linear(self, x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
         """Return x @ weightᵀ + bias.
 
-        fp32 has its own kernel for the reason given in `linear_input_gradient`. Up to FEW_ROWS rows use torch, because
-        the kernel first packs its operands, which costs too much for a few rows.
+        `linear_input_gradient` gives the types that use our kernel. Up to FEW_ROWS rows use torch, because the kernel
+        first packs its operands, which costs too much for a few rows.
         """
-        if x.dtype != torch.float32 or x.shape[:-1].numel() <= FEW_ROWS:
+        if x.dtype not in self._own_products or x.shape[:-1].numel() <= FEW_ROWS[x.dtype]:
             return F.linear(x, weight_ok, bias_o)
         return _Linear.apply(x, weight_ok, bias_o, self)
 
@@ -147,10 +157,14 @@ class CpuOps(DifferentiableOps):
         """Return grad_output @ weight.
 
         fp32 products use our own kernel. torch would call MKL, which uses only AVX2 on AMD CPUs (115 GFLOP/s instead
-        of 255 on one Zen 5 core). bf16 products use torch with oneDNN, which is as fast as our kernel.
+        of 255 on one Zen 5 core). bf16 products use torch with oneDNN on CPUs with bf16 instructions, which is as fast
+        as our kernel. On other CPUs they use our kernel, which widens its operands to fp32: torch's loops reach 2 % of
+        its rate on a CPU with AVX2, and oneDNN emulates bf16 on a CPU with AVX-512.
         """
-        if grad_output.dtype != torch.float32:
+        if grad_output.dtype not in self._own_products:
             return grad_output @ weight_ok
+        if grad_output.dtype != torch.float32:
+            return _rounded_product(grad_output.detach(), weight_ok.detach())
         out_Nk = grad_output.new_empty(grad_output.shape[:-1].numel(), weight_ok.shape[1])
         _native.gemm(grad_output.detach().reshape(-1, grad_output.shape[-1]), weight_ok.detach(), out_Nk, False)
         return out_Nk.view(*grad_output.shape[:-1], weight_ok.shape[1])
@@ -225,11 +239,22 @@ def _numbers(scores: Scores) -> tuple[float, float, int, int]:
     return scores.scale, scores.softcap, scores.offset, scores.window
 
 
+def _rounded_product(x: Tensor, b_kn: Tensor) -> Tensor:
+    """Return x [..., k] @ b with fp32 sums, rounded once to the type of x."""
+    rows = x.shape[:-1].numel()
+    ends_1 = torch.full((1,), rows, dtype=torch.int32)
+    product_Nn = _native.grouped_product(x.reshape(rows, x.shape[-1]), b_kn[None], ends_1)
+    return _unsafe_view(product_Nn, [*x.shape[:-1], b_kn.shape[1]])
+
+
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_ok: Tensor, bias_o: Tensor | None, ops: CpuOps) -> Tensor:
         ctx.save_for_backward(x, weight_ok)
         ctx.ops = ops
+        if x.dtype != torch.float32:
+            product = _rounded_product(x, weight_ok.t())
+            return product if bias_o is None else product.add_(bias_o)
         rows = x.shape[:-1].numel()
         shape = x.shape[:-1] + weight_ok.shape[:1]
         # Allocated in its final shape. If it were a view, autograd would not allow the in-place sum over tp.
@@ -244,7 +269,8 @@ class _Linear(Function):
         grad_x = ctx.ops.linear_input_gradient(grad_output, weight_ok) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight_ok)
-            ctx.ops.accumulate_weight_gradient_(grad_weight, grad_output, x)
+            total = torch.zeros(weight_ok.shape)
+            ctx.ops.accumulate_weight_gradient_(total, grad_output, x)
+            grad_weight = total.to(weight_ok.dtype)
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None

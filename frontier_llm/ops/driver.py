@@ -136,6 +136,14 @@ def architecture_of_device(device: int = 0) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+def driver_version() -> str:
+    """Return the newest CUDA or HIP version that the installed driver supports, such as 'CUDA 12.4'."""
+    if torch.version.hip:
+        return f"HIP {torch.version.hip}"
+    number: int = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    return f"CUDA {number // 1000}.{number % 1000 // 10}" if number else "of unknown version"
+
+
 @cache
 def _open(vendor: str) -> ctypes.CDLL:
     """Load the launcher and open the vendor's driver. Raises BackendError if either is missing."""

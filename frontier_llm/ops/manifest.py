@@ -7,8 +7,10 @@ compiled at run time.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
+import tokenize
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,11 @@ GPU_DIR = DIRECTORY / "gpu"
 # objects of Triton 3.4 have one.
 TRITON_FROM = (3, 5)
 TRITON_BEFORE = (4, 0)
+
+
+# Variables with the path of the assembler that Triton uses for NVIDIA: the first up to Triton 3.8, and the second since
+# 3.9 for sm_90. A remedy sets both.
+PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 
 def build_command(architecture: str) -> str:
@@ -58,13 +65,29 @@ def check_triton(version: str, architecture: str, where: str) -> None:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Return the sha256 of each source file of the code objects, by file name.
+    """Return the sha256 of each source file of the code objects without its comments, by file name.
 
-    A manifest with other digests is stale.
+    A manifest with other digests is stale. A comment changes no instruction.
     """
     here = Path(__file__).parent
     paths = [*sorted((here / "triton").glob("*.py")), here / TABLE]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {
+        path.name: hashlib.sha256(without_comments(path.read_text(encoding="utf-8")).encode()).hexdigest()
+        for path in paths
+    }
+
+
+def without_comments(source: str) -> str:
+    """Return Python source without comments and blank lines. Everything else stays as it is written."""
+    lines = source.splitlines()
+    inside_text: set[int] = set()  # lines that a text of several lines contains completely or in part
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        row, column = token.start
+        if token.type == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+        elif token.type != tokenize.NEWLINE and token.end[0] > row:
+            inside_text.update(range(row, token.end[0] + 1))
+    return "\n".join(line for row, line in enumerate(lines, 1) if line.strip() or row in inside_text)
 
 
 def stale_kernels(built_from: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -16,10 +16,20 @@ import torch
 from torch import Tensor
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops.driver import Argument, Code, Driver, GpuDriver, Grid, LaunchError, architecture_of_device
+from frontier_llm.ops.driver import (
+    Argument,
+    Code,
+    Driver,
+    GpuDriver,
+    Grid,
+    LaunchError,
+    architecture_of_device,
+    driver_version,
+)
 from frontier_llm.ops.kernel_table import ARCHITECTURES
-from frontier_llm.ops.manifest import GPU_DIR, read_manifest
+from frontier_llm.ops.manifest import GPU_DIR, PTXAS_VARIABLES, read_manifest
 
+_ABI_BYTE = 8  # place of the ABI's version in an ELF file
 _SLOT = {"i32": "i4x", "i64": "q", "fp32": "f4x"}  # 8 bytes each; pointers are Q
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTED = {f"*{name}": dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -138,16 +148,26 @@ class PrebuiltKernels:
         try:
             function = self._driver.load(device, code, image)
         except LaunchError as error:
-            what = f"{error}: built by Triton {self.tools['triton']}, whose assembler may be newer than this driver"
+            what = f"{error}: {self._built_with(image)}, which may be newer than this driver ({driver_version()})"
             fix = (
                 f"rebuild here, with the Triton that this torch came with: python setup.py build_ops --arch "
                 f"{self.architecture}"
             )
             if ARCHITECTURES[self.architecture].backend == "cuda":
-                fix += ', or with this CUDA\'s assembler: TRITON_PTXAS_PATH="$(which ptxas)" before that command'
+                variables = " ".join(f'{name}="$(which ptxas)"' for name in PTXAS_VARIABLES)
+                fix += f", or with this CUDA's assembler: {variables} before that command"
             raise BackendError(what, fix, str(code.path)) from error
         self._images.append(image)
         return function
+
+    def _built_with(self, image: bytes) -> str:
+        """Return 'built by Triton 3.9.0, ptxas 12.9, ABI 7'."""
+        tools = [f"Triton {self.tools['triton']}"]
+        if "ptxas" in self.tools:
+            tools.append(f"ptxas {self.tools['ptxas']}")
+        if len(image) > _ABI_BYTE:
+            tools.append(f"ABI {image[_ABI_BYTE]}")
+        return f"built by {', '.join(tools)}"
 
 
 @cache

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -27,6 +27,11 @@ PARTS = frozenset({"attention_block", "attention_block_backward"})
 # "cuda" is also ROCm's name in torch
 CPU = frozenset({"cpu"})
 GPU = frozenset({"cuda"})
+
+
+# Whether two runs with equal inputs have equal bits, forward and backward. "on request": with ops.deterministic.
+# "never": not, or not known.
+Determinism = Literal["always", "on request", "never"]
 
 
 class AttentionNeeds(NamedTuple):
@@ -72,6 +77,13 @@ class Provider:
     softcaps: bool = False  # its attention supports soft caps; with a soft cap it then supports windows too.
     required: bool = False  # if a build would make it available, `auto` reports an error instead of a slower back-end
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # for groups with fewer types
+    on_gpu: Callable[[], Determinism] = lambda: "always"  # its determinism on a GPU; on a CPU it is always "always"
+    # Returns its deterministic functions. None: `load` also returns those.
+    load_deterministic: Callable[[], Mapping[str, Op]] | None = None
+
+    def determinism(self, device_type: str) -> Determinism:
+        """Return whether two runs of its ops on this device have equal bits."""
+        return "always" if device_type == "cpu" else self.on_gpu()
 
     def refusal(
         self,
@@ -166,6 +178,25 @@ def _load_triton() -> Mapping[str, Op]:
     return functions_of(GpuOps(kernels_of_this_gpu()))
 
 
+def _load_deterministic_flash_attn() -> Mapping[str, Op]:
+    from frontier_llm.ops.flash_attn_provider import FlashAttention
+
+    return functions_of(FlashAttention(deterministic=True))
+
+
+def _never() -> Determinism:
+    return "never"
+
+
+def _on_request() -> Determinism:
+    return "on request"
+
+
+def _products() -> Determinism:
+    """hipBLAS may add partial sums with atomics, unless torch's deterministic algorithms are switched on."""
+    return "on request" if torch.version.hip else "always"
+
+
 def _flash_attn_missing() -> str:
     if importlib.util.find_spec("flash_attn") is None:
         return "the flash-attn package is not installed"
@@ -222,6 +253,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=CPU | GPU,
             dtypes=ALL,
             load=_module("reference"),
+            on_gpu=_on_request,  # index_add_ adds with atomics
             parts=_any_part,
             softcaps=True,
         ),
@@ -231,6 +263,8 @@ PROVIDERS: dict[str, Provider] = {
             devices=CPU | GPU,
             dtypes=ALL,
             load=_module("sdpa"),
+            on_gpu=_never,  # torch picks a kernel by shape, and most sum the query gradient with atomics
+            missing=lambda: sdpa.views_missing(),
             parts=_flash_parts_missing,
         ),
         Provider(
@@ -239,10 +273,18 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=HALVES,
             load=_module("cudnn_provider"),
+            on_gpu=_never,
             version=lambda: f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
             missing=_cudnn_missing,
         ),
-        Provider(name="torch", groups=("linear",), devices=GPU, dtypes=LOW, load=_module("torch_linear")),
+        Provider(
+            name="torch",
+            groups=("linear",),
+            devices=GPU,
+            dtypes=LOW,
+            load=_module("torch_linear"),
+            on_gpu=_products,
+        ),
         Provider(
             name="cpu",
             groups=tuple(GROUPS),
@@ -275,6 +317,8 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=HALVES,
             load=_module("flash_attn_provider"),
+            on_gpu=_on_request,
+            load_deterministic=_load_deterministic_flash_attn,
             version=lambda: _package_version("flash_attn"),
             missing=_flash_attn_missing,
             build="scripts/build_flash_attn_rocm.sh",
@@ -285,6 +329,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=LOW,
             load=_module("apex_provider"),
+            on_gpu=_never,  # not examined
             version=lambda: _package_version("apex"),
             missing=apex_missing,
             build="scripts/build_apex_rocm.sh",

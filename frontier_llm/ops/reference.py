@@ -404,6 +404,8 @@ class Ops:
     accumulate_ = _op("accumulate", accumulate_)
     embedding_backward_ = _op("accumulate", embedding_backward_)
 
+    not_repeatable: str = ""  # chosen back-ends whose results may differ in the last bits between two runs
+
     def __init__(self, **functions: Op) -> None:
         if functions.keys() != {op for ops in GROUPS.values() for op in ops}:
             raise TypeError(f"a function for each op is wanted, not {sorted(functions)}")

@@ -151,3 +151,31 @@ def blocks_missing(device: str = "cuda") -> str:
         if abs(logsumexp - math.log(2)) < 1e-3
         else f"torch's flash attention says that the log-sum-exp of two zeros is {logsumexp:.4f}"
     )
+
+
+@cache
+def views_missing(device: str = "cuda") -> str:
+    """Return the reason why this GPU's attention cannot read views of a fused QKV tensor, or '' (also without a GPU).
+
+    On MI300X a version of torch computed wrong values if `v` was such a view (ROCm/pytorch#3230). Outputs and gradients
+    are compared with those of contiguous copies.
+    """
+    if device == "cuda" and not (torch.version.hip and torch.cuda.is_available()):
+        return ""
+    fused_SBaXD = torch.arange(128 * 2 * 2 * 3 * 64, device=device).sin().view(128, 2, 2, 3, 64).bfloat16()
+    results = []
+    for copied in (False, True):
+        leaf = fused_SBaXD.clone().requires_grad_()
+        q_SBaD, k_SBaD, v_SBaD = (part.contiguous() if copied else part for part in leaf.unbind(3))
+        try:
+            o_SBaD = attention(q_SBaD, k_SBaD, v_SBaD, Scores(0.125))
+            o_SBaD.float().square().sum().backward()
+        except RuntimeError as failed:
+            return f"torch's attention does not run on this GPU: {str(failed).splitlines()[0]}"
+        assert leaf.grad is not None
+        results.append((o_SBaD.detach().float(), leaf.grad.float()))
+    for name, viewed, expected in zip(("output", "gradient"), *results, strict=True):
+        error = ((viewed - expected).abs().max() / expected.abs().max()).item()
+        if not error < 0.02:  # a few roundings of bf16
+            return f"torch's attention over views of a fused QKV has a wrong {name}: relative error {error:.2g}"
+    return ""

@@ -6,6 +6,7 @@ The log gets each chosen back-end with its version and the reason.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ from frontier_llm.ops.attention_table import AttentionShape, load_attention, rul
 from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.dtypes import working_dtype
 from frontier_llm.ops.no_jit import forbid_jit
-from frontier_llm.ops.providers import PROVIDERS, AttentionNeeds, Provider
+from frontier_llm.ops.providers import PROVIDERS, AttentionNeeds, Provider, Refusal
 from frontier_llm.ops.reference import GROUPS, Op, Ops
+from frontier_llm.run.rank_env import environ, put
 
 PLAIN = AttentionNeeds()
 
@@ -52,6 +54,7 @@ def choose(
     *,
     allow_fallback: bool = False,
     first: tuple[str, ...] = (),
+    deterministic: bool = False,
 ) -> ChosenBackend | Problem:
     """Return the provider for one group of ops, or a Problem.
 
@@ -59,16 +62,24 @@ def choose(
     returned in two cases of `auto`: this package's own kernels are not available, so that a slower back-end would be
     used, or only the reference could compute attention on a GPU. The Problem gives the flag and the fix.
 
-    `auto` tries the back-ends in `first`, which are known to be faster, before the others.
+    `auto` tries the back-ends in `first`, which are known to be faster, before the others. With `deterministic` a
+    back-end is refused if two runs of it may differ.
     """
+
+    def refusal_of(provider: Provider) -> Refusal | None:
+        if deterministic and device_type in provider.devices and provider.determinism(device_type) == "never":
+            return Refusal(f"{provider.name} does not give equal bits in two runs (ops.deterministic)")
+        return provider.refusal(group, device_type, dtype, needs)
+
     if wanted != "auto":
         provider = PROVIDERS[wanted]
-        refusal = provider.refusal(group, device_type, dtype, needs)
+        refusal = refusal_of(provider)
         if refusal is None:
             return ChosenBackend(group, provider, f"asked for by ops.{group}")
-        return Problem(
-            f"ops.{group}={wanted}", refusal.why, f"{refusal.build}, or ops.{group}=auto".removeprefix(", or ")
-        )
+        fix = f"{refusal.build}, or ops.{group}=auto".removeprefix(", or ")
+        if deterministic:
+            fix += ", or ops.deterministic=false"
+        return Problem(f"ops.{group}={wanted}", refusal.why, fix)
     if dtype == torch.float64:
         return ChosenBackend(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
     passed_over: list[str] = []
@@ -77,7 +88,7 @@ def choose(
     for provider in (PROVIDERS[name] for name in order):
         if group not in provider.groups:
             continue
-        refusal = provider.refusal(group, device_type, dtype, needs)
+        refusal = refusal_of(provider)
         if (
             refusal is None
             and provider.name == "reference"
@@ -118,16 +129,20 @@ def select_ops(
     needs: AttentionNeeds = PLAIN,
     *,
     attention: AttentionShape | None = None,
+    deterministic: bool | None = None,
 ) -> Ops:
     """Choose the ops for a device and a working type. Each choice is logged. ops.no_jit also sets the no-JIT guard.
 
     `needs` are the options of attention, and `attention` is its shape, for which ops.attention_table has an order.
+    `deterministic`: two runs must have equal bits. By default ops.deterministic decides, of which `auto` means no.
 
     Raises one BackendError for all explicitly chosen back-ends that are not available, and for a GPU's prebuilt kernels
     that `auto` cannot use (unless ops.allow_fallback). The error gives flags and build commands.
     """
     if config.no_jit:
         forbid_jit()
+    if deterministic is None:
+        deterministic = config.deterministic is True
     fallback = config.allow_fallback
     measurable = attention is not None and not (needs.parts or needs.window or needs.softcap)
     first = (
@@ -144,14 +159,17 @@ def select_ops(
             needs,
             allow_fallback=fallback,
             first=first.get(group, ()),
+            deterministic=deterministic,
         )
         for group in GROUPS
     ]
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     if problems:
         raise BackendError(problems)
+    if deterministic and device_type == "cuda":
+        _use_deterministic_algorithms()
     chosen = [outcome for outcome in outcomes if isinstance(outcome, ChosenBackend)]
-    tables = {provider: provider.load() for provider in {outcome.provider for outcome in chosen}}
+    tables = {provider: _functions(provider, deterministic) for provider in {outcome.provider for outcome in chosen}}
     functions: dict[str, Op] = {}
     groups_by_choice: dict[str, list[str]] = {}
     for outcome in chosen:
@@ -162,7 +180,40 @@ def select_ops(
         groups_by_choice.setdefault(choice, []).append(outcome.group)
     for choice, groups in groups_by_choice.items():
         log.info(f"ops {', '.join(groups)}: {choice}")
-    return Ops(**functions)
+    ops = Ops(**functions)
+    if differing := _not_repeatable(chosen, device_type, deterministic):
+        ops.not_repeatable = differing
+        log.info(
+            f"two runs may differ in the last bits, so a resume is not equal to the bit: {differing}. "
+            f"ops.deterministic=true selects ops whose results are equal"
+        )
+    return ops
+
+
+def _functions(provider: Provider, deterministic: bool) -> Mapping[str, Op]:
+    if deterministic and provider.load_deterministic is not None:
+        return provider.load_deterministic()
+    return provider.load()
+
+
+def _not_repeatable(chosen: Sequence[ChosenBackend], device_type: str, deterministic: bool) -> str:
+    """Return the chosen back-ends whose results may differ between two runs, such as 'attention (cudnn)', or ''."""
+    allowed = ("always", "on request") if deterministic else ("always",)
+    differing = [
+        f"{outcome.group} ({outcome.provider.name})"
+        for outcome in chosen
+        if outcome.provider.determinism(device_type) not in allowed
+    ]
+    return ", ".join(differing)
+
+
+def _use_deterministic_algorithms() -> None:
+    """Let torch's own ops and products avoid atomics. An op without a deterministic kernel warns, and runs."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling new memory costs time, and no kernel here reads memory that was not written.
+    torch._C._set_deterministic_fill_uninitialized_memory(False)
+    if environ("CUBLAS_WORKSPACE_CONFIG") is None:
+        put("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a workspace of fixed size for equal bits
 
 
 def _measured_first(table: str, device_type: str, shape: AttentionShape) -> tuple[str, ...]:
@@ -190,6 +241,7 @@ def backends(dtype_name: str) -> list[dict[str, Any]]:
             if group in provider.groups and device in provider.devices:
                 refusal = provider.refusal(group, device, dtype)
                 row = {"op": group, "device": device, "backend": provider.name, "available": refusal is None}
+                row["deterministic"] = provider.determinism(device)
                 row["chosen"] = taken.provider is provider and (device == "cpu" or torch.cuda.is_available())
                 rows.append({**row, "status": provider.version() if refusal is None else f"no: {refusal}"})
     return rows
@@ -211,4 +263,12 @@ def select_run_ops(config: RunConfig, device_type: str, attends_in_parts: bool) 
         softcap=model.score_softcap is not None,
     )
     shape = AttentionShape(model.dim_per_head, extras=documents or uses_alibi)
-    return select_ops(config.ops, device_type, working_dtype(config.precision.dtype), needs, attention=shape)
+    asked = config.ops.deterministic
+    return select_ops(
+        config.ops,
+        device_type,
+        working_dtype(config.precision.dtype),
+        needs,
+        attention=shape,
+        deterministic=config.guard.recompute_interval > 0 if asked == "auto" else asked,
+    )

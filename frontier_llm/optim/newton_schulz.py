@@ -16,6 +16,7 @@ from torch import Tensor
 from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part
 from frontier_llm.comm import DONE, Axis, all_reduce_, start_all_gather_into, start_all_reduce_
 from frontier_llm.ops import statistics_dtype
+from frontier_llm.ops.dtypes import product_dtype
 
 # Singular values above 1e-3 are mapped to 0.7 … 1.2. For an optimizer, a steep slope at zero matters more than an
 # accurate 1.
@@ -43,12 +44,17 @@ def orthogonalize_(stacks: Sequence[MatrixStack], tp: Axis) -> None:
     for _ in range(NEWTON_SCHULZ_STEPS):
         sums = []
         for stack in stacks:  # the sum of one stack overlaps the product of the next
-            gram = stack.x @ stack.x.mT
+            x = stack.x.to(product_dtype(stack.x.dtype, stack.x.device))
+            gram = (x @ x.mT).to(stack.x.dtype)
             pending = start_all_reduce_(gram, tp) if stack.part is Part.LONG else DONE
             sums.append((gram, pending))
         for stack, (gram, pending) in zip(stacks, sums, strict=True):
             pending.wait()
-            stack.x = torch.baddbmm(stack.x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), stack.x, beta=A)
+            dtype = product_dtype(stack.x.dtype, stack.x.device)
+            x = stack.x.to(dtype)
+            gram = gram.to(dtype)
+            polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
+            stack.x = torch.baddbmm(x, polynomial, x, beta=A).to(stack.x.dtype)
     for stack in own:
         stack.x = stack.x.chunk(tp.size, dim=1)[tp.rank]
 

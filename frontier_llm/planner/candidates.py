@@ -93,8 +93,10 @@ def enumerate_layouts(
     model: ModelConfig,
     devices: int,
     global_batch: int,
-    tp_max: int,
+    node_devices: int,
     fixed: Mapping[str, Any] | None = None,
+    *,
+    tp_max: int | None = None,
     **shared: Any,
 ) -> Layouts:
     """Return all layouts that `topology.plan.make_plan` accepts on `devices`, as a table that may be empty.
@@ -103,11 +105,13 @@ def enumerate_layouts(
         model: the model.
         devices: number of ranks.
         global_batch: sequences per step.
-        tp_max: highest tensor-parallel degree; also the devices of a node for FSDP inside a node (HSDP).
+        node_devices: devices of a node, inside which FSDP may shard the weights (HSDP).
         fixed: values of fields that all layouts must have, parsed by `parse_fixed`.
+        tp_max: highest tensor-parallel degree; None = the devices of a node.
         shared: further fields that all layouts have, for example dtype and optimizer.
     """
     fixed = dict(fixed or {})
+    tp_max = tp_max or node_devices
     none = as_table([Layout()]).where(np.zeros(1, dtype=bool))
     rows: list[Mapping[str, np.ndarray]] = [vars(none)]
     for tp in tensor_degrees(model, tp_max):
@@ -128,7 +132,7 @@ def enumerate_layouts(
                     )
                     for ep in degrees_of_experts
                 )
-                rows += [_options(model, layout, global_batch // dp, tp_max, fixed) for layout in layouts]
+                rows += [_options(model, layout, global_batch // dp, node_devices, fixed) for layout in layouts]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in rows])
         for name, column in vars(none).items()

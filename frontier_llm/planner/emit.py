@@ -78,6 +78,8 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
     counts = tuple(stage.num_layers for stage in plan.stages)
     if counts != balanced(outcome.model, len(counts)):
         keys["parallel"]["stage_layers"] = list(counts)
+    if plan.layout.tp > machine.devices_per_node:
+        keys["parallel"]["cross_node_tensor"] = True
     if machine.algorithms and uses_hierarchical(plan, rates):
         keys["comm"]["algorithms"] = machine.algorithms
     batch = {"global_batch": outcome.global_batch, **keys["batch"]}

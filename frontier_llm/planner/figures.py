@@ -149,8 +149,9 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
         outcome.model,
         outcome.nodes * numbers.node_devices,
         outcome.global_batch,
-        8 * numbers.node_devices,
+        numbers.node_devices,
         outcome.fixed,
+        tp_max=8 * numbers.node_devices,
     )
     layouts = layouts.where(peak_memory(outcome.model, layouts, numbers) <= numbers.memory_bytes)
     speed = (

@@ -117,5 +117,6 @@ def safety_words(plan: Plan, machine: Machine, rates: Rates) -> list[str]:
     cost = cost_of_one(plan, rates)
     if cost is None:
         return []
-    why = f"{machine.in_flight.tag}: {machine.in_flight.source}"
+    rule = machine.in_flight_on(machine.device.architecture)
+    why = f"{rule.tag}: {rule.source}"
     return [f"  one communication in flight (comm.in_flight) costs {100 * cost:.1f} % of this step, in messages; {why}"]

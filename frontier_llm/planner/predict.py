@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from frontier_llm.config import RunConfig, phases_of, planned_tokens
 from frontier_llm.errors import Problem
-from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.load import OWN_STACK, load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.operations import Campaign, campaign
 from frontier_llm.planner.search import Plan, simulate_layout
+from frontier_llm.planner.uncertainty import BANDS, basis
 from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.units import GIB
 
 START_S = 600.0  # from a job's start to its first step: environment, imports, rendezvous, weights (assumed)
+# measured over simulated step time: ORNL measured 48 tokens/s per GCD of Frontier (175B), the planner predicts 63,
+# 1.3 times more
+MARGIN = 1.5
+WALLTIME_GRAIN_MINUTES = 5
+
+
+def walltime_minutes(seconds: float) -> int:
+    """Return a walltime of at least `seconds`, rounded up to WALLTIME_GRAIN_MINUTES."""
+    return math.ceil(seconds / (60 * WALLTIME_GRAIN_MINUTES)) * WALLTIME_GRAIN_MINUTES
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,20 @@ class PointPrediction:
     peak_bytes: float
     limit_bytes: float
     machine: str
+    band: float  # half width of the prediction interval: the slow end of a time is 1 + band times longer
+
+    @property
+    def cautious_step_s(self) -> float:
+        """The step time for which a walltime is requested: the slow end of the band, at least MARGIN times longer."""
+        return self.step_time_s * max(1 + self.band, MARGIN)
+
+    def job_s(self, steps: int) -> float:
+        """Return the seconds for which a job of `steps` steps requests walltime, including its start."""
+        return START_S + steps * self.cautious_step_s
+
+    def steps_within(self, seconds: float) -> int:
+        """Return the number of steps whose `job_s` is at most `seconds`."""
+        return max(0, int((seconds - START_S) / self.cautious_step_s))
 
     def memory_problems(self) -> list[Problem]:
         """Return a Problem if the predicted memory exceeds the device's memory."""
@@ -47,13 +72,21 @@ class PointPrediction:
 def predict(config: RunConfig, devices: int, machine: str | None = None) -> PointPrediction:
     """Return the planner's prediction of a legal layout. Raises FrontierError for an unknown machine."""
     machine = machine or config.machine
-    numbers = rates(load_machine(machine))
+    described = load_machine(machine)
+    numbers = rates(described)
     phases = phases_of(config)
     plans = [_simulated(phase.config, devices, numbers) for phase in phases]
     fullest = max(plans, key=lambda plan: plan.peak_bytes)
     seconds = sum(phase.steps * plan.step_s for phase, plan in zip(phases, plans, strict=True))
     tokens = planned_tokens(phases)
-    return PointPrediction(seconds / phases[-1].end, tokens / seconds, fullest.peak_bytes, fullest.limit_bytes, machine)
+    return PointPrediction(
+        step_time_s=seconds / phases[-1].end,
+        tokens_per_s=tokens / seconds,
+        peak_bytes=fullest.peak_bytes,
+        limit_bytes=fullest.limit_bytes,
+        machine=machine,
+        band=BANDS[basis(described, OWN_STACK)],
+    )
 
 
 def planned_saves(config: RunConfig, devices: int, machine: str | None = None) -> Campaign | None:

@@ -77,7 +77,11 @@ def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
     The list is empty if the choices only exceed the bounds of the search.
     """
     devices = outcome.nodes * machine.devices_per_node
-    given = {"model": outcome.model.model_dump(), "batch": {"global_batch": outcome.global_batch}}
+    given = {
+        "model": outcome.model.model_dump(),
+        "batch": {"global_batch": outcome.global_batch},
+        "parallel": {"cross_node_tensor": True},  # the search prices such layouts if they are fixed
+    }
 
     def problems(fixed: Mapping[str, Any]) -> list[Problem]:
         keys = run_keys(_plainest(fixed))

@@ -163,8 +163,9 @@ def search(
             model,
             devices,
             global_batch,
-            tp_max,
+            rates.node_devices,
             fixed,
+            tp_max=tp_max,
             **shared,
         )
         layouts = over_nodes(model, layouts, rates, fixed.get("expert_all_to_all", "auto"))

@@ -38,6 +38,9 @@ class Job:
     flags: tuple[str, ...] = ()  # flags of `frontier-llm train`.
     # limit for starts in a row that end before their first step; None: FAILED_START_HOURS of all nodes.
     failed_start_node_hours: float | None = None
+    sbatch: tuple[str, ...] = ()  # further options of every job, each KEY=VALUE.
+    notice_command: tuple[str, ...] = ()  # program and arguments; run at events (cluster/notices.py).
+    webhook_file: str = ""  # file of mode 0600 that holds the address of a webhook; '': none.
 
     @property
     def directory(self) -> Path:
@@ -85,6 +88,9 @@ _RULES = {
     "max_node_hours": _Rule(_is_limit, "node-hours above 0, or null"),
     "preflight": _Rule(lambda value: isinstance(value, bool), "true or false"),
     "flags": _Rule(_is_texts, "a list of words"),
+    "sbatch": _Rule(_is_texts, "a list of KEY=VALUE", since=2),
+    "notice_command": _Rule(_is_texts, "a list of words", since=2),
+    "webhook_file": _Rule(lambda value: isinstance(value, str), "the path of a file, or an empty text", since=2),
     "failed_start_node_hours": _Rule(_is_limit, "node-hours above 0, or null", since=2),
 }
 
@@ -119,7 +125,8 @@ def read_job(run_dir: Path) -> Job | None:
     if Path(content["run_dir"]).resolve() != here:
         what = f"run_dir is {content['run_dir']}: the record of another run"
         raise DamagedRecord(what, f"if the directory was moved, write {here} there, or delete the file", str(path))
-    return Job(**{**content, "words": tuple(content["words"]), "flags": tuple(content["flags"])})
+    lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
+    return Job(**{**content, **lists})
 
 
 def _damaged(path: Path, name: str, what: str) -> DamagedRecord:

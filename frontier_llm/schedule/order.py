@@ -5,6 +5,11 @@ rank executes its own events in this order. The earliest unfinished event is the
 participants, and ranks never wait for each other in a circle. This holds even if a rank may have only one communication
 in flight (tests/harness/dry_run.py executes schedules in this way).
 
+It also holds for any assignment of a rank's streams to hardware queues, compute's included. A packet waits only for
+packets that the host issued before it, and a communication for its other ranks. If all earlier events have ended, the
+packets before the next event can end too. It then reaches the head of its queue on all its ranks
+(tests/harness/queues.py).
+
 The order comes from a simulation of the schedule with fixed lengths of the actions. A message is placed at the end of
 the action that produces it. A compute action, with the collectives inside it, is placed at its start. Ranks then wait
 little for each other. Simulated with one communication in flight, for which host and compute wait, and a message of 2 %

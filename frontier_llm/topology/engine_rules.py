@@ -11,13 +11,33 @@ from frontier_llm.errors import ConfigError, Problem, divisors, nearest
 from frontier_llm.machine.load import load_machine
 
 
-def in_flight(config: RunConfig) -> str:
+def in_flight(config: RunConfig, architecture: str | None = None) -> str:
     """Return 'one' or 'many': the communications that a rank may have in flight at a time.
 
-    With `comm.in_flight=auto` the machine file decides.
+    With `comm.in_flight=auto` the machine file and the device decide (`Machine.in_flight_on`). `architecture`: that of
+    this rank's GPU, or None for the machine file's.
     """
     chosen = config.comm.in_flight
-    return load_machine(config.machine).in_flight.mode if chosen == "auto" else chosen
+    if chosen != "auto":
+        return chosen
+    machine = load_machine(config.machine)
+    return machine.in_flight_on(architecture or machine.device.architecture).mode
+
+
+def in_flight_problem(config: RunConfig, architecture: str | None = None) -> Problem | None:
+    """Return a Problem if the run's engine starts its own collectives, and only one may be in flight."""
+    is_fsdp = config.parallel.data_mode == "fsdp"
+    is_deepspeed = config.optimizer.engine == "deepspeed"
+    if not (is_fsdp or is_deepspeed) or in_flight(config, architecture) == "many":
+        return None
+    engine = "fsdp" if is_fsdp else "deepspeed"
+    device = f"{architecture} devices" if architecture else config.machine
+    return Problem(
+        where="comm.in_flight",
+        what=f"{engine} starts collectives in its own order, and only one communication may be in flight on {device}",
+        fix="use the native engine with data_mode=zero, or set comm.in_flight=many if a hang test has passed here "
+        "(frontier-llm bench comm RUN --hang-test)",
+    )
 
 
 def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -29,13 +49,8 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     native = not deepspeed and not fsdp
     who = "fsdp" if fsdp else "deepspeed"
     instead = "use the native engine with data_mode=zero"
-    if not native and in_flight(config) == "one":
-        yield Problem(
-            where="comm.in_flight",
-            what=f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order "
-            f"of its own",
-            fix=f"{instead}, or set comm.in_flight=many where many at a time do not hang",
-        )
+    if problem := in_flight_problem(config):
+        yield problem
     if deepspeed and parallel.context > 1:
         yield Problem(
             where="optimizer.engine",
@@ -67,7 +82,7 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"microbatch, and a pipeline needs many",
             fix="set parallel.pipeline=1, or data_mode=zero",
         )
-    if deepspeed and precision.dtype not in ("fp32", "bf16"):
+    if deepspeed and precision.dtype not in ("auto", "fp32", "bf16"):
         yield Problem(
             where="precision.dtype",
             what=f"{precision.dtype} with the engine deepspeed is not supported",

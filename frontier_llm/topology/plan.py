@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from frontier_llm import schedule
 from frontier_llm.blueprint.items import Software
@@ -12,9 +13,11 @@ from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.blueprint.work import block_work, flops, head_work
 from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems, phases_of
 from frontier_llm.errors import LayoutError, Problem, divisors, nearest
+from frontier_llm.machine.load import load_machine
 from frontier_llm.schedule import Placement
 from frontier_llm.topology.engine_rules import engine_problems
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
+from frontier_llm.topology.streams import queue_problem
 from frontier_llm.units import plural
 
 
@@ -99,10 +102,11 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """
     if config.train.phases:
         return _phase_problems(config, world_size)
-    return [
+    problems = [
         *model_problems(config.model),
         *optimizer_problems(config.optimizer),
         *_degree_problems(config, world_size),
+        *_node_problems(config),
         *_tensor_problems(config),
         *_context_problems(config),
         *_tensor_chunk_problems(config),
@@ -110,6 +114,11 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
         *_pipeline_problems(config),
         *engine_problems(config, world_size),
     ]
+    if not problems:  # only a legal layout has streams to count
+        plan = plan_as_given(config, world_size)
+        problem = queue_problem(config, plan.grid, plan.placement)
+        problems += [problem] if problem else []
+    return problems
 
 
 def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
@@ -211,6 +220,25 @@ def _degree_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         valid = nearest(batch.global_batch, range(step, 2 * batch.global_batch + step + 1, step))
         fix = f"set batch.global_batch={' or '.join(map(str, valid))}, or lower batch.micro_batch or parallel.data"
         yield Problem(where="batch.global_batch", what=what, fix=fix)
+
+
+@cache
+def _node_devices(machine: str) -> int:
+    """Return the devices of a node. It is cached, because the search checks hundreds of layouts of one machine."""
+    return load_machine(machine).devices_per_node
+
+
+def _node_problems(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.tensor == 1 or parallel.cross_node_tensor:
+        return
+    devices = _node_devices(config.machine)
+    if parallel.tensor > devices:
+        yield Problem(
+            where="parallel.tensor",
+            what=f"{parallel.tensor} tensor ranks span nodes: a node of machine {config.machine} has {devices} devices",
+            fix=f"set parallel.tensor={devices} or less, or parallel.cross_node_tensor=true to measure it",
+        )
 
 
 def _tensor_problems(config: RunConfig) -> Iterator[Problem]:

@@ -144,11 +144,10 @@ def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
         for name, value in told.facts.items()
         if normal.facts.get(name) != value
     ]
-    return Problem(
-        "",
-        f"rank {rank} on {told.host} differs from most ranks: {'; '.join(differences)}",
-        "give every node the same Python environment, prebuilt kernels and GPUs, or exclude the node",
-    )
+    fix = "give every node the same Python environment, prebuilt kernels and GPUs, or exclude the node"
+    if told.facts.get("precision") != normal.facts.get("precision"):  # precision.dtype=auto on different CPUs
+        fix = "set precision.dtype=bf16 or precision.dtype=fp32, which every CPU computes, or exclude the node"
+    return Problem("", f"rank {rank} on {told.host} differs from most ranks: {'; '.join(differences)}", fix)
 
 
 def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | None:

@@ -23,6 +23,7 @@ from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.manifest import manifest_digest
 from frontier_llm.run.launchers import RankEnv
 from frontier_llm.run.rank_env import node_name
+from frontier_llm.topology.engine_rules import in_flight_problem
 from frontier_llm.training.installed import torch_facts
 from frontier_llm.units import MIB
 
@@ -47,6 +48,11 @@ class Found:
     device: torch.device | None  # None if it cannot be used
     facts: dict[str, str]  # Facts by name. Each value must be equal on all ranks.
     error: FrontierError | None = None  # the reason if the device cannot be used
+
+    @property
+    def architecture(self) -> str | None:
+        """Architecture of the GPU, such as 'gfx90a'. None for a CPU and for a device that cannot be used."""
+        return self.facts["device"] if self.device is not None and self.device.type == "cuda" else None
 
 
 def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -> Found:
@@ -75,6 +81,7 @@ def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -
         "torch": torch_facts().describe(),
         "kernels": manifest_digest(architecture)[:16] or "none",
         "libraries": libraries_digest()[:16],
+        "precision": config.precision.dtype,
     }
     return Found(device, facts, error)
 
@@ -84,7 +91,7 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
 
     The GPU is the only visible one (srun --gpus-per-task=1), otherwise the one with the local rank as its index.
     `train.device: cpu` selects the CPU without any check. Raises DeviceError if the GPU is not the one in the machine
-    file.
+    file, or if the run's engine needs more communications in flight than this GPU may have.
     """
     wanted = config.train.device
     if wanted == "cpu":
@@ -121,9 +128,24 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
     if place is not None and folder is not None and visible < place.local_world_size:
         _take_gpu(place, folder, torch.cuda.get_device_properties(index))
     _use(index)
-    if (place is None or place.rank == 0) and (note := fp16_note(config.precision, architecture == FLUSHING)):
-        log.warn(note)
+    if problem := in_flight_problem(config, architecture):
+        raise DeviceError(architecture, problem.what, problem.fix)
+    if place is None or place.rank == 0:
+        for note in (fp16_note(config.precision, architecture == FLUSHING), _in_flight_note(config, architecture)):
+            if note:
+                log.warn(note)
     return torch.device("cuda", index)
+
+
+def _in_flight_note(config: RunConfig, architecture: str) -> str:
+    """Return a warning if the run asks by name for a mode that is not known to be safe on this GPU, or ''."""
+    rule = load_machine(config.machine).in_flight_on(architecture)
+    if config.comm.in_flight != "many" or rule.mode == "many":
+        return ""
+    return (
+        f"comm.in_flight=many may hang on {architecture}: {rule.source}. "
+        f"Test it (frontier-llm bench comm RUN --hang-test), or set comm.in_flight=auto"
+    )
 
 
 def _check_build(config: RunConfig, expected: Device) -> None:

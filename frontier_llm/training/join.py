@@ -21,13 +21,6 @@ from frontier_llm.errors import FrontierError
 from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.processor import limit_instruction_set
-from frontier_llm.machine.rank_variables import (
-    environment_name,
-    needs_network_plugin,
-    node_count,
-    set_rank_variables,
-    shards_weights,
-)
 from frontier_llm.ops.native import describe_instruction_sets
 from frontier_llm.run import hostlist
 from frontier_llm.run.failure import Failure, write_failure
@@ -38,6 +31,13 @@ from frontier_llm.run.run_dir import distrust
 from frontier_llm.topology.engine_rules import in_flight
 from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.topology.plan import ParallelPlan, make_plan
+from frontier_llm.topology.rank_variables import (
+    environment_name,
+    needs_network_plugin,
+    node_count,
+    set_rank_variables,
+    shards_weights,
+)
 from frontier_llm.training.agreement import RankReport, agree, judge
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.device import Found, find_device, keep_freed_memory
@@ -233,7 +233,7 @@ def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found,
         plan.placement,
         tied_embeddings=config.model.tied_embeddings,
         timeout_s=timeout_s,
-        comm=config.comm.model_copy(update={"in_flight": in_flight(config)}),
+        comm=config.comm.model_copy(update={"in_flight": in_flight(config, found.architecture)}),
         ranks_per_node=place.local_world_size,
         experts=config.model.moe is not None,
         by_node=_by_node(config, place),

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+# The first backward imports this module, and sympy with it, which takes seconds. Here no other rank waits yet.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from torch import Tensor
 
 from frontier_llm import failpoints, log
@@ -22,6 +24,7 @@ from frontier_llm.data.summary import news
 from frontier_llm.errors import ConfigError, suggest
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
+from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.ops import working_dtype
 from frontier_llm.optim import GradientSync, draw_masters
 from frontier_llm.run.launchers import RankEnv
@@ -62,6 +65,7 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     """
     failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0)
     hit("train.start")
+    config = resolve_precision(config)
     # TCPStore has no timeout if rank 0 is stopped, and the watchdog is not running yet.
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
     # Do not draw weights that a checkpoint replaces: 175B on 64 devices is 2.7 billion numbers per device.
@@ -107,7 +111,12 @@ class _Session:
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute: Recompute | None = None
         self.stragglers = StragglerWatch(
-            state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval
+            state.mesh,
+            state.plan.grid,
+            state.device,
+            node_name(),
+            interval=self.config.guard.straggler_interval,
+            longest_s=self.config.guard.straggler_seconds,
         )
         self.routers = RouterWatch(self.config.model)
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
@@ -423,7 +432,7 @@ def job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Datas
     is_first = state.mesh.world.rank == 0
     return JobFacts(
         config=config.model_dump(mode="json"),
-        environment=provenance(state.device) if is_first else {},
+        environment=provenance(state.device, state.stages[0].context.ops) if is_first else {},
         plugins=plugins.records_of(config.plugins) if is_first else (),
         datasets=datasets,
         job=environ("SLURM_JOB_ID", "") or "",

@@ -10,15 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from frontier_llm.config import ModelConfig
 from frontier_llm.model import Stage
 
 
-def summary(load_LE: Tensor, model: ModelConfig) -> dict[str, Any]:
-    """Return the figures of the metrics from `model.experts.Routed.load`, summed over the step.
+def summary(load_LE: NDArray[np.float64], model: ModelConfig) -> dict[str, Any]:
+    """Return the figures of the metrics from `model.experts.Routed.load`, summed over the step and copied to the host.
 
     They are the rows of each expert over all layers, and figures of each layer.
     """
@@ -28,9 +30,9 @@ def summary(load_LE: Tensor, model: ModelConfig) -> dict[str, Any]:
     dropped_L = load_LE[:, -1]
     tokens = rows_LE.sum(1) / model.moe.top_k
     return {
-        "rows_per_expert": rows_LE.sum(0).long().tolist(),
-        "largest_over_mean": (rows_LE.amax(1) / rows_LE.mean(1)).tolist(),
-        "smallest_over_mean": (rows_LE.amin(1) / rows_LE.mean(1)).tolist(),
+        "rows_per_expert": rows_LE.sum(0).astype(int).tolist(),
+        "largest_over_mean": (rows_LE.max(1) / rows_LE.mean(1)).tolist(),
+        "smallest_over_mean": (rows_LE.min(1) / rows_LE.mean(1)).tolist(),
         "dropped_share": float(dropped_L.sum() / rows_LE.sum()),
         "entropy": (entropy_L / tokens).tolist(),  # nats; log E if all experts have equal scores
     }

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from frontier_llm.comm import Mesh, all_reduce_
@@ -49,8 +51,9 @@ class StepSums:
     further_losses: Mapping[str, float]  # by name, before multiplication by their weights
     squared_norm: float  # squared norm of the gradient, times the squared loss scale
     requests: Requests  # requests that any rank received
-    # rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load); on the device
+    # rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load), on device and host
     load_LE: Tensor | None
+    load_on_host_LE: NDArray[np.float64] | None
 
 
 def train_step(state: TrainState, requests: Callable[[], Requests] = Requests) -> StepResult:
@@ -77,8 +80,7 @@ def train_step(state: TrainState, requests: Callable[[], Requests] = Requests) -
     is_finite = math.isfinite(norm) and math.isfinite(sums.loss)
     is_spike = is_finite and state.spikes.is_spike(sums.loss, norm)
     is_skipped = is_spike or not is_finite
-    # Read before the update is queued, so that the host does not wait for the update.
-    routing = {} if sums.load_LE is None else summary(sums.load_LE, state.config.model)
+    routing = {} if sums.load_on_host_LE is None else summary(sums.load_on_host_LE, state.config.model)
     lr = learning_rate(config, state.current_step, state.config.train.steps)
     if is_skipped:
         state.skipped_steps += 1
@@ -120,17 +122,20 @@ def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tenso
     addends[SAVE] = squared_norm.new_full((), float(requests.save))
     numbers = torch.stack(list(addends.values()))
     load_LE = losses.get(LOAD)
-    if load_LE is None:
-        scalars = all_reduce_(numbers, mesh.world)
-    else:
-        joined = all_reduce_(torch.cat((numbers, load_LE.flatten())), mesh.world)
-        scalars, load = joined.split([len(numbers), load_LE.numel()])
-        load_LE = load.view_as(load_LE)
-    sums = dict(zip(addends, scalars.tolist(), strict=True))
+    if load_LE is not None:
+        numbers = torch.cat((numbers, load_LE.flatten()))
+    summed = all_reduce_(numbers, mesh.world)
+    on_host = summed.cpu().numpy()  # the only wait: losses, norm, requests and load in one copy
+    load_on_host_LE = None
+    if load_LE is not None:
+        load_LE = summed[len(addends) :].view_as(load_LE)
+        load_on_host_LE = on_host[len(addends) :].reshape(load_LE.shape)
+    sums = dict(zip(addends, on_host[: len(addends)].tolist(), strict=True))
     return StepSums(
         loss=sums[LOSS],
         further_losses={name: sums[name] for name in losses if name not in (LOSS, LOAD)},
         squared_norm=sums[SQUARED_NORM],
         requests=Requests(stop=sums[STOP] > 0, save=sums[SAVE] > 0),
         load_LE=load_LE,
+        load_on_host_LE=load_on_host_LE,
     )

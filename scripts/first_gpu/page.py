@@ -142,7 +142,11 @@ def _step_lines(step: dict[str, Any]) -> Iterator[str]:
             f"{step['launches_per_step']:,.0f} launches per step."
         )
     if "bitwise_equal" in step:
-        yield f"{len(step['losses'])} losses twice: {'equal to the bit' if step['bitwise_equal'] else 'NOT EQUAL'}."
+        equal = "equal to the bit" if step["bitwise_equal"] else "NOT EQUAL"
+        fastest = "equal to the bit" if step["fastest_bitwise_equal"] else "not equal to the bit"
+        yield f"{len(step['losses'])} losses twice with deterministic ops: {equal}."
+        yield f"With the fastest ops they are {fastest}."
+        yield f"Deterministic ops add {step['deterministic_price']:.1%} to a step."
     yield "\n| kernel | ms per step | share | calls per step |\n|---|--:|--:|--:|"
     for row in step["kernels"]:
         name = row["kernel"].replace("|", "/")

@@ -121,11 +121,13 @@ def build(_out: Path) -> dict[str, Any]:
     )
     if REHEARSAL:
         return result | _rehearsed_build()
+    from frontier_llm.ops.manifest import PTXAS_VARIABLES
+
     for assembler in (None, _assembler()):
         if not (fault := _kernels_fault()):
             return result | _built(result["architecture"])
         print(fault, flush=True)
-        environment = {**os.environ, **({"TRITON_PTXAS_PATH": assembler} if assembler else {})}
+        environment = {**os.environ, **(dict.fromkeys(PTXAS_VARIABLES, assembler) if assembler else {})}
         command = [sys.executable, "setup.py", "--quiet", "build_ops", "--arch", result["architecture"]]
         done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
         result["built_with"] = assembler or "Triton's assembler"
@@ -174,6 +176,8 @@ def _built(architecture: str) -> dict[str, Any]:
     return {
         "kernels": len(manifest["kernels"]),
         "triton": manifest["tools"]["triton"],
+        "assembler": manifest["tools"].get("ptxas"),
+        "abi": sorted({line.get("abi", 0) for line in manifest["kernels"]}),
         "spilled_bf16": sorted(set(spilled)),
     }
 

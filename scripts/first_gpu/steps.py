@@ -40,10 +40,16 @@ SIZES = ((8, "none"), (4, "none"), (2, "none"), (1, "none"), (1, "full"))
 
 
 def built(
-    model: ModelConfig, micro_batch: int, recompute: str, dtype: str = "bf16", device: str = DEVICE, op: str = "auto"
+    model: ModelConfig,
+    micro_batch: int,
+    recompute: str,
+    dtype: str = "bf16",
+    device: str = DEVICE,
+    op: str = "auto",
+    deterministic: bool = False,
 ) -> TrainState:
     """Return a training state of one rank on a device. `op` is the back-end of all ops."""
-    ops = OpsConfig(no_jit=True, attention_table=TABLE)
+    ops = OpsConfig(no_jit=True, attention_table=TABLE, deterministic=deterministic)
     chosen = {name: op for name, value in ops if value == "auto"}
     config = RunConfig(
         model=model,
@@ -87,14 +93,43 @@ def speed(name: str, out: Path, twice: bool) -> dict[str, Any]:
         "too_large": len(faults),
     }
     if twice:
-        torch.cuda.empty_cache()
-        again = built(model, *size)
-        second = [train_step(again).loss for _ in range(TWICE)]
-        result |= {"losses": losses[:TWICE], "bitwise_equal": losses[:TWICE] == second}
-        if losses[:TWICE] != second:
-            result["wrong"] = f"two runs of the same steps gave {losses[:TWICE]} and {second}"
+        result |= repeated(model, size, losses[:TWICE], result["step_s"])
     if not all(map(math.isfinite, losses)):
         result["wrong"] = f"losses are {losses}"
+    return result
+
+
+def repeated(model: ModelConfig, size: tuple[int, str], fastest: list[float], fastest_s: float) -> dict[str, Any]:
+    """Compute the first losses twice more with deterministic ops, and once more with the fastest.
+
+    A difference between the deterministic runs is a failure. `fastest` and `fastest_s` are the losses and the seconds
+    of a step with the fastest ops. Their difference from a second run is a note, and `deterministic_price` is the
+    additional time of a step with deterministic ops, as a share.
+    """
+
+    def first_losses(deterministic: bool) -> tuple[list[float], float]:
+        torch.cuda.empty_cache()
+        state = built(model, *size, deterministic=deterministic)
+        losses = []
+        begin = time.perf_counter()
+        for step in range(TWICE):
+            if step == WARM_UP:
+                begin = time.perf_counter()
+            losses.append(train_step(state).loss)
+        wait()
+        return losses, (time.perf_counter() - begin) / max(TWICE - WARM_UP, 1)
+
+    again, _ = first_losses(deterministic=False)
+    first, step_s = first_losses(deterministic=True)
+    second, _ = first_losses(deterministic=True)
+    result: dict[str, Any] = {
+        "losses": first,
+        "bitwise_equal": first == second,
+        "fastest_bitwise_equal": fastest == again,
+        "deterministic_price": step_s / fastest_s - 1,
+    }
+    if first != second:
+        result["wrong"] = f"two runs of the same steps with deterministic ops gave {first} and {second}"
     return result
 
 

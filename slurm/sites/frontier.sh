@@ -29,4 +29,7 @@ FRONTIER_LLM_FROM_MODULES="$(export -p)" # launch/job.sh: what is so now was not
 unset NCCL_SOCKET_IFNAME FI_CXI_DEFAULT_CQ_SIZE
 export FRONTIER_LLM_BIND=gcd
 export FRONTIER_LLM_NODE_LOCAL="/mnt/bb/${USER:-}"
+export http_proxy="${http_proxy:-http://proxy.ccs.ornl.gov:3128}"
+export https_proxy="${https_proxy:-http://proxy.ccs.ornl.gov:3128}"
+export no_proxy="${no_proxy:-localhost,127.0.0.1}"
 export LD_LIBRARY_PATH="${CRAY_LD_LIBRARY_PATH:-}:${LD_LIBRARY_PATH:-}"

@@ -166,7 +166,7 @@ def test_only_the_rank_environment_reads_environ(path):
     if path.relative_to(PACKAGE).as_posix() in ("run/rank_env.py", "machine/env.py", "ops/aot/build.py"):
         return
     text = path.read_text(encoding="utf-8")
-    assert "os.environ" not in text and "os.getenv" not in text, "ask cluster.rank_env"
+    assert "os.environ" not in text and "os.getenv" not in text, "call run/rank_env.py"
 
 
 def test_groups_have_one_caller():

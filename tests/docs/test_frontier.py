@@ -60,10 +60,10 @@ def test_the_first_days_costs_are_what_the_dry_runs_say(tmp_path) -> None:
                 continue
             args = parse(line.split()[1:])
             config = load_run(args.run, [f"machine={SITE.machine}", *args.overrides, f"train.run_dir={tmp_path}"])
-            step_s = predict(config, args.nodes * SITE.tasks_per_node).step_time_s
+            predicted = predict(config, args.nodes * SITE.tasks_per_node)
             minutes = parse_walltime(args.time)
             wanted = wanted_job(config, SITE, args.nodes, spares=args.spares)
-            request = JobRequest(wanted, config, SITE, minutes=minutes).with_step(step_s)
+            request = JobRequest(wanted, config, SITE, minutes=minutes).with_prediction(predicted)
             cost = cost_of(request)
             job = {"train_small": 1, "train_22b": 3, "train_175b": 6, "train_1t": 7}[args.run]
             nodes, predicted, most = table[job]

@@ -171,7 +171,7 @@ def _rename_kernels(place: Place) -> None:
 
 def _change_a_kernel(place: Place) -> None:
     with (place.checkout / "frontier_llm" / "ops" / "triton" / "norm.py").open("a") as file:
-        file.write("# changed after the build\n")
+        file.write("CHANGED_AFTER_THE_BUILD = True\n")
 
 
 def _write_half_a_tokenizer(place: Place) -> None:

@@ -80,16 +80,24 @@ def soften(errors: np.ndarray, knee: float) -> np.ndarray:
     return np.sign(errors) * np.where(size < knee, size, np.sqrt(np.maximum(2 * knee * size - knee**2, 0.0)))
 
 
-def fit(measurements: Measurements, *, evaluations: int, smooth: bool = False, scale: float = 1.0) -> Rates:
+def fit(
+    measurements: Measurements,
+    *,
+    needed_by: str,
+    evaluations: int,
+    smooth: bool = False,
+    scale: float = 1.0,
+) -> Rates:
     """Return `start` with the constants that fit the measurements best. Needs scipy.
 
     `evaluations` bounds the number of evaluations. If `smooth`, the loss changes smoothly at the knee (soft_l1), and
-    the prior is softened too. `scale` is the expected size of x. Raises FrontierError if scipy is not installed.
+    the prior is softened too. `scale` is the expected size of x. Raises FrontierError, which names the file or option
+    `needed_by`, if scipy is not installed.
     """
     try:
         from scipy.optimize import least_squares
     except ModuleNotFoundError:
-        raise FrontierError(not_installed("scipy", "--emit-machine")) from None
+        raise FrontierError(not_installed("scipy", needed_by)) from None
 
     def residuals(x: np.ndarray) -> np.ndarray:
         errors = measurements.log_errors(x)

@@ -18,6 +18,7 @@ from frontier_llm.comm import all_reduce_, barrier
 from frontier_llm.experiments.measure.op_cases import gemm_shapes, operands
 from frontier_llm.experiments.measure.timing import median_s, wall_s
 from frontier_llm.ops import working_dtype
+from frontier_llm.ops.dtypes import product_dtype
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.clock import PhaseClock
 from frontier_llm.training.step import train_step
@@ -42,11 +43,13 @@ class StepBench:
 def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
     """Return the TFLOP/s of each product of the model with torch's own kernels, in the working precision.
 
+    bf16 products on a CPU that emulates them are measured in fp32, which torch computes at the CPU's rate.
+
     A row covers the forward, input-gradient and weight-gradient product together.
     """
     config = state.config
     clock = partial(wall_s, device=state.device)
-    dtype = working_dtype(config.precision.dtype)
+    dtype = product_dtype(working_dtype(config.precision.dtype), state.device)
     tokens = config.batch.micro_batch * config.model.sequence_length
     rows = []
     for name, M, N, K, count in gemm_shapes(config.model, tokens, state.mesh.tp.size):

@@ -10,7 +10,6 @@ from frontier_llm.cluster.sites import format_walltime
 from frontier_llm.errors import ConfigError
 from frontier_llm.experiments.scaling.harvest import POINT_FACTS, Row, with_efficiency
 from frontier_llm.experiments.scaling.series import Point
-from frontier_llm.experiments.scaling.walltime import MARGIN
 from frontier_llm.planner.predict import START_S, PointPrediction, predict
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_seconds
@@ -38,7 +37,7 @@ class Forecast:
     @property
     def limit_s(self) -> float:
         """Time limit in seconds of a point that runs inside an allocation."""
-        return START_S + MARGIN * self.point.config.train.steps * self.predicted.step_time_s
+        return self.predicted.job_s(self.point.config.train.steps)
 
     def describe(self) -> dict[str, Any]:
         """Return the keys that --json adds to the point."""

@@ -20,6 +20,7 @@ from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.experiments.scaling.series import MODES, announce, make_point
+from frontier_llm.machine.precision import resolve_precision
 
 
 def main(words: Sequence[str]) -> int:
@@ -34,7 +35,7 @@ def main(words: Sequence[str]) -> int:
     try:
         allocation = slurm.Allocation.from_environment()
         typed, overrides = split_settings(words[2:])
-        config = load_run(words[1], overrides)
+        config = resolve_precision(load_run(words[1], overrides))
         settings = {**settings_of_variables(notice=False), **typed}
         nodes = working_nodes(settings, len(allocation.nodes))
         site = load_site().model_copy(update={"tasks_per_node": allocation.tasks_per_node})

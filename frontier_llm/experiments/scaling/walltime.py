@@ -10,12 +10,9 @@ from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.experiments.scaling.harvest import WARMUP_STEPS
 from frontier_llm.experiments.scaling.series import Point
-from frontier_llm.planner.predict import START_S, predict
+from frontier_llm.planner.predict import PointPrediction, predict, walltime_minutes
 from frontier_llm.units import format_seconds
 
-# measured over simulated step time: ORNL measured 48 tokens/s per GCD of Frontier (175B), the planner predicts 63,
-# 1.3 times more
-MARGIN = 1.5
 MOST_STEPS = 20  # default limit of a point's steps
 FEWEST_STEPS = WARMUP_STEPS + 5  # minimum for any point: with fewer measured steps the efficiency is not reliable
 
@@ -41,14 +38,14 @@ def with_walltime(
         if limit is None:
             timed.append((_with_steps(point, steps or MOST_STEPS), None))
             continue
-        step_s = predict(point.config, point.devices).step_time_s
-        room = int((60 * limit - START_S) / (MARGIN * step_s)) if 60 * limit > START_S else 0
+        predicted = predict(point.config, point.devices)
+        room = predicted.steps_within(60 * limit)
         wanted = steps or min(room, MOST_STEPS)
         if wanted > room or wanted < FEWEST_STEPS:
             problems[point.nodes] = _problem(
-                point, site, partition, step_s=step_s, limit=limit, wanted=wanted, room=room
+                point, site, partition, predicted=predicted, limit=limit, wanted=wanted, room=room
             )
-        needed = -(-int(START_S + MARGIN * wanted * step_s) // 300) * 5  # rounded up to five minutes
+        needed = walltime_minutes(predicted.job_s(wanted))
         timed.append((_with_steps(point, max(wanted, 1)), minutes or min(limit, needed)))
     if problems:
         raise ConfigError(problems.values())
@@ -77,18 +74,25 @@ def _with_steps(point: Point, steps: int) -> Point:
 
 
 def _problem(
-    point: Point, site: Site, partition: str | None, step_s: float, limit: int, wanted: int, room: int
+    point: Point,
+    site: Site,
+    partition: str | None,
+    predicted: PointPrediction,
+    limit: int,
+    wanted: int,
+    room: int,
 ) -> Problem:
     """Return the problem of a point that does not fit into its walltime, with a fix that fits."""
     if room >= FEWEST_STEPS:
         fix = f"train.steps={room}"
     else:
-        enough = math.ceil((START_S + FEWEST_STEPS * MARGIN * step_s) / 60)
+        enough = math.ceil(predicted.job_s(FEWEST_STEPS) / 60)
         smaller = f"leave {point.nodes} nodes out, or take a smaller batch"
         fix = "; or ".join([smaller, *longer_jobs(site, point.nodes, enough, partition)])
+    step = format_seconds(predicted.step_time_s)
     return Problem(
         f"{point.nodes} nodes",
-        f"a step of {point.config.batch.global_batch} samples takes about {format_seconds(step_s)} (simulated); "
+        f"a step of {point.config.batch.global_batch} samples takes about {step} (simulated); "
         f"{max(wanted, FEWEST_STEPS)} of them do not fit into {format_walltime(limit)}",
         fix,
     )

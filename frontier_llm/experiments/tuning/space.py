@@ -75,7 +75,15 @@ def make_space(
         "dtype": config.precision.dtype,
         "optimizer": config.optimizer.name,
     }
-    layouts = enumerate_layouts(config.model, devices, config.batch.global_batch, tp_max, fixed, **shared)
+    layouts = enumerate_layouts(
+        config.model,
+        devices,
+        config.batch.global_batch,
+        rates.node_devices,
+        fixed,
+        tp_max=tp_max,
+        **shared,
+    )
     # the search does not vary `data_shard`
     layouts = layouts.where(layouts.data_shard == fixed.get("data_shard", 0))
     fitting = (

@@ -21,7 +21,14 @@ from typing import Any
 
 from frontier_llm.errors import BackendError, suggest
 from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels, variants
-from frontier_llm.ops.manifest import MANIFEST_VERSION, build_command, check_triton, install_triton, source_digests
+from frontier_llm.ops.manifest import (
+    MANIFEST_VERSION,
+    PTXAS_VARIABLES,
+    build_command,
+    check_triton,
+    install_triton,
+    source_digests,
+)
 from frontier_llm.units import strict_json
 
 
@@ -43,6 +50,7 @@ class CodeObject:
     shared_bytes: int
     registers: int  # as in code_object.Declared
     spills: int  # as in code_object.Declared
+    abi: int  # as in code_object.Declared
     matrix_instructions: int  # number of MFMA, MMA or WGMMA instructions in the code
     matrix_flops: int  # flops of these instructions, per warp
 
@@ -122,6 +130,8 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         options["waves_per_eu"] = variant.waves
     if variant.strategy:
         options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # older versions of Triton ignore it
+    if not amd:
+        use_own_assembler()
     compiled = triton.compile(
         source,
         target=GPUTarget(architecture.backend, architecture.target, architecture.wave),
@@ -152,9 +162,29 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         shared_bytes=compiled.metadata.shared,
         registers=declared.registers,
         spills=declared.spills,
+        abi=declared.abi,
         matrix_instructions=len(_MATRIX.findall(assembly)),
         matrix_flops=sum(_flops(*match.groups()) for match in _MATRIX.finditer(assembly)),
     )
+
+
+def use_own_assembler() -> None:
+    """Let Triton assemble all NVIDIA code with the `ptxas` of its own wheel, or with that of TRITON_PTXAS_PATH.
+
+    Triton 3.9 would assemble sm_90 with the wheel's `ptxas-blackwell` of CUDA 13, whose code objects (ABI 8) need a
+    driver of CUDA 13. TRITON_PTXAS_BLACKWELL_PATH overrides this choice.
+    """
+    from triton import knobs
+
+    os.environ.setdefault(PTXAS_VARIABLES[1], knobs.nvidia.ptxas.path)
+
+
+def assembler_version(architecture: str) -> str:
+    """Return the version of the ptxas that assembles an NVIDIA architecture's code, such as '12.9'."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    use_own_assembler()
+    return str(get_ptxas(int(ARCHITECTURES[architecture].target)).version)
 
 
 _MATRIX = re.compile(
@@ -206,6 +236,13 @@ def build(architectures: list[str], destination: Path, jobs: int | None = None) 
     return built
 
 
+def _tools(architecture: str) -> dict[str, str]:
+    tools = {"triton": str(importlib.import_module("triton").__version__)}
+    if ARCHITECTURES[architecture].backend == "cuda":
+        tools["ptxas"] = assembler_version(architecture)
+    return tools
+
+
 def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> None:
     """Write manifest.json, and delete all other files except the code objects of `codes`.
 
@@ -215,7 +252,7 @@ def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> 
         "version": MANIFEST_VERSION,
         "architecture": architecture,
         # Triton's distribution has other names in ROCm's wheels, so importlib.metadata does not find its version.
-        "tools": {"triton": importlib.import_module("triton").__version__},
+        "tools": _tools(architecture),
         "sources": source_digests(),
         "kernels": [asdict(code) for code in codes],
     }

@@ -32,6 +32,23 @@ _GLOBAL_SPACE = 4
 _BYTES = {"i32": 4, "fp32": 4, "i64": 8}  # a pointer has 8 bytes
 
 
+# Exceptions of the parsers for damaged files. A damaged offset or length can make each of them fail in any of these.
+_DAMAGED = (
+    ELFError,
+    ConstructError,
+    msgpack.UnpackException,
+    struct.error,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
 @dataclass(frozen=True)
 class Slot:
     """Place of one argument in the buffer that the driver fills."""
@@ -54,6 +71,7 @@ class Declared:
     wave: int
     registers: int  # of a thread; AMD: vector registers with the accumulation registers
     spills: int  # AMD: registers; NVIDIA: words on a thread's stack
+    abi: int  # version of the ELF ABI: a driver refuses versions that it does not know
 
 
 def read(image: bytes) -> Declared:
@@ -65,7 +83,7 @@ def read(image: bytes) -> Declared:
             return _read_amd(elf)
         if machine == "EM_CUDA":
             return _read_nvidia(elf)
-    except (ELFError, ConstructError, ValueError, KeyError, IndexError, struct.error) as error:
+    except _DAMAGED as error:
         raise BackendError(f"a code object that cannot be read: {type(error).__name__}: {error}") from error
     raise BackendError("not a code object of AMD's or NVIDIA's")
 
@@ -142,6 +160,7 @@ def _read_amd(elf: ELFFile) -> Declared:
         wave=kernel[".wavefront_size"],
         registers=kernel[".vgpr_count"],
         spills=kernel[".vgpr_spill_count"] + kernel[".sgpr_spill_count"],
+        abi=elf["e_ident"]["EI_ABIVERSION"],
     )
 
 
@@ -158,17 +177,20 @@ def _read_nvidia(elf: ELFFile) -> Declared:
     for payload in found[_PARAMETER]:
         _, ordinal, offset, packed = struct.unpack("<IHHI", payload)
         parameters[ordinal] = Slot(offset, packed >> 18, packed >> 8 & 0xF == _GLOBAL_SPACE)
-    ((registers,), (stack,)) = (struct.unpack("<4xI", *found[attribute]) for attribute in (_REGISTERS, _STACK))
-    x, y, z = struct.unpack("<3I", *found[_THREADS])
+    # ptxas 12.4 writes an attribute more than once; the last one holds
+    (registers,) = struct.unpack("<4xI", found[_REGISTERS][-1])
+    (stack,) = struct.unpack("<4xI", found[_STACK][-1])
+    x, y, z = struct.unpack("<3I", found[_THREADS][-1])
     return Declared(
         architecture=f"sm_{flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF}",  # ABI 8 moved the architecture's bits
         symbol=symbol,
         parameters=tuple(parameters[ordinal] for ordinal in range(len(parameters))),
-        parameters_bytes=struct.unpack("<4xHH", *found[_PARAMETER_BANK])[1],
+        parameters_bytes=struct.unpack("<4xHH", found[_PARAMETER_BANK][-1])[1],
         threads=x * y * z,
         wave=32,
         registers=registers,
         spills=stack // 4,
+        abi=abi,
     )
 
 

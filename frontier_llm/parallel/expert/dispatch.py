@@ -19,6 +19,7 @@ redundancy bypass (arXiv:2508.13337) sends to the rank of one of the experts ins
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -157,6 +158,15 @@ def _counts(numbers_A: Tensor, count: int) -> Tensor:
     return numbers_A.new_zeros(count).scatter_add_(0, numbers_A, torch.ones_like(numbers_A))
 
 
+@cache
+def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that copies numbers of rows to the host. All layers and microbatches of a rank share it.
+
+    A stream per call would use all hardware queues of the device.
+    """
+    return torch.cuda.Stream(device)
+
+
 class _RowCounts:
     """Number of rows for each rank and expert, while the numbers are sent to the ranks and to the host.
 
@@ -169,7 +179,8 @@ class _RowCounts:
         self._here_2RE = torch.stack((leaving_RE, leaving_RE))
         self._axis = axis
         self._on_host_2RE = self._here_2RE
-        self._aside = torch.cuda.Stream(leaving_RE.device) if to_host and leaving_RE.is_cuda else None
+        self._aside = _stream_aside(leaving_RE.device) if to_host and leaving_RE.is_cuda else None
+        self._copied: torch.cuda.Event | None = None  # end of the copy to the host
         self._pending: Pending = DONE
         if axis.size > 1:
             self._pending = start_all_to_all_into(self._here_2RE[1], leaving_RE, axis)
@@ -188,14 +199,15 @@ class _RowCounts:
                     self._here_2RE,
                     non_blocking=True,
                 )
+                self._copied = self._aside.record_event()
             _let_other_half_run(self._axis)
-            main.wait_stream(self._aside)
+            main.wait_event(self._copied)
         return self._here_2RE[1]
 
     def read(self) -> list[list[int]]:
         """Return [rows to each rank, rows from each rank]. The host waits for them."""
-        if self._aside is not None:
-            self._aside.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         sums: list[list[int]] = self._on_host_2RE.sum(-1).tolist()
         return sums
 

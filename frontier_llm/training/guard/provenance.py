@@ -9,10 +9,11 @@ import torch
 
 from frontier_llm import __version__
 from frontier_llm.files import package_digest
+from frontier_llm.ops.reference import Ops
 
 
-def provenance(device: torch.device) -> dict[str, str]:
-    """Return versions, a digest of the package's sources, and the device's name.
+def provenance(device: torch.device, ops: Ops) -> dict[str, str]:
+    """Return versions, a digest of the package's sources, the device's name, and whether two runs have equal bits.
 
     The digest is also correct without git.
     """
@@ -23,4 +24,5 @@ def provenance(device: torch.device) -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        "equal_bits_in_two_runs": f"no: {ops.not_repeatable}" if ops.not_repeatable else "yes",
     }

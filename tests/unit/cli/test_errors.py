@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +49,17 @@ def test_what_cannot_be_is_told_before_anything_runs(
     assert main(words) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_output_that_cannot_be_written_gives_a_code_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "frontier_llm", "--version"]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    reader, writer = os.pipe()
+    os.close(reader)
+    closed = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=buffered)
+    os.close(writer)
+    assert (closed.returncode, closed.stderr) == (141, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=buffered)
+    assert done.returncode == 2
+    assert done.stderr.startswith("frontier-llm: error\nstandard output: No space left on device\n    fix: free space")

@@ -10,6 +10,7 @@ import pytest
 from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
 from frontier_llm.cluster.attempt import diagnose as diagnose_record
 from frontier_llm.cluster.batch import BatchRun
+from frontier_llm.cluster.rank_logs import prune
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
@@ -261,3 +262,26 @@ def test_a_silent_rank_is_not_blamed_where_srun_has_seen_another_one_killed(tmp_
     said = ["srun: error: n2: task 12: Killed"]
     assert named(diagnose(137, said, tmp_path, silent)) == ("crash", 12, "n2", True)
     assert named(diagnose(137, [], tmp_path, silent)) == ("crash", 3, "n0", True)
+
+
+def test_logs_of_old_starts_are_pruned_to_those_of_rank_0(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "rank_1.log").touch()
+    logs = tmp_path / "logs"
+    for number in range(1, 5):
+        folder = logs / f"attempt_{number:04}"
+        folder.mkdir(parents=True)
+        for name in ("rank_0.log", "rank_1.log", "rank_12.log", "notes.txt"):
+            (folder / name).touch()
+    (logs / "attempt_0000").symlink_to(elsewhere)
+    prune(logs, kept=2)
+    left = {folder.name: sorted(path.name for path in folder.iterdir()) for folder in sorted(logs.iterdir())}
+    everything = ["notes.txt", "rank_0.log", "rank_1.log", "rank_12.log"]
+    assert left == {
+        "attempt_0000": ["rank_1.log"],
+        "attempt_0001": ["notes.txt", "rank_0.log"],
+        "attempt_0002": ["notes.txt", "rank_0.log"],
+        "attempt_0003": everything,
+        "attempt_0004": everything,
+    }

@@ -66,6 +66,14 @@ def test_each_fault_is_found_on_its_host(changes: dict[str, object], check: str)
     assert findings(changes) == [(check, ("n1",))]
 
 
+def test_a_variable_with_which_torch_fails_on_gfx90a_is_a_warning() -> None:
+    chosen = {"python": "3.12", "HSA": "1", "TORCH_ROCM_FA_PREFER_CK": "1"}
+    facts = {node: replace(healthy(node), environment=chosen) for node in ("n0", "n1")}
+    [finding] = judge(FRONTIER, facts, dict.fromkeys(facts, 0.0), ["n0", "n1"], 0)
+    assert finding.hosts == ("n0", "n1") and not finding.fatal
+    assert "TORCH_ROCM_FA_PREFER_CK=1: torch 2.12's attention ends with a segmentation fault" in finding.what
+
+
 def test_clock_space_and_silence() -> None:
     assert findings({}, skew_s=30.0) == [("clock", ("n1",))]
     assert findings({}, skew_s=1.0) == []

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cluster import slurm
-from frontier_llm.cluster.sites import root_dir
+from frontier_llm.cluster.sbatch import render_site
+from frontier_llm.cluster.sites import load_site, root_dir
+from frontier_llm.errors import ConfigError
 from frontier_llm.machine.env import environment as machine_variables
 from frontier_llm.run.job import Job, write_job
 
@@ -278,3 +280,35 @@ def test_libraries_of_the_host_that_an_image_lacks_come_with_it(tmp_path: Path) 
         check=True,
     )
     assert done.stdout.split() == ["libraries", "/mine.so"]
+
+
+@pytest.mark.parametrize(
+    ("users", "expected"),
+    [
+        ({}, "offline 1 1"),
+        ({"WANDB_MODE": "online", "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}, "online 0 0"),
+        ({"WANDB_MODE": "disabled"}, "disabled 1 1"),
+    ],
+)
+def test_ranks_are_offline_unless_the_user_says_otherwise(users: dict[str, str], expected: str) -> None:
+    command = ["sh", "-c", 'echo "$WANDB_MODE $HF_HUB_OFFLINE $TRANSFORMERS_OFFLINE"']
+    variables = {"PATH": "/usr/bin:/bin", "SLURM_PROCID": "1", **users}
+    done = subprocess.run([str(LAUNCH / "rank.sh"), *command], capture_output=True, text=True, env=variables)
+    assert done.stdout.strip() == expected, done.stderr
+
+
+def test_a_sites_proxy_is_used_unless_the_user_has_one(tmp_path: Path) -> None:
+    site = load_site("local").model_copy(update={"proxy": "http://proxy.site:3128"})
+    script = tmp_path / "site.sh"
+    script.write_text(render_site(site) + 'echo "$http_proxy $https_proxy $no_proxy"\n')
+    variables = {"PATH": "/usr/bin:/bin", "https_proxy": "http://mine:1"}
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=variables)
+    assert done.stdout.strip() == "http://proxy.site:3128 http://mine:1 localhost,127.0.0.1", done.stderr
+
+
+def test_a_proxy_is_an_address_and_a_port(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    shipped = (root_dir() / "slurm" / "sites" / "local.yaml").read_text(encoding="utf-8")
+    file.write_text(shipped + '\nproxy: "http://proxy:3128/$(reboot)"\n')
+    with pytest.raises(ConfigError, match="proxy"):
+        load_site(str(file))

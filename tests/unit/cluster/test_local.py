@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from frontier_llm.cluster.local import _copy, run_local_ranks
+from frontier_llm.cluster.local import _copy, _Ranks, run_local_ranks
 from frontier_llm.cluster.rank_logs import failure_lines
 from frontier_llm.run.failure import Evidence, read_failure
 
@@ -68,6 +69,43 @@ def test_first_failure_is_told_last_and_stops_the_others(
     assert any("rank 2 on" in line and "exit code 7 (secondary" in line for line in err)
     record = read_failure(tmp_path)
     assert record is not None and record.rank == 1 and "ValueError: the cause" in record.message
+
+
+def test_a_killed_rank_failed_first_although_its_end_is_received_last(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 ends with an error because rank 0 is gone. The end of rank 0 is reported only after the end of rank 1."""
+    code = """
+        import os, signal, sys, time
+        from pathlib import Path
+        pid = Path(os.environ["PID"])
+        if os.environ["RANK"] == "0":
+            pid.with_suffix(".new").write_text(str(os.getpid()))
+            pid.with_suffix(".new").rename(pid)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not pid.exists():
+            time.sleep(0.01)
+        state = Path("/proc") / pid.read_text() / "stat"
+        while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        sys.exit("lost rank 0")
+    """
+    monkeypatch.setenv("PID", str(tmp_path / "pid"))
+    survivor_is_reported = threading.Event()
+    await_end = _Ranks._await_end
+
+    def in_planted_order(self: _Ranks, rank: int, process: subprocess.Popen[bytes]) -> None:
+        if rank == 0:
+            assert survivor_is_reported.wait(60)
+        await_end(self, rank, process)
+        if rank == 1:
+            survivor_is_reported.set()
+
+    monkeypatch.setattr(_Ranks, "_await_end", in_planted_order)
+    assert run(code, tmp_path, ranks=2, grace_s=60) == 128 + signal.SIGKILL
+    lines = capfd.readouterr().err.rstrip().splitlines()
+    assert "rank 0 on" in lines[-1] and "killed by SIGKILL; it failed first" in lines[-1]
+    assert any("rank 1 on" in line and "exit code 1 (secondary" in line for line in lines)
 
 
 @pytest.mark.parametrize("frozen", [True, False])

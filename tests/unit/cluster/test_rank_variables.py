@@ -17,10 +17,10 @@ from frontier_llm.cluster.sites import load_site
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
 from frontier_llm.machine.env import EXPORTED, THIS_FILE, Variable, environment, resolve
-from frontier_llm.machine.rank_variables import MODULE_NAMES, ORIGINS, USER_NAMES
 from frontier_llm.run.job import Job
 from frontier_llm.run.job_secret import VARIABLE, folder_of
 from frontier_llm.run.rank_env import with_this_package
+from frontier_llm.topology.rank_variables import MODULE_NAMES, ORIGINS, USER_NAMES
 
 # Python imports this module first. At the import of torch it prints the environment of that moment, as the C library
 # sees it, and ends.

@@ -68,4 +68,14 @@ def test_the_former_key_of_the_warning_time_is_read_with_a_notice(
     file = tmp_path / "own.yaml"
     file.write_text(shipped.read_text(encoding="utf-8") + "\nsignal_lead_s: 77\n", encoding="utf-8")
     assert load_site(str(file)).warning_time_s == 77
-    assert "warning_time_s is now called warning_time_s: write the new name" in capfd.readouterr().err
+    assert "signal_lead_s is now called warning_time_s: write the new name" in capfd.readouterr().err
+
+
+def test_partitions_are_the_bins_of_the_machine_file() -> None:
+    frontier = load_site("frontier")
+    assert {name: [limit.max_nodes for limit in limits] for name, limits in frontier.partitions.items()} == {
+        "batch": [91, 183, 9472],
+        "extended": [64],
+    }
+    assert load_site("lumi").max_minutes(4, "small-g") == 72 * 60
+    assert load_site("generic").partitions == {}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,21 @@ def test_node_hours_of_slurms_accounting(tmp_path: Path, monkeypatch: pytest.Mon
     assert slurm.billed_node_hours([]) == {}
     script.write_text('#!/bin/bash\necho "Slurm accounting storage is disabled" >&2\nexit 1\n')
     assert slurm.billed_node_hours(["7"]) == {}
+
+
+def test_the_next_maintenance_is_read_from_the_reservations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = datetime.fromisoformat("2026-11-20T08:00:00").timestamp()
+    lines = [
+        "ReservationName=past StartTime=2026-11-01T08:00:00 EndTime=2026-11-01T20:00:00 Flags=MAINT,SPEC_NODES",
+        "ReservationName=course StartTime=2026-11-21T08:00:00 EndTime=2026-11-21T20:00:00 Flags=SPEC_NODES",
+        "ReservationName=next StartTime=2026-11-24T08:00:00 EndTime=2026-11-24T20:00:00 Flags=MAINT,IGNORE_JOBS",
+        "ReservationName=later StartTime=2026-12-24T08:00:00 EndTime=2026-12-24T20:00:00 Flags=MAINT",
+        "ReservationName=odd StartTime=Unknown Flags=MAINT",
+    ]
+    script = tmp_path / "scontrol"
+    script.write_text("#!/bin/bash\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert slurm.next_maintenance(now) == slurm.Maintenance("next", now + 4 * 86400)
+    script.write_text("#!/bin/bash\necho No reservations in the system\n")
+    assert slurm.next_maintenance(now) is None

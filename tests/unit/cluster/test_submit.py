@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import stat
 import sys
@@ -11,10 +12,13 @@ import pytest
 import yaml
 
 from frontier_llm.cli.main import main
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.code import code_digest, snapshot
 from frontier_llm.cluster.sites import load_site, root_dir
+from frontier_llm.cluster.submit import JobRequest, before_maintenance, wanted_job
 from frontier_llm.cluster.warning_time import next_warning_s, save_seconds
 from frontier_llm.config import load_run
+from frontier_llm.planner.predict import START_S, PointPrediction, walltime_minutes
 from frontier_llm.run import run_dir
 from frontier_llm.run.holder import reserved, this_process
 from frontier_llm.run.job import read_job
@@ -98,8 +102,10 @@ def test_dry_run_writes_and_queues_nothing(
 ) -> None:
     assert main([*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("#!/bin/bash") and "#SBATCH --time=02:00:00" in out
-    assert fake_slurm.read_text() == "scontrol show config \n" and not (tmp_path / "r").exists()
+    assert out.startswith("#!/bin/bash") and "#SBATCH --time=" in out
+    calls = fake_slurm.read_text().splitlines()
+    assert sorted(calls) == ["scontrol show config ", "scontrol show reservation --oneliner "]
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_submission_freezes_code_and_configuration(
@@ -376,7 +382,8 @@ def test_a_way_out_lies_within_the_bin(fake_slurm: Path, tmp_path: Path, capsys:
 def test_a_job_gets_the_walltime_of_its_own_partition(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    data = ["data.train=synthetic", "data.allow_synthetic=true", "train.steps=10000000"]
+    words = [*SMALL, "--nodes", "1", "--dry-run", *data, f"train.run_dir={tmp_path}/r"]
     for partition, walltime in (("batch", "02:00:00"), ("extended", "1-00:00:00")):
         assert main([*words, "--partition", partition]) == 0
         shown = capsys.readouterr()
@@ -451,3 +458,113 @@ def test_a_run_directory_off_the_scratch_is_pointed_out(
         ]
         assert main(words) == 0
         assert (f"train.run_dir={scratch}/r" in capsys.readouterr().err) is noted
+
+
+def request_of_10_hours(directory: Path) -> JobRequest:
+    """Return a request on 384 nodes of Frontier. The rest of the run takes ten hours, a step ten minutes."""
+    config = load_run("pretrain_1t", [f"train.run_dir={directory}", "train.steps=60"])
+    site = load_site("frontier")
+    predicted = PointPrediction(
+        step_time_s=400.0, tokens_per_s=1.0, peak_bytes=1.0, limit_bytes=1.0, machine="frontier", band=0.17
+    )
+    return JobRequest(wanted_job(config, site, 384), config, site).with_prediction(predicted)
+
+
+def test_the_walltime_is_what_the_run_needs(tmp_path: Path) -> None:
+    """1.5 x simulated, or the slow end of a wider band; never more than the bin; less for steps that are saved."""
+    request = request_of_10_hours(tmp_path)
+    warning_s = request.job.warning_s
+    assert request.job_s == START_S + 60 * 400 * 1.5
+    assert request.slice_minutes == walltime_minutes(START_S + 36000 + warning_s) < 12 * 60
+    wide = PointPrediction(400.0, 1.0, 1.0, 1.0, "frontier", band=0.56)
+    assert request.with_prediction(wide).job_s == pytest.approx(START_S + 60 * 400 * 1.56)
+    assert replace(request, job_s=1e6).slice_minutes == 12 * 60
+    assert replace(request, minutes=75).slice_minutes == 75
+    assert replace(request, job_s=0.0).slice_minutes == walltime_minutes(2 * warning_s)
+
+
+@pytest.mark.parametrize(
+    ("hours_until", "minutes"),
+    [(24.0, None), (6.0, 6 * 60 - 5), (0.3, None)],
+    ids=["far away", "during the job", "too soon to train"],
+)
+def test_a_job_ends_before_a_maintenance(tmp_path: Path, hours_until: float, minutes: int | None) -> None:
+    request = request_of_10_hours(tmp_path)
+    maintenance = slurm.Maintenance("maint_1", 3600.0 * hours_until)
+    shortened = before_maintenance(request, 0.0, maintenance)
+    assert shortened.shortened_minutes == minutes
+    assert before_maintenance(replace(request, minutes=600), 0.0, maintenance).shortened_minutes is None
+    assert before_maintenance(request, 0.0, None) == request
+
+
+def test_the_first_job_alone_is_shortened_and_a_successor_follows(
+    fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "next_maintenance", lambda now: slurm.Maintenance("maint_1", now + 3600 * 6))
+    words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", "--json", f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    submission = json.loads(shown.out)
+    assert "--time=354" in submission["command"] or "--time=355" in submission["command"]
+    assert "#SBATCH --time=12:00:00\n" in submission["script"]
+    assert submission["job"]["continuation"] == "successor"
+    assert "maintenance maint_1 begins at " in shown.err
+
+
+def test_the_same_run_on_other_node_counts(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", "--compare-nodes", "192", "--compare-nodes", "100"]
+    assert main([*words, f"train.run_dir={tmp_path}/r"]) == 0
+    err = capsys.readouterr().err
+    rows = {line.split()[0]: line.split()[1:] for line in err.splitlines() if re.match(r"\s+(192|384) ", line)}
+    assert set(rows) == {"192", "384"} and "100 nodes: " in err
+    assert float(rows["192"][0]) > float(rows["384"][0])  # seconds per step
+    assert int(rows["192"][1]) > int(rows["384"][1])  # jobs
+    assert rows["384"][-1] == "unknown"
+
+
+def test_further_options_of_sbatch_are_passed_on_and_recorded(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--sbatch", "mail-type=END", "--sbatch", "comment=it's $(mine)"]
+    words = [*SMALL, "--nodes", "1", "--dry-run", "--json", *options, f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 0
+    submission = json.loads(capsys.readouterr().out)
+    assert {"--mail-type=END", "--comment=it's $(mine)"} <= set(submission["command"])
+    assert submission["job"]["sbatch"] == ["mail-type=END", "comment=it's $(mine)"]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        *[(f"{name}=x", f"{name} is set by the framework") for name in ("signal", "requeue", "open-mode", "output")],
+        *[(f"{name}=x", f"{name} is set by the framework") for name in ("chdir", "export", "array", "wrap")],
+        ("sig=USR1@5", "signal is set by the framework"),  # sbatch accepts the beginning of a name
+        ("nodes=3", "use --nodes and --spares"),
+        ("dependency=after:1", "use --dependency"),
+        ("time=5", "use --time"),
+        ("mail-type", "'mail-type' is not KEY=VALUE"),
+        ("--mail-type=END", "without dashes"),
+        ("comment=a\nb", "is not KEY=VALUE"),
+    ],
+)
+def test_options_that_the_framework_owns_are_refused_by_name(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, message: str
+) -> None:
+    assert main([*SMALL, "--nodes", "1", f"--sbatch={word}", f"train.run_dir={tmp_path}/r"]) == 2
+    assert message in capsys.readouterr().err and "sbatch" not in fake_slurm.read_text()
+
+
+def test_a_webhook_that_others_can_read_is_refused_before_the_queue(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = tmp_path / "hook"
+    hook.write_text("https://chat/secret")
+    hook.chmod(0o644)
+    words = [*SMALL, "--nodes", "1", "--dry-run", "--json", "--webhook-file", str(hook), f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 2 and "has mode 0644" in capsys.readouterr().err
+    hook.chmod(0o600)
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert json.loads(shown)["job"]["webhook_file"] == str(hook) and "secret" not in shown

@@ -38,7 +38,13 @@ def test_a_successor_runs_where_its_predecessor_did_on_none_of_the_bad_hosts(
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = Job(
-        run_dir=str(tmp_path), words=("train_small",), site="local", nodes=2, warning_s=600, continuation="successor"
+        run_dir=str(tmp_path),
+        words=("train_small",),
+        site="local",
+        nodes=2,
+        warning_s=600,
+        continuation="successor",
+        sbatch=("mail-type=END", "comment=my run"),
     )
     queue_successor(BatchRun(job=job, config=load_run("train_small"), site=load_site("local"), allocation=allocation))
     assert run_dir.queued_job(tmp_path) == "8"
@@ -47,6 +53,7 @@ def test_a_successor_runs_where_its_predecessor_did_on_none_of_the_bad_hosts(
         command
     )
     assert f"--output={tmp_path}/job-%j.out" in command and command[-1] == f"{tmp_path}/job.sbatch"
+    assert {"--mail-type=END", "--comment=my run"} <= set(command)
     recorded = read_job(tmp_path)
     assert recorded is not None and recorded.warning_s == 300  # measured: 2 x (30 + 90) + 60
     assert "--signal=USR1@300" in command and env.get("FRONTIER_LLM_SIGNAL_LEAD_S") is None

@@ -13,6 +13,7 @@ import pytest
 from frontier_llm.cluster import slurm, supervisor
 from frontier_llm.cluster.attempt import Outcome
 from frontier_llm.cluster.batch import BatchRun
+from frontier_llm.cluster.notices import Notifier
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.cluster.supervisor import supervise
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
@@ -159,3 +160,20 @@ def test_a_budget_counts_all_nodes_of_the_allocation_from_its_start(
     assert "2.5 of 2.5 node-hours are used" in capsys.readouterr().err
     (allocated,) = allocations.allocations(tmp_path)
     assert allocated.nodes == 3 and allocated.node_hours == pytest.approx(2.5, abs=0.1)
+
+
+def test_the_operator_is_told_of_a_lost_node_and_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, int]] = []
+    monkeypatch.setattr(Notifier, "send", lambda self, event, text, step: sent.append((event, step)))
+    ends = {1: ("node failure", 3), 2: ("interrupted", 97)}
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ends[number])
+    assert cluster.supervise() == 0
+    assert sent == [("node lost", 3), ("end", 100)]
+
+
+def test_the_operator_is_told_that_the_run_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, int]] = []
+    monkeypatch.setattr(Notifier, "send", lambda self, event, text, step: sent.append((event, step)))
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("crash", 0))
+    assert cluster.supervise() == 75  # the exit code of the ranks
+    assert sent == [("given up", 0)]

@@ -5,6 +5,7 @@ sleeps.
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,6 +102,45 @@ def test_a_rank_that_sleeps_200_ms_is_named_by_every_rank(ranks: RankPool) -> No
     assert all(reply == replies[0] for reply in replies)
     named, talked = replies[0]
     assert named == [(29, 2, "n2")] and talked == [9, 19, 29]
+
+
+def _intervals(rank: int, step_s: float, longest_s: float, steps: int) -> list[int]:
+    """Return the steps at which the ranks compared. The clock of rank 1 runs twice as fast as that of rank 0."""
+    grid = Grid(1, 1, 2)
+    mesh = build_mesh(grid, rank, timeout_s=30.0)
+    watch = StragglerWatch(mesh, grid, torch.device("cpu"), f"n{rank}", 25, longest_s)
+    now_s = 0.0
+    compared = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("frontier_llm.comm.straggler.time", SimpleNamespace(perf_counter=lambda: now_s))
+        for step in range(steps):
+            before = mesh.ledger.calls["world", "all_gather"]
+            with watch.step():
+                now_s += step_s * (1 + rank) * (10 if step == 0 else 1)  # the first step also warms up
+            if mesh.ledger.calls["world", "all_gather"] != before:
+                compared.append(step + 1)
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("step_s", "steps", "expected"),
+    [
+        (580.0, 5, [2, 3, 4, 5]),  # a straggler of a 1T step is named after 2 steps, 20 minutes, and not after 8 hours
+        (60.0, 13, [2, 7, 12]),
+        (0.1, 60, [2, 27, 52]),  # never more than the largest number of steps
+    ],
+)
+def test_rank_0_turns_seconds_into_steps_for_all(
+    ranks: RankPool, step_s: float, steps: int, expected: list[int]
+) -> None:
+    assert ranks.run(2, _intervals, step_s, 300.0, steps) == [expected] * 2
+
+
+def test_milliseconds_of_noise_are_no_message() -> None:
+    """12 ms more than 30 ms is a third, but nothing that an operator of a laptop has to know."""
+    detector = StragglerDetector([0, 0, 0, 0])
+    assert [detector.compare([0.03, 0.03, 0.042, 0.03]) for _ in range(4)] == [[]] * 4
+    assert [found.global_rank for _ in range(2) for found in detector.compare([0.03, 0.03, 0.06, 0.03])] == [2]
 
 
 class _Event:

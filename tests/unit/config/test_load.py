@@ -253,6 +253,13 @@ def test_naming_a_model_replaces_the_whole_model() -> None:
         ("optimizer.betas=[0.9]", "optimizer.betas: must have at least 2 entries; got [0.9]"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1: must be below 1"),
         ("train.keep_checkpoints=1", "must be 2 or more"),
+        ("train.steps='5'", "train.steps: must be a number, without quotes; got '5'"),
+        ("optimizer.lr='0.1'", "optimizer.lr: must be a number, without quotes; got '0.1'"),
+        ("optimizer.betas=['0.9', 0.95]", "optimizer.betas: must be a number, without quotes; got ['0.9', 0.95]"),
+        ("train.loss_weights={output-z: '1'}", "train.loss_weights: must be a number, without quotes"),
+        ("parallel.zero=true", "parallel.zero: must be a number; got True"),
+        ("train.tensorboard='yes'", "train.tensorboard: must be true or false, without quotes; got 'yes'"),
+        ("train.tensorboard=1", "train.tensorboard: must be true or false, without quotes; got 1"),
     ],
 )
 def test_wrong_values_are_told_in_the_words_of_a_run_file(override: str, expected: str) -> None:
@@ -305,6 +312,21 @@ def test_1e3_is_a_number_where_one_is_meant(tmp_path: Path) -> None:
     for wrong in ("1e-3", "1.5e0", "1e400", "1e13"):
         with pytest.raises(ConfigError, match=r"train\.steps: must be "):
             load_run(str(path), [f"train.steps={wrong}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("optimizer.lr=1e-4", "optimizer", "lr", 1e-4),  # YAML loads it as text
+        ("optimizer.lr=1", "optimizer", "lr", 1.0),
+        ("train.steps=4.0", "train", "steps", 4),
+        ("train.tensorboard=yes", "train", "tensorboard", True),  # a boolean of YAML
+        ("train.profile={steps: 3}", "train", "profile", {"steps": "3", "ranks": (0,), "memory_snapshot": False}),
+    ],
+)
+def test_a_value_may_be_written_as_yaml_users_write_it(override: str, section: str, key: str, value: object) -> None:
+    found = getattr(getattr(load_run("train_small", [override]), section), key)
+    assert (found.model_dump() if key == "profile" else found) == value
 
 
 def test_a_file_that_is_there_but_no_yaml_is_named(tmp_path: Path) -> None:

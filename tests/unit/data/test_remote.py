@@ -245,3 +245,11 @@ def test_a_dataset_by_name(tmp_path: Path) -> None:
     ]:
         with pytest.raises(DataError, match=why):
             find_inputs([f"dataset://{folder}?{query}"])
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "train.csv").write_text("text\nwords\n")
+    for query, separator in [("", "?"), ("?split=train", "&")]:
+        url = f"dataset://{others}{query}"
+        with pytest.raises(DataError) as caught:
+            find_inputs([url])
+        assert f"try {url}{separator}revision=refs/convert/parquet" in str(caught.value)

@@ -79,6 +79,12 @@ def test_environment_depends_on_the_size_and_says_why() -> None:
     assert values["NCCL_NET"] == "AWS Libfabric"
     assert values["NCCL_SOCKET_IFNAME"] == "hsn0"
     assert "TORCH_NCCL_COORD_CHECK_MILSEC" not in values
+    interfaces = {
+        nodes: next(one for one in environment("frontier", nodes) if one.name == "NCCL_SOCKET_IFNAME")
+        for nodes in (299, 300)
+    }
+    assert interfaces[299].value == "hsn0,hsn1,hsn2,hsn3"
+    assert interfaces[300].value == "hsn0" and "from 300 nodes on" in interfaces[300].reason
     largest = {variable.name: variable.value for variable in environment("frontier", 9408)}
     assert largest["TORCH_NCCL_COORD_CHECK_MILSEC"] == "3763"  # 75,264 ranks at 20,000 checks per second
     for variables in (one, many):

@@ -13,6 +13,7 @@ from frontier_llm.config import configs_dir, load
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine.env import vendor_of_machine
 from frontier_llm.machine.load import (
+    OWN_STACK,
     PLACES,
     load_machine,
     machine_names,
@@ -41,6 +42,13 @@ def test_shipped_files_load_and_every_number_names_its_source(name: str) -> None
             number = provenance(machine, stack, field)
             assert number.tag in ("measured", "published", "estimated")
             assert len(number.source) > 5
+
+
+def test_the_rule_for_communications_in_flight_belongs_to_the_own_stack() -> None:
+    for name in ("frontier", "mi250"):
+        machine = load_machine(name)
+        limited = {stack for stack in machine.stacks if rates(machine, stack).one_in_flight}
+        assert limited == {OWN_STACK}
 
 
 def test_a_gcd_is_the_device() -> None:

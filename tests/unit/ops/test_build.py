@@ -4,13 +4,16 @@ ship.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import math
 import os
+import random
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +24,71 @@ from frontier_llm.ops.aot import code_object
 from frontier_llm.ops.kernel_table import ARCHITECTURES, HEAD_DIMS, all_kernels, variants
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install --no-deps triton")
+
+
+ATTRIBUTES = sorted((Path(__file__).parent / "attributes").glob("*.json"))
+
+
+def image_of(path):
+    """Return an ELF file with the attribute sections that a version of ptxas wrote."""
+    kept = json.loads(path.read_text())
+    content = {name: bytes.fromhex(data) for name, data in kept["sections"].items()}
+    return elf(190, kept["flags"], content, kept["abi"])
+
+
+@pytest.mark.parametrize("path", ATTRIBUTES, ids=lambda path: path.stem)
+def test_attributes_of_every_assembler_are_read(path):
+    """ptxas 12.4 writes the stack size twice."""
+    declared = code_object.read(image_of(path))
+    kinds = ["*fp32", "*bf16", "i64"]
+    code_object.check_launch(declared, "sm_90", "accumulate", kinds, declared.threads, 0)
+    assert declared.registers in range(8, 64) and declared.spills == 0
+    assert declared.abi == (7 if path.stem < "ptxas_13" else 8)
+
+
+def test_the_last_of_repeated_attributes_holds():
+    (path,) = (path for path in ATTRIBUTES if path.stem == "ptxas_12.4")
+    once = image_of(path)
+    stack = bytes.fromhex("041208000500000000000000")
+    assert once.count(stack) == 2
+    place = once.rindex(stack)
+    changed = once[: place + 8] + struct.pack("<I", 12) + once[place + 12 :]
+    assert code_object.read(changed).spills == 3
+
+
+def test_a_damaged_file_is_a_backend_error_whatever_the_damage():
+    draw = random.Random(7)
+    images = [amd_image(), nvidia_image(), *map(image_of, ATTRIBUTES)]
+    refused = 0
+    for _ in range(600):
+        image = bytearray(draw.choice(images))
+        for _ in range(draw.randint(1, 4)):
+            image[draw.randrange(len(image))] = draw.randrange(256)
+        try:
+            code_object.read(bytes(image[: draw.choice([len(image), draw.randrange(len(image))])]))
+        except BackendError:
+            refused += 1
+    assert refused > 200
+
+
+ASSEMBLE = """
+import sys
+from pathlib import Path
+from frontier_llm.ops.aot.build import Build, assembler_version, compile_one
+code = compile_one(Build("sm_90", "accumulate", "bf16", "any", True), Path(sys.argv[1]))
+print(assembler_version("sm_90"), code.abi)
+"""
+
+
+@needs_triton
+def test_sm_90_is_assembled_by_the_ptxas_of_tritons_wheel(tmp_path):
+    """Triton 3.9's own choice is ptxas-blackwell of CUDA 13, whose code objects need a newer driver."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-c", ASSEMBLE, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.stdout.split() == ["12.9", "7"], done.stderr
 
 
 @needs_triton
@@ -125,7 +193,7 @@ def wants_what_the_launcher_gives(line, folder, architecture):
     assert (declared.registers, declared.spills) == (line["registers"], line["spills"]), line["file"]
 
 
-def elf(machine, flags, sections):
+def elf(machine, flags, sections, abi=8):
     """Return an ELF file with these sections. Only the fields that `code_object` reads are set."""
     names = b"".join(name.encode() + b"\0" for name in [*sections, ".shstrtab"])
     image = bytearray(64)
@@ -134,7 +202,7 @@ def elf(machine, flags, sections):
         place = names.index(name.encode())
         headers.append(struct.pack("<IIQQQQ24x", place, 1, 0, 0, len(image), len(content)))
         image += content
-    image[:9] = b"\x7fELF\2\1\1\0\x08"
+    image[:9] = b"\x7fELF\2\1\1\0" + bytes([abi])
     image[18:20] = struct.pack("<H", machine)
     image[40:52] = struct.pack("<QI", len(image), flags)
     image[58:64] = struct.pack("<3H", 64, len(headers), len(headers) - 1)
@@ -347,6 +415,16 @@ def test_bad_manifests_are_refused_with_the_command_that_mends_them(tmp_path):
         manifest_of(tmp_path, **changes)
         with pytest.raises(BackendError, match=message):
             manifest.read_manifest("gfx90a", tmp_path)
+
+
+def test_only_comments_and_blank_lines_leave_the_digest_of_a_source() -> None:
+    source = 'x = 1  # one\n# two\n\n\ny = """\n# text\n\n"""  # three\nz = "# no comment"\n'
+    plain = 'x = 1\ny = """\n# text\n\n"""\nz = "# no comment"'
+    assert manifest.without_comments(source) == plain
+    assert manifest.without_comments(plain) == plain
+    for path in (Path(manifest.__file__).parent / "triton").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert ast.dump(ast.parse(manifest.without_comments(text))) == ast.dump(ast.parse(text)), path.name
 
 
 def test_a_changed_source_makes_its_own_kernels_stale_and_no_other() -> None:

@@ -292,6 +292,29 @@ def test_linear_and_its_gradients(isa, dtype, n, o, k):
     compare(cases.linear(dtype, n, o, k), factor=2.0)
 
 
+@pytest.mark.parametrize(("n", "o", "k"), [(3, 33, 5), (300, 70, 129), (64, 130, 2050), (600, 9, 65)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bf16_products_are_ours_without_bf16_instructions(isa, monkeypatch, n, o, k, with_bias):
+    """Forward and both gradients. torch computes none of them."""
+    monkeypatch.setattr("frontier_llm.ops.cpu.has_bf16_instructions", lambda: False)
+    monkeypatch.setattr("frontier_llm.ops.cpu.F.linear", None)
+    ops = CpuOps()
+    x, weight, grad = (normal(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate(((n, k), (o, k), (n, o))))
+    bias = normal(o, dtype=torch.bfloat16, seed=3) if with_bias else None
+    for each in (x, weight, bias):
+        if each is not None:
+            each.requires_grad_()
+    y = ops.linear(x.view(1, n, k), weight, bias)
+    y += 0  # the sum over tp is in place
+    y.backward(grad.view(1, n, o))
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    close(y[0], exact)
+    close(x.grad, grad.double() @ weight.double())
+    close(weight.grad, grad.double().t() @ x.double())
+    if bias is not None:
+        close(bias.grad, grad.double().sum(0))
+
+
 def test_weight_gradient_of_a_slice_of_a_wider_buffer(isa):
     main = torch.zeros(6, 50)[:, 5:45]
     x = normal(2, 9, 40, dtype=torch.bfloat16)

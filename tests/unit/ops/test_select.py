@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from frontier_llm.config import load_run
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import AttentionNeeds, Scores, native, providers, reference, sdpa, select, select_ops
@@ -308,7 +309,7 @@ def test_flash_attn_gets_documents_as_runs(monkeypatch):
     assert starts.tolist() == [0, 2, 4, 7, 8] and longest == 3
 
     def varlen(
-        q, k, v, starts_q, starts_k, longest_q, longest_k, *, softmax_scale, causal
+        q, k, v, starts_q, starts_k, longest_q, longest_k, *, softmax_scale, causal, deterministic
     ):  # stand-in with the semantics of the package
         parts = []
         for begin, end in itertools.pairwise(starts_q):
@@ -320,6 +321,85 @@ def test_flash_attn_gets_documents_as_runs(monkeypatch):
     q, k, v = (torch.randn(4, 2, 3, 8, dtype=torch.float64) for _ in range(3))
     got = attention(q, k, v, Scores(0.3, documents_BS=documents))
     torch.testing.assert_close(got, reference.attention(q, k, v, Scores(0.3, documents_BS=documents)))
+
+
+@pytest.fixture
+def gpu_ops(monkeypatch):
+    """Let flash_attn, cudnn and the prebuilt kernels look available, and restore torch's deterministic switch."""
+    for name in ("flash_attn", "triton", "cudnn"):
+        provider = dataclasses.replace(
+            providers.PROVIDERS[name],
+            missing=lambda: "",
+            version=lambda: "here",
+            load=lambda name=name: {"attention": name},
+            load_deterministic=lambda name=name: {"attention": f"{name}, deterministic"},
+        )
+        monkeypatch.setitem(providers.PROVIDERS, name, provider)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def test_deterministic_ops_are_chosen_or_the_log_says_what_differs(gpu_ops, capsys):
+    fastest = select_ops(OpsConfig(), "cuda", torch.bfloat16)
+    assert fastest.attention == "flash_attn" and "attention (flash_attn)" in fastest.not_repeatable
+    assert "a resume is not equal to the bit: attention (flash_attn)" in capsys.readouterr().err
+    assert not torch.are_deterministic_algorithms_enabled()
+    equal = select_ops(OpsConfig(deterministic=True), "cuda", torch.bfloat16)
+    assert equal.attention == "flash_attn, deterministic" and equal.not_repeatable == ""
+    assert "not equal to the bit" not in capsys.readouterr().err
+    assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_a_back_end_that_is_never_deterministic_is_refused_on_a_gpu_only(gpu_ops):
+    with pytest.raises(BackendError, match="cudnn does not give equal bits in two runs") as caught:
+        select_ops(OpsConfig(deterministic=True, attention="cudnn"), "cuda", torch.bfloat16)
+    assert "ops.deterministic=false" in str(caught.value)
+    outcome = select.choose(
+        "attention", "auto", "cuda", torch.bfloat16, first=("cudnn", "sdpa", "triton"), deterministic=True
+    )
+    assert outcome.provider.name == "triton" and "passed over cudnn" in outcome.why
+    ops = select_ops(OpsConfig(deterministic=True, attention="sdpa"), "cpu", torch.bfloat16)
+    assert ops.not_repeatable == "" and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("asked", "interval", "expected"), [("auto", 0, False), ("auto", 5, True), (False, 5, False), (True, 0, True)]
+)
+def test_auto_means_deterministic_if_steps_are_computed_twice(monkeypatch, asked, interval, expected):
+    config = load_run("quickstart", [f"ops.deterministic={str(asked).lower()}", f"guard.recompute_interval={interval}"])
+    with patch.object(select, "select_ops") as chosen:
+        select.select_run_ops(config, "cpu", attends_in_parts=False)
+    assert chosen.call_args.kwargs["deterministic"] is expected
+
+
+def test_every_row_of_the_list_says_whether_it_is_deterministic():
+    rows = {(row["op"], row["device"], row["backend"]): row["deterministic"] for row in backends("bf16")}
+    assert {value for (_, device, _), value in rows.items() if device == "cpu"} == {"always"}
+    on_gpu = {backend: value for (op, device, backend), value in rows.items() if (op, device) == ("attention", "cuda")}
+    assert on_gpu == {
+        "reference": "on request",
+        "sdpa": "never",
+        "cudnn": "never",
+        "triton": "always",
+        "flash_attn": "on request",
+    }
+
+
+def test_attention_that_misreads_a_view_of_fused_qkv_is_refused(monkeypatch):
+    """As ROCm/pytorch#3230 on MI300X: `v` is read as if it were contiguous."""
+    assert sdpa.views_missing("cpu") == ""
+    right = sdpa.F.scaled_dot_product_attention
+
+    def misread(q, k, v, **options):
+        return right(q, k, v.as_strided(v.shape, torch.empty(v.shape).stride(), v.storage_offset()), **options)
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", misread)
+    sdpa.views_missing.cache_clear()
+    assert "over views of a fused QKV has a wrong output" in sdpa.views_missing("cpu")
+    sdpa.views_missing.cache_clear()
 
 
 def test_weight_gradient_through_torch():

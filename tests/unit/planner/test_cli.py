@@ -20,6 +20,7 @@ from frontier_llm.cluster import sites
 from frontier_llm.config import load_model
 from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
+from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.planner import report
 from frontier_llm.planner.figures import simulated_part
 from frontier_llm.topology.plan import make_plan
@@ -291,7 +292,7 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     )
     assert code == 0
     assert f"frontier-llm train {emitted}" in out
-    config = load_run(str(emitted))
+    config = resolve_precision(load_run(str(emitted)))
     base = load_run("quickstart")
     assert (config.model, config.batch.global_batch, config.data) == (base.model, base.batch.global_batch, base.data)
     assert config.parallel.data == 2

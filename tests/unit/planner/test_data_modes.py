@@ -98,6 +98,9 @@ def test_copies_inside_a_node_are_proposed_where_they_are_faster_and_emitted(tmp
     assert set(zip(in_a_node.tp.tolist(), in_a_node.data_shard.tolist(), strict=True)) == {
         (tp, shard) for tp in (1, 2, 4, 8) for shard in (0, 2, 4, 8) if tp * shard <= 8
     }
+    # tensor groups that may span nodes do not let copies span nodes
+    wider = enumerate_layouts(MODEL, 32, 256, 8, parse_fixed(["data_mode=fsdp"]), tp_max=16)
+    assert max(wider.tp) == 16 and max(wider.tp * wider.data_shard) == 8
 
 
 def test_simulation_equals_the_closed_form_and_the_breakdown_adds_up() -> None:
@@ -123,7 +126,7 @@ def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
     if mode == "fsdp":
         with pytest.raises(
             LayoutError,
-            match=r"comm\.in_flight: one communication at a time on frontier, but fsdp issues its own",
+            match=r"comm\.in_flight: fsdp starts collectives in its own order, and only one .* on frontier",
         ):
             emit(path, Request("llama-2-7b", "frontier"), machine, found, FRONTIER, None)
         assert {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from frontier_llm.blueprint.layout import SHARDING, Layout, layout_of
-from frontier_llm.config.load import build, load_model
+from frontier_llm.config.load import build, load_model, load_run
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine.load import load_machine, rates
@@ -19,6 +20,7 @@ from frontier_llm.planner.candidates import enumerate_layouts, legal_node_counts
 from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.time import step_s
+from frontier_llm.planner.emit import Request, emit
 from frontier_llm.planner.report import breakdown, layout_words
 from frontier_llm.planner.search import RESOLUTION, default_global_batch, search, simulate_layout, smallest_machine
 from frontier_llm.topology.plan import plan_problems, split_layers
@@ -246,6 +248,17 @@ def test_cross_node_tp_is_priced_only_on_request() -> None:
     assert found.across is not None
     assert found.across.layout.tp > 8 >= found.best.layout.tp
     assert found.across.step_s > found.best.step_s
+
+
+def test_an_emitted_run_with_a_tensor_group_over_nodes_permits_it(tmp_path: Path) -> None:
+    fixed = parse_fixed(["tensor=16", "recompute=full", "micro_batch=1", "zero=1"])
+    found = search(load_model("gpt-22b"), FRONTIER, 4, 256, fixed)
+    path = tmp_path / "wide.yaml"
+    emit(path, Request("gpt-22b", "frontier"), load_machine("frontier"), found, FRONTIER, None)
+    config = load_run(str(path))
+    assert config.parallel.tensor == 16 and config.parallel.cross_node_tensor
+    (problem,) = plan_problems(load_run(str(path), ["parallel.cross_node_tensor=false"]), 32)
+    assert problem.where == "parallel.tensor" and "a node of machine frontier has 8 devices" in problem.what
 
 
 def test_ranking_memory_is_that_of_the_exact_stages() -> None:

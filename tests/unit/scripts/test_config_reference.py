@@ -28,6 +28,12 @@ def test_the_page_is_up_to_date(reference: ModuleType) -> None:
     assert (ROOT / "docs" / "generated" / "configuration.md").read_text(encoding="utf-8") == reference.page()
 
 
+def test_a_type_without_words_is_an_error(reference: ModuleType) -> None:
+    assert reference.type_text("StepRange") == "a step, or FIRST-LAST"
+    with pytest.raises(ValueError, match=r"Annotated\[str, BeforeValidator\(str\)\] has no words"):
+        reference.type_text("Annotated[str, BeforeValidator(str)]")
+
+
 def test_a_field_without_a_comment_is_an_error(reference: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(schema.__file__).read_text(encoding="utf-8")
     line = next(line for line in source.splitlines() if line.startswith("    clip_norm: "))

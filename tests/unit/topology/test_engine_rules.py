@@ -38,15 +38,17 @@ DEEPSPEED = {"engine": "deepspeed"}
         ),
         (
             {"parallel": {"data_mode": "fsdp"}, "comm": {"in_flight": "one"}},
-            "comm.in_flight: one communication at a time on local, but fsdp",
+            "comm.in_flight: fsdp starts collectives in its own order, "
+            "and only one communication may be in flight on local",
         ),
         (
             {"parallel": {"data_mode": "fsdp"}, "machine": "lumi"},
-            "comm.in_flight: one communication at a time on lumi, but fsdp issues",
+            "comm.in_flight: fsdp starts collectives in its own order, "
+            "and only one communication may be in flight on lumi",
         ),
         (
             {"optimizer": DEEPSPEED, "machine": "frontier"},
-            "comm.in_flight: one communication at a time on frontier, but deepspeed",
+            "comm.in_flight: deepspeed starts collectives in its own order",
         ),
     ],
 )

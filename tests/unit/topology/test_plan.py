@@ -99,6 +99,15 @@ def test_axis_order_must_exist() -> None:
     assert all(order in problem.fix for order in AXIS_ORDERS)
 
 
+def test_tensor_parallelism_stays_inside_a_node() -> None:
+    wide = {"heads": 16, "kv_heads": 16}
+    problem = only(config(tensor=16, model=wide), 16, "parallel.tensor")
+    assert problem.what == "16 tensor ranks span nodes: a node of machine local has 8 devices"
+    assert problem.fix == "set parallel.tensor=8 or less, or parallel.cross_node_tensor=true to measure it"
+    measured = config(tensor=16, model=wide, cross_node_tensor=True)
+    assert make_plan(measured, 16).grid.tp == 16
+
+
 @pytest.mark.parametrize(
     ("where", "model", "tensor"),
     [

@@ -181,7 +181,10 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, de
     (tmp_path / "there").touch()
     files = {vendor: str(tmp_path / ("there" if vendor == driver else "missing")) for vendor in ("amd", "nvidia")}
     monkeypatch.setattr(checks, "GPU_FILES", files)
-    config = load_run("quickstart", [f"train.run_dir={tmp_path}", f"train.device={device}", f"machine={machine}"])
+    config = load_run(
+        "quickstart",
+        ["precision.dtype=bf16", f"train.run_dir={tmp_path}", f"train.device={device}", f"machine={machine}"],
+    )
     if not refused:
         return checks.check_start(config, 4)
     expected = (
@@ -290,7 +293,9 @@ def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch)
 def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monkeypatch, free_bytes, free_files, fits):
     disk = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096, f_favail=free_files, f_files=10**6)
     monkeypatch.setattr(checks.os, "statvfs", lambda path: disk)
-    config = load_run("quickstart", [f"train.run_dir={tmp_path}", "train.save_interval=10", "train.steps=100"])
+    config = load_run(
+        "quickstart", ["precision.dtype=bf16", f"train.run_dir={tmp_path}", "train.save_interval=10", "train.steps=100"]
+    )
     problems = checks._space_problems(config, 4)
     if fits:
         assert problems == []

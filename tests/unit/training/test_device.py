@@ -17,10 +17,12 @@ from frontier_llm import libraries
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.config.load import find_file
 from frontier_llm.errors import FrontierError
+from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.ops import manifest
 from frontier_llm.run.job_secret import VARIABLE
 from frontier_llm.run.launchers import RankEnv
 from frontier_llm.run.rank_env import node_name
+from frontier_llm.topology.engine_rules import in_flight
 from frontier_llm.training import device, join
 from frontier_llm.training.device import DeviceError, choose_device, find_device
 from tests.harness.gpus import pretend_gpus, pretend_torch
@@ -128,6 +130,49 @@ def test_a_gpu_that_does_not_compute_is_an_error_of_this_rank(monkeypatch: pytes
     assert f"the GPU of rank 0 on {node_name()} cannot be used: HIP error: unspecified launch failure\n    fix:" in str(
         found.error
     )
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "expected"),
+    [
+        ("local", "gfx90a", "one"),
+        ("local", "gfx942", "many"),
+        ("mi250", "gfx90a", "one"),
+        ("h100", "sm_90", "many"),
+        ("stated.yaml", "gfx90a", "one"),
+        ("measured.yaml", "gfx90a", "many"),
+    ],
+)
+def test_the_device_decides_how_many_communications_are_in_flight(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, architecture: str, expected: str
+) -> None:
+    for name, tag in (("stated", "published"), ("measured", "measured")):
+        many = f"in_flight: {{mode: many, tag: {tag}, source: a hang test}}"
+        (tmp_path / f"{name}.yaml").write_text(f"base: frontier\n{many}\n")
+    pretend_gpus(monkeypatch, architecture=architecture)
+    config = run(f"machine={tmp_path / machine if machine.endswith('.yaml') else machine}")
+    found = find_device(config, place(), None)
+    assert in_flight(config, found.architecture) == expected
+    if machine != "local":  # the planner uses the machine file's architecture, for this program's own stack
+        numbers = load_machine(config.machine)
+        assert rates(numbers, own_stack(numbers)).one_in_flight == (expected == "one")
+
+
+def test_many_by_name_is_used_on_gfx90a_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_gpus(monkeypatch)
+    config = run("machine=local", "comm.in_flight=many")
+    assert in_flight(config, find_device(config, place(), None).architecture) == "many"
+    assert "comm.in_flight=many may hang on gfx90a: ROCm/rccl#2191" in capsys.readouterr().err
+
+
+def test_fsdp_is_refused_on_a_gfx90a_that_no_machine_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run("machine=local", "parallel.data_mode=fsdp")
+    pretend_gpus(monkeypatch)
+    assert "only one communication may be in flight on gfx90a devices" in str(find_device(config, place(), None).error)
+    pretend_gpus(monkeypatch, architecture="gfx942")
+    assert find_device(config, place(), None).error is None
 
 
 def test_facts_tell_torches_kernels_and_libraries_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from frontier_llm.config import RunConfig, load_run
 from frontier_llm.config.load import find_file
 from frontier_llm.errors import BackendError, ConfigError
 from frontier_llm.machine.env import environment, rccl_log_variables
-from frontier_llm.machine.rank_variables import ORIGINS
 from frontier_llm.run.job_secret import VARIABLE
 from frontier_llm.run.launchers import RankEnv
 from frontier_llm.run.rank_env import environ
+from frontier_llm.topology.rank_variables import ORIGINS
 from frontier_llm.training import join
 
 PLACE = RankEnv(8, 16, 0, 8, "n1", "n0", 23456, "slurm")

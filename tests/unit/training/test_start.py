@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,18 @@ def test_a_rank_that_waits_for_ever_at_the_start_ends(tmp_path: Path, monkeypatc
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert time.monotonic() - started_s < 30
+
+
+def test_the_first_backward_imports_nothing_large() -> None:
+    """Importing sympy takes seconds, in which the other ranks would wait in a collective."""
+    program = (
+        "import sys; import frontier_llm.training.loop; before = set(sys.modules)\n"
+        "import torch; weight = torch.ones(2, requires_grad=True)\n"
+        "torch.autograd.backward((2 * weight,), (torch.ones(2),))\n"
+        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} - {'torch'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_a_resumed_run_draws_no_weights_and_goes_on_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ SAMPLE = "def f(x):\n    return x < 3 and x > 1  # <script>alert(1)</script>"
 
 
 def make_run(directory: Path, *overrides: str) -> Path:
-    config = load_run("quickstart", overrides)
+    config = load_run("quickstart", ["precision.dtype=bf16", *overrides])
     world = config.parallel.tensor * config.parallel.pipeline * (config.parallel.data or 1)
     directory.mkdir()
     (directory / "config.yaml").write_text(dump(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 
 from frontier_llm.blueprint.layout import layout_of, run_keys
 from frontier_llm.config import load_run
-from frontier_llm.errors import ConfigError, DataError
-from frontier_llm.experiments.measure.fit import scaled
+from frontier_llm.errors import ConfigError, DataError, FrontierError
+from frontier_llm.experiments.measure.fit import Measurements, fit, scaled
 from frontier_llm.experiments.measure.machine_file import write_machine
 from frontier_llm.experiments.tuning.constants import tuned_machine
 from frontier_llm.experiments.tuning.search import Everything, Limits, Proposal, Tuner, run_search
@@ -212,14 +213,14 @@ def test_a_layout_with_every_axis_is_run_as_what_it_is(run: str, overrides: list
 
 
 def measured_on(space: Space, true: Rates, trials: int, noise: float) -> Everything:
-    """Run trials of a machine with the constants `SLOWER`. Their log times have the standard deviation `noise`."""
+    """Run trials of a machine with the constants `true`. Their log times have the standard deviation `noise`."""
     rng = np.random.default_rng(5)
     search = Everything(space, [])
 
     def measure(proposal: Proposal, limit_s: float) -> Trial:
         disturbance = float(np.exp(rng.normal(0, noise)))
         layout = space.plans[proposal.number].layout
-        step_s = disturbance * simulate_layout(space.config.model, layout, SLOWER).step_s
+        step_s = disturbance * simulate_layout(space.config.model, layout, true).step_s
         return trial_of(search, proposal, step_s)
 
     run_search(search, 9, Limits(1e9, 1, trials), measure, lambda rows: None)
@@ -227,6 +228,16 @@ def measured_on(space: Space, true: Rates, trials: int, noise: float) -> Everyth
 
 
 SLOWER = scaled(NUMBERS, ("gemm_efficiency", "fabric_bytes_s"), np.log([0.5, 0.1]))
+
+
+def test_without_scipy_the_error_names_the_option_of_its_caller(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = measured_on(space, SLOWER, 2, noise=0.0)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(FrontierError, match="--emit-machine: scipy is not installed"):
+        tuned_machine(search)
+    measurements = Measurements(NUMBERS, (), lambda own: np.zeros(0), np.zeros(0), 1.0, 1.0)
+    with pytest.raises(FrontierError, match=r"program\.py: scipy is not installed"):
+        fit(measurements, needed_by="program.py", evaluations=1)
 
 
 def test_constants_that_have_changed_are_found_and_written(space: Space, tmp_path: Path) -> None:

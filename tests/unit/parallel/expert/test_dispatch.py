@@ -82,9 +82,13 @@ def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tupl
     Correct sums and gradients equal an all-to-all of one stage.
     """
     grid = Grid(1, 1, 4, ep=4 // etp, etp=etp)
-    axis = build_mesh(grid, rank, ranks_per_node=per_node, timeout_s=30.0, experts=True, by_node=True).ep
+    mesh = build_mesh(grid, rank, ranks_per_node=per_node, timeout_s=30.0, experts=True, by_node=True)
+    axis = mesh.ep
     assert axis.levels is not None and axis.nodes == 4 // per_node
     node, rail = axis.levels
+    # only axes of experts interleave two microbatches
+    assert mesh.world.interleaving is None and mesh.dp.interleaving is None
+    assert axis.interleaving is not None and rail.interleaving is axis.interleaving
     experts_Nk = chosen(kind, rank, 5 * rank)  # rank 0 has no tokens
     x_NH = torch.randn(len(experts_Nk), WIDTH, dtype=torch.float64, requires_grad=True)
     weights_Nk = torch.rand(experts_Nk.shape, dtype=torch.float64, requires_grad=True)

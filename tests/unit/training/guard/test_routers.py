@@ -17,7 +17,7 @@ def routing(share: float) -> dict:
     load_LE[2, 0] = 100 * share
     load_LE[2, 1:8] = (200 - 100 * share) / 7
     load_LE[:, 8], load_LE[:, 9] = 100 * 2.0, 0.0
-    return summary(load_LE, MODEL)
+    return summary(load_LE.numpy(), MODEL)
 
 
 def test_the_figures_of_a_step() -> None:

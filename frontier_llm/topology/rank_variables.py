@@ -21,6 +21,9 @@ from frontier_llm.machine.load import load_machine
 from frontier_llm.run import job_secret
 from frontier_llm.run.launchers import RankEnv
 from frontier_llm.run.rank_env import adopt, environ, environment, put
+from frontier_llm.topology.engine_rules import in_flight
+from frontier_llm.topology.plan import plan_as_given
+from frontier_llm.topology.streams import most_streams
 from frontier_llm.units import strict_json
 
 ORIGINS = "FRONTIER_LLM_VARIABLE_ORIGINS"  # JSON: name of a variable -> what set it
@@ -40,14 +43,23 @@ def shards_weights(config: RunConfig) -> bool:
     return config.parallel.data_mode == "fsdp"
 
 
-def run_variables(config: RunConfig, nodes: int) -> list[Variable]:
+def run_variables(config: RunConfig, nodes: int, ranks_per_node: int | None = None) -> list[Variable]:
     """Return the variables that the ranks of a run on `nodes` nodes need.
 
-    Raises ConfigError for a machine whose environment is unknown.
+    `ranks_per_node` is by default the number of the machine's devices per node. Raises ConfigError for a machine whose
+    environment is unknown.
     """
     run_dir = str(Path(config.train.run_dir).resolve())
     machine = machine_env.environment(environment_name(config.machine), nodes, shards_weights(config))
-    return [*machine, machine_env.flight_record_variable(run_dir)]
+    variables = {variable.name: variable for variable in machine}
+    if machine_env.QUEUES in variables and in_flight(config) == "many":
+        ranks_per_node = ranks_per_node or load_machine(config.machine).devices_per_node
+        world_size = nodes * ranks_per_node
+        if world_size % config.parallel.model_ranks == 0:  # `doctor` may examine fewer nodes than the run needs
+            plan = plan_as_given(config, world_size)
+            streams = most_streams(config, plan.grid, plan.placement, ranks_per_node)
+            variables[machine_env.QUEUES] = machine_env.queues_variable(streams)
+    return [*variables.values(), machine_env.flight_record_variable(run_dir)]
 
 
 def known_origins(variables: Mapping[str, str], site_file: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
@@ -74,7 +86,7 @@ def set_rank_variables(config: RunConfig, place: RankEnv, folder: Path | None = 
     if folder is None and secret:
         folder = job_secret.folder_of(secret.encode())
     nodes = node_count(place)
-    wanted = run_variables(config, nodes)
+    wanted = run_variables(config, nodes, place.local_world_size)
     if folder is None:
         wanted = [variable for variable in wanted if not variable.differs_by_rank]
     elif place.local_rank == 0 and needs_network_plugin(config, nodes):

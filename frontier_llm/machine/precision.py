@@ -1,0 +1,67 @@
+"""Resolution of `precision.dtype: auto` to the working precision that fits the device of a run. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from frontier_llm import log
+from frontier_llm.config import RunConfig
+from frontier_llm.machine.env import GPU_FILES
+from frontier_llm.machine.load import load_machine
+from frontier_llm.machine.processor import chosen_set, cpu_facts, has_bf16_instructions
+from frontier_llm.run.complete import BrokenManifest, manifest_bytes, step_name
+from frontier_llm.run.run_dir import latest_step
+
+AUTO = "auto"
+
+
+def resolve_precision(config: RunConfig) -> RunConfig:
+    """Return the run with `precision.dtype: auto` replaced by a type, and log the type with its reason.
+
+    A run that has a checkpoint keeps the checkpoint's type, also on another CPU. Otherwise the type is bf16 on a GPU
+    and on a CPU with bf16 instructions, and fp32 on other CPUs. No time is measured, so that all ranks and every
+    resume decide alike.
+    """
+    if config.precision.dtype != AUTO:
+        return config
+    dtype, reason = _choice(config)
+    log.info(f"precision.dtype=auto: {dtype}, because {reason}")
+    precision = config.precision.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"precision": precision})
+
+
+def _choice(config: RunConfig) -> tuple[str, str]:
+    """Return the type and its reason."""
+    run_dir = Path(config.train.run_dir)
+    recorded = recorded_dtype(run_dir)
+    if recorded is not None:
+        return recorded, f"the newest checkpoint in {run_dir} was trained in it"
+    if _uses_gpu(config):
+        return "bf16", "the device is a GPU"
+    if has_bf16_instructions():
+        return "bf16", "this CPU has bf16 instructions"
+    model, _ = cpu_facts()
+    return "fp32", f"this CPU ({model}, {chosen_set().name}) has no bf16 instructions"
+
+
+def recorded_dtype(run_dir: Path) -> str | None:
+    """Return the type of the newest complete checkpoint of a run. None without a readable checkpoint."""
+    step = latest_step(run_dir)
+    if not step:
+        return None
+    try:
+        content = json.loads(manifest_bytes(run_dir / "checkpoints" / step_name(step)))
+        dtype = content["config"]["precision"]["dtype"]
+    except (BrokenManifest, ValueError, TypeError, KeyError, RecursionError):
+        return None  # loading the checkpoint reports the fault
+    return dtype if isinstance(dtype, str) and dtype != AUTO else None
+
+
+def _uses_gpu(config: RunConfig) -> bool:
+    """Return True if the run's device is a GPU: by train.device, the machine file, or the driver's files."""
+    if config.train.device != "auto":
+        return config.train.device == "cuda"
+    if load_machine(config.machine).device.vendor != "none":
+        return True
+    return any(Path(path).exists() for path in GPU_FILES.values())

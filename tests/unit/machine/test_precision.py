@@ -1,0 +1,71 @@
+"""precision.dtype=auto: the type by the device and its instructions, and the type that a resumed run keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.config import load_run
+from frontier_llm.machine import precision
+from frontier_llm.machine.precision import resolve_precision
+from frontier_llm.run.complete import MANIFEST, MANIFEST_DIGEST, digest_line, step_name
+from frontier_llm.training.agreement import RankReport, judge
+
+
+def resolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_bf16: bool, *words: str) -> str:
+    monkeypatch.setattr(precision, "has_bf16_instructions", lambda: has_bf16)
+    config = load_run("quickstart", [f"train.run_dir={tmp_path}", *words])
+    return resolve_precision(config).precision.dtype
+
+
+@pytest.mark.parametrize(
+    ("has_bf16", "words", "dtype", "reason"),
+    [
+        (True, (), "bf16", "this CPU has bf16 instructions"),
+        (False, (), "fp32", "has no bf16 instructions"),
+        (False, ("train.device=cuda",), "bf16", "the device is a GPU"),
+        (False, ("train.device=auto", "machine=frontier"), "bf16", "the device is a GPU"),
+        (False, ("train.device=cpu", "machine=frontier"), "fp32", "has no bf16 instructions"),
+    ],
+)
+def test_the_type_fits_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, has_bf16: bool, words, dtype: str, reason: str
+) -> None:
+    assert resolved(monkeypatch, tmp_path, has_bf16, *words) == dtype
+    told = capsys.readouterr().err
+    assert f"precision.dtype=auto: {dtype}, because" in told and reason in told
+
+
+def test_a_type_by_name_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    assert resolved(monkeypatch, tmp_path, False, "precision.dtype=bf16") == "bf16"
+    assert "auto" not in capsys.readouterr().err
+
+
+def save(run_dir: Path, step: int, dtype: str) -> None:
+    folder = run_dir / "checkpoints" / step_name(step)
+    folder.mkdir(parents=True)
+    manifest = {"progress": {"step": step}, "shards": [], "config": {"precision": {"dtype": dtype}}}
+    content = json.dumps(manifest).encode()
+    (folder / MANIFEST).write_bytes(content)
+    (folder / MANIFEST_DIGEST).write_bytes(digest_line(content))
+
+
+def test_a_resume_on_another_cpu_keeps_the_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    save(tmp_path, 100, "bf16")
+    save(tmp_path, 200, "fp32")
+    assert resolved(monkeypatch, tmp_path, True) == "fp32"
+    assert "was trained in it" in capsys.readouterr().err
+    (tmp_path / "checkpoints" / step_name(200) / MANIFEST).write_text("{}")  # damaged, so the older one counts
+    assert resolved(monkeypatch, tmp_path, False) == "bf16"
+
+
+def test_ranks_on_another_kind_of_cpu_are_named() -> None:
+    reports = [RankReport(f"n{rank}", {"device": "cpu", "precision": "fp32"}) for rank in range(3)]
+    reports.append(RankReport("n3", {"device": "cpu", "precision": "bf16"}))
+    failure = judge(reports)
+    assert failure is not None and failure.rank == 3
+    text = "\n".join(failure.message)
+    assert "rank 3 on n3 differs from most ranks: precision is bf16, elsewhere fp32" in text
+    assert "set precision.dtype=" in text
