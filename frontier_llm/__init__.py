@@ -1,18 +1,11 @@
 """Pretraining with tensor, pipeline and ZeRO-1 data parallelism on MI250X supercomputers. Also runs on a laptop.
 
-The names below are the public interface. Each is imported at its first use, so that planning imports no torch.
+The names below are the public interface. Each is imported at its first use, so that planning imports no
+torch. `__init__.pyi` has them for type checkers.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from frontier_llm.api.checkpoint import Model, evaluate, open_checkpoint, score
-    from frontier_llm.api.plan import Plan, plan
-    from frontier_llm.api.run import Run, list_runs, load_run, read_metrics
-    from frontier_llm.api.train import Result, train
-    from frontier_llm.api.trainer import Trainer
-    from frontier_llm.errors import FrontierError, RankFailure
+from typing import Any
 
 __version__ = "0.1.0"
 

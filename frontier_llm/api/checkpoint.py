@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,7 +79,8 @@ class Model(torch.nn.Module):
         if names == "module":
             return super().state_dict(*args, **more)
         if names == "run":
-            return {parameter.spec.name: parameter.detach() for parameter in self.stage.parameters()}  # type: ignore[attr-defined]
+            parameters: Iterable[Any] = self.stage.parameters()
+            return {parameter.spec.name: parameter.detach() for parameter in parameters}
         source = self._opened.source
         weights: dict[str, Tensor] = {}
         for rule in family_for(self.config).names.rules(self.config):

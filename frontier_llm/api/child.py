@@ -11,7 +11,7 @@ from pathlib import Path
 
 from frontier_llm.cli.main import parse
 from frontier_llm.errors import FrontierError
-from frontier_llm.files import LIFT_VARIABLE, lift_bounds
+from frontier_llm.files import LIFT_VARIABLE, lift_bounds, write_atomically
 from frontier_llm.machine.processor import limit_instruction_set
 from frontier_llm.run.rank_env import environ
 from frontier_llm.units import strict_json
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         return int(parsed.work(parsed))
     except FrontierError as error:
         problems = [asdict(problem) for problem in error.problems]
-        Path(report).write_text(strict_json({"kind": type(error).__name__, "problems": problems}), encoding="utf-8")
+        write_atomically(Path(report), strict_json({"kind": type(error).__name__, "problems": problems}))
         print(error, file=sys.stderr)
         return error.exit_code
 

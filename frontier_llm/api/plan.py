@@ -119,7 +119,9 @@ def plan(
     """
     if isinstance(model_or_run, str | Path):
         run = None
-        model, batch, shared = load_model(str(model_or_run)), None, {}
+        model = load_model(str(model_or_run))
+        batch = None
+        shared: dict[str, Any] = {}
     else:
         run = load_run(model_or_run)
         model, batch, shared = _longest_phase(run)

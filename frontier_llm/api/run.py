@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ import yaml
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.config import load_run as read_run
 from frontier_llm.errors import ConfigError
+from frontier_llm.files import write_atomically
 from frontier_llm.run import run_dir as records
+from frontier_llm.units import strict_json
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,8 @@ class Run:
 
     def write(self, path: str | Path) -> Path:
         """Write the run file, for `frontier-llm train` or `submit`. Returns its path."""
-        path = Path(path)
-        path.write_text(self.to_yaml(), encoding="utf-8")
-        return path
+        write_atomically(Path(path), self.to_yaml())
+        return Path(path)
 
 
 def load_run(
@@ -62,14 +62,14 @@ def load_run(
 
     Raises FrontierError with every unknown key and wrong value. Its `.what`, `.why` and `.fix` describe the first.
     """
-    words = [f"{key}={json.dumps(value)}" for key, value in {**(overrides or {}), **more}.items()]
+    words = [f"{key}={strict_json(value, indent=None)}" for key, value in {**(overrides or {}), **more}.items()]
     if isinstance(source, Run):
         source = source.to_dict()
     if isinstance(source, Mapping):
         # The file's folder is temporary, so relative paths in a dictionary count from the working directory.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "dictionary.yaml"
-            path.write_text(yaml.safe_dump(dict(source), sort_keys=False), encoding="utf-8")
+            write_atomically(path, yaml.safe_dump(dict(source), sort_keys=False))
             return Run(read_run(str(path), words))
     return Run(read_run(str(source), words))
 
