@@ -209,11 +209,12 @@ def native_libraries() -> list[Extension]:
 
 
 def shared_files() -> list[tuple[str, list[str]]]:
-    """configs/, slurm/ and launch/ as data files, so that an installed wheel finds them (config.load.configs_dir,
-    cluster.sites.root_dir).
+    """configs/, slurm/, launch/ and the page of other frameworks' names as data files, so that an installed wheel finds
+    them (config.load.configs_dir, cluster.sites.root_dir, config.foreign).
     """
     folders: dict[str, list[str]] = {}
-    for path in sorted(path for name in ("configs", "slurm", "launch") for path in (ROOT / name).rglob("*")):
+    found = [path for name in ("configs", "slurm", "launch") for path in (ROOT / name).rglob("*")]
+    for path in sorted([*found, ROOT / "docs" / "coming_from.md"]):
         if path.is_file():
             folders.setdefault(str(Path("share/frontier_llm") / path.parent.relative_to(ROOT)), []).append(
                 str(path.relative_to(ROOT))
@@ -247,7 +248,7 @@ setup(
     entry_points={
         "console_scripts": [
             "frontier-llm = frontier_llm.cli.main:entry",
-            "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main",
+            "frontier-lm-eval = frontier_llm.cli.lm_eval:main",
         ],
         "lm_eval.models": ["frontier-llm = frontier_llm.inference.lm_eval_model:FrontierLM"],
     },

@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import parse_arguments
-from benchmarks.published.datasets import FITTED, PublishedRun, shipped
+from benchmarks.published.datasets import FITTED, FITTED_ROWS, PublishedRun, machine_path, shipped
 from benchmarks.published.predict import (
     RowPrediction,
     cluster_rates,
     complete,
-    machine_path,
     predict,
     rates_of,
 )
@@ -120,6 +119,12 @@ def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
     return scores
 
 
+def write_fitted_rows() -> None:
+    """Write the ids of the rows on which the constants of FITTED are fitted."""
+    keys = {row.key for row in shipped() if row.may_be_fitted and (row.machine, row.stack) in FITTED}
+    FITTED_ROWS.write_text("".join(f"{key}\n" for key in sorted(keys)), encoding="utf-8")
+
+
 def main() -> None:
     """Fit every stack that has constants to fit and rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -136,8 +141,8 @@ def main() -> None:
         if args.machines and name not in args.machines:
             continue
         rows = [row for row in shipped() if (row.machine, row.stack) == (name, stack)]
-        train = [row for row in rows if row.fitted]
-        unseen = [row for row in rows if not row.fitted]
+        train = [row for row in rows if row.may_be_fitted]
+        unseen = [row for row in rows if not row.may_be_fitted]
         best = fit_rows(train, starting_point(name, cluster_rates(name, stack), keys), keys)
         for title, part in (("fitted", train), ("unseen", unseen)):
             if part:
@@ -149,6 +154,7 @@ def main() -> None:
         for key in keys:
             print(f"    {key} = {value_of(best, key):.4g}")
         if not args.dry_run:
+            write_fitted_rows()
             share = f"{len(train)} of {len(rows)} rows of {train[0].dataset}"
             source = f"fitted on {share} (benchmarks/planner/fit_machines.py)"
             update_machine(

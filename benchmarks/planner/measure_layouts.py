@@ -89,7 +89,7 @@ def main() -> int:
             *SPACE,
             "--steps",
             "12",
-            "--budget-node-hours",
+            "--max-node-hours",
             "100",
             "--output",
             str(output),

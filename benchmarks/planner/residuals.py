@@ -15,9 +15,9 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from benchmarks.harness import MEASURED, parse_arguments, write_measured
-from benchmarks.published.datasets import shipped
+from benchmarks.published.datasets import is_fitted, shipped
 from benchmarks.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
-from benchmarks.published.validate import groups, is_fitted
+from benchmarks.published.validate import groups
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates

@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import re
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,25 @@ from benchmarks.published.rows import (
     layout_of_row,
     model_of,
     number_of,
+    schedule_of,
     seconds_of_row,
     shape_of,
+    software_of,
     unstated_of,
 )
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
-from frontier_llm.errors import DataError
+from frontier_llm.config.load import find_file
+from frontier_llm.errors import DataError, FrontierError
+from frontier_llm.machine.load import load_machine
+from frontier_llm.schedule import names
 
 PUBLISHED = Path(__file__).parent
+MACHINES = PUBLISHED / "machines"
 SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", "collected.tsv")
+
+# Rows that no constant was fitted on and that no limit of a test uses. docs/generated/planner_accuracy.md shows them.
+FURTHER = ("mi250x_rows.tsv", "dgxc_dense.tsv", "dgxc_moe.tsv", "torchtitan_asynctp.tsv", "primus_schedules.tsv")
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,24 @@ class PublishedRun:
     memory_gib: float | None = None
 
     @property
-    def fitted(self) -> bool:
-        """True if constants may be fitted on this row: half of all rows, selected by a hash of the key."""
+    def may_be_fitted(self) -> bool:
+        """True if `fit_machines` may use this row: half of all rows, selected by a hash of the key."""
         return self.known and zlib.crc32(self.key.encode()) % 2 == 0
+
+
+# Ids of the rows on which constants were fitted, one per line. `python -m benchmarks.planner.fit_machines` writes it.
+FITTED_ROWS = PUBLISHED / "fitted_rows.txt"
+
+
+@cache
+def fitted_ids() -> frozenset[str]:
+    """Return the ids of the rows on which a constant was fitted."""
+    return frozenset(FITTED_ROWS.read_text(encoding="utf-8").splitlines())
+
+
+def is_fitted(row: PublishedRun) -> bool:
+    """True if a shipped constant was fitted on this row."""
+    return row.key in fitted_ids()
 
 
 COMPUTE = ("gemm_efficiency", "gemm_k_half", "hbm_efficiency", "kernel_s", "step_s")
@@ -93,6 +118,8 @@ FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("h100", "megatron-core-fp8"): ("linear_speedup",),
     ("frontier", "gpt-neox"): ("unaligned_penalty", "fabric_share"),
 }
+
+FP8_VARIANTS = ("nemo-24.09",)  # stacks whose rows state FP8 in the column precision alone
 
 DATASET_OF = {
     "vtrain-a100": "vTrain multi-node",
@@ -150,6 +177,14 @@ CLUSTERS = (
 )
 
 
+def machine_path(name: str) -> Path:
+    """Return the file of a row's machine: one of this folder that serves validation only, else one shipped with the
+    package.
+    """
+    own = MACHINES / f"{name}.yaml"
+    return own if own.is_file() else find_file(name, "machines")
+
+
 def read_table(path: Path) -> list[Row]:
     """Read the rows of a file. All columns of a throughput table are present; missing ones are empty.
 
@@ -163,7 +198,8 @@ def read_table(path: Path) -> list[Row]:
             where=str(path),
             fix="give a vTrain CSV or a throughput TSV",
         ) from error
-    header = text.partition("\n")[0]
+    lines = [line for line in text.splitlines() if not line.startswith("#") or "iteration time (ms)" in line]
+    header = lines[0] if lines else ""
     delimiter = "\t" if "\t" in header else ","
     columns = set(header.strip().split(delimiter))
     vtrain = "iteration time (ms)" in columns
@@ -177,7 +213,7 @@ def read_table(path: Path) -> list[Row]:
         )
     rows = list[Row]()
     heads = dict[str, str]()
-    for cells in csv.DictReader(text.splitlines(), delimiter=delimiter):
+    for cells in csv.DictReader(lines, delimiter=delimiter):
         row = defaultdict(
             str,
             {key: (value or "").strip() for key, value in (_vtrain(cells) if vtrain else cells).items() if key},
@@ -197,30 +233,67 @@ def read_measurements(path: Path) -> list[PublishedRun]:
     return [run for row in read_table(path) if (run := _published_run(row)) is not None]
 
 
-def read_stated(path: Path) -> tuple[list[PublishedRun], Counter[str]]:
-    """Return the rows of a file that need no assumption, and the number of other rows by reason."""
-    runs = []
-    left_out = Counter[str]()
-    for row in read_table(path):
-        run = _published_run(row)
-        reason = _unlike_anything_here(row)
-        if run is None or reason:
-            left_out[reason or "no time, no model shape or no known cluster"] += 1
-        else:
-            runs.append(run)
-    return runs, left_out
+TIMES = ("sec_per_iter", "tokens_per_s_per_dev", "tflops_per_dev")  # columns that give the time of a step
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A row of a file: the run, or the reason why it has none."""
+
+    key: str
+    run: PublishedRun | None = None
+    reason: str = ""
+
+
+def read_stated(path: Path) -> list[Reading]:
+    """Return one reading per row of a file. Rows that need an assumption about their parallelism have a reason."""
+    readings = []
+    for number, row in enumerate(read_table(path), 1):
+        key = row["id"] or f"row {number}"
+        try:
+            reason = _unlike_anything_here(row) or _unpriced(row)
+            run = None if reason else _published_run(row)
+        except (ValueError, FrontierError) as error:  # pydantic's errors are ValueErrors
+            run = None
+            reason = " ".join(str(error).split())
+        readings.append(Reading(key, run, reason))
+    return readings
+
+
+def _unpriced(row: Row) -> str:
+    """Return the reason why a row has no run, or ''."""
+    pair = _cluster(row)
+    if pair is None:
+        return "no known cluster: give the columns machine and stack"
+    if shape_of(row) is None:
+        return "no model shape: the column hidden is empty"
+    machine, stack = pair
+    try:
+        stacks = load_machine(str(machine_path(machine))).stacks
+    except FrontierError:
+        return f"no machine file {machine!r}"
+    if stack and stack not in stacks:
+        return f"machine {machine!r} has no stack {stack!r}: it has {', '.join(stacks)}"
+    if not any(number_of(row[column]) for column in TIMES):
+        return f"no time: {', '.join(TIMES)} are empty"
+    if not number_of(row["GBS"]):
+        return "the batch (GBS) is not stated"
+    schedule, _ = schedule_of(row["schedule"])
+    if schedule and schedule not in names():
+        return f"no schedule {schedule!r} here"
+    return ""
 
 
 def _unlike_anything_here(row: Row) -> str:
     """Return the reason why no layout here matches this row, or ''."""
     words = " ".join((row["id"], row["model"], row["TP"], row["zero_or_shard"], row["seq_parallel"])).lower()
+    mentions_experts = re.search(r"\bmoe\b|mixture|experts|\b\d+x\d+b|-a\d+b\b", words)
+    mentions_context = re.search(r"context.parallel|ring.attention|ulysses|\bcp ?[2-9]", words)
     reasons = {
         "parallelism of other dimensions": "d:" in row["TP"].lower(),
         "tensor or pipeline degree not stated": not row["TP"] or not row["PP"],
-        "experts": number_of(row["experts"]) > 1
-        or bool(re.search(r"\bmoe\b|mixture|experts|\b\d+x\d+b|-a\d+b\b", words)),
-        "context parallelism": number_of(row["CP"]) > 1
-        or bool(re.search(r"context.parallel|ring.attention|ulysses|\bcp ?[2-9]", words)),
+        "experts whose number is not stated": bool(mentions_experts) and not number_of(row["experts"]),
+        "context parallelism whose degree is not stated": bool(mentions_context) and not number_of(row["CP"]),
         "ZeRO-3 of another system": bool(re.search(r"zero(-| |)(stage |)3|stage.?3", words)),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
@@ -268,6 +341,7 @@ def _published_run(row: Row) -> PublishedRun | None:
         "n": "unfused",
     }.get(row["flash_attn"][:1]):
         software["attention"] = flash
+    software.update(software_of(row))
     return PublishedRun(
         key=row["id"],
         dataset=_dataset(row["id"], machine, stack),
@@ -280,6 +354,7 @@ def _published_run(row: Row) -> PublishedRun | None:
             if half
             else next((mode for mode in ("full", "selective") if recompute.startswith(mode)), "none"),
             gradient_wire="fp32" if "fp32 grad" in precision else "full",
+            context_attention="ring" if stack.startswith("nemo") and layout.cp > 1 else "auto",
         ),
         seconds=seconds,
         known=stated and not row["borrowed"],
@@ -293,10 +368,18 @@ def _published_run(row: Row) -> PublishedRun | None:
 def _cluster(row: Row) -> tuple[str, str] | None:
     """Return (machine, stack) as the row names them, else by the patterns of CLUSTERS."""
     if row["machine"]:
-        return row["machine"], row["stack"]
+        return row["machine"], _stack_of(row)
     words = [row[key] for key in ("id", "hardware", "source", "precision", "zero_or_shard")]
     label = " ".join([*words, f"flash: {row['flash_attn']}"]).lower()
     return next(((machine, stack) for pattern, machine, stack in CLUSTERS if re.search(pattern, label)), None)
+
+
+def _stack_of(row: Row) -> str:
+    """Return the row's stack, or its variant for FP8 if the row ran in FP8 and the variant exists."""
+    stack = row["stack"]
+    if row["precision"].startswith("fp8") and stack in FP8_VARIANTS:
+        return f"{stack}-fp8"
+    return stack
 
 
 def _dataset(key: str, machine: str, stack: str) -> str:

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from benchmarks.published.datasets import PublishedRun
+from benchmarks.published.datasets import PublishedRun, machine_path
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.config import RECOMPUTE, ModelConfig
-from frontier_llm.config.load import find_file
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
@@ -21,7 +19,6 @@ from frontier_llm.planner.costs.memory import memory_by_rank, total
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import simulate_step
 
-MACHINES = Path(__file__).with_name("machines")
 POWERS = (1, 2, 4, 8)
 GRID: dict[str, Sequence[Any]] = {
     "micro_batch": POWERS,
@@ -50,14 +47,6 @@ class RowPrediction:
     def fits(self) -> bool:
         """True if the planner admits this run. All runs took place, so False is a false alarm."""
         return self.peak_bytes <= self.limit_bytes
-
-
-def machine_path(name: str) -> Path:
-    """Return the file of a row's machine: one of this folder that serves validation only, else one shipped with the
-    package.
-    """
-    own = MACHINES / f"{name}.yaml"
-    return own if own.is_file() else find_file(name, "machines")
 
 
 @lru_cache(maxsize=64)

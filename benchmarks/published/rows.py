@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any, Literal
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
+from frontier_llm.config.model import MoeConfig
 
 Row = Mapping[str, str]  # cells of a row by column
 # Sharding as named by a source → `Layout.sharding`. The first word that occurs in the cell counts.
@@ -20,6 +22,9 @@ SHARDING_OF = {
 }
 
 
+GATED = ("swiglu", "geglu")  # activations with a gate
+
+
 def number_of(text: str | None, default: float = 0.0) -> float:
     """Return the number at the start of a cell: '~1.5k' → 1500."""
     number = re.match(r"\s*~?\s*([\d.]+)\s*([kM]?)", (text or "").replace(",", ""))
@@ -31,10 +36,13 @@ def number_of(text: str | None, default: float = 0.0) -> float:
 def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
     """Return a model of these sizes.
 
-    Llama models get Llama's other settings with rotary positions. All others get the settings of Megatron's GPT:
-    biases, and a head that shares the embedding.
+    Columns state activation, bias, tied_head, position and experts. Without them, Llama models get Llama's settings,
+    and all others get the settings of Megatron's GPT: GELU, biases, and a head that shares the embedding.
     """
     llama = "lama" in row["model"]
+    gated = row["activation"] in GATED if row["activation"] else llama
+    has_bias = is_yes(row["bias"], not llama)
+    rms = llama or row["activation"] in GATED
     return ModelConfig(
         name=row["model"] or f"L{shape['layers']} H{shape['H']}",
         layers=shape["layers"],
@@ -45,14 +53,57 @@ def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
         vocab_size=shape["V"],
         vocab_multiple=1,
         sequence_length=shape["S"],
-        # Few sources state the kind of positions. A table of positions is small.
-        position="rope" if llama else "learned" if row["position"] else "alibi",
-        norm="rmsnorm" if llama else "layernorm",
-        activation="swiglu" if llama else "gelu",
-        bias=not llama,
-        norm_bias=not llama,
-        tied_embeddings=not llama,
+        position=_position(row, llama),
+        norm="rmsnorm" if rms else "layernorm",
+        activation="geglu_tanh" if row["activation"] == "geglu" else "swiglu" if gated else "gelu",
+        bias=has_bias,
+        norm_bias=has_bias,
+        tied_embeddings=is_yes(row["tied_head"], not llama),
+        moe=_experts(row),
     )
+
+
+def _position(row: Row, llama: bool) -> Literal["learned", "rope", "alibi"]:
+    """Return the kind of positions. Few sources state it. A table of positions is small."""
+    if llama or row["position"] == "rope":
+        return "rope"
+    return "learned" if row["position"] not in ("", "alibi") else "alibi"
+
+
+def _experts(row: Row) -> MoeConfig | None:
+    """Return the mixture of experts, or None for a dense model."""
+    experts = int(number_of(row["experts"]))
+    if experts < 2:
+        return None
+    return MoeConfig(
+        experts=experts,
+        top_k=int(number_of(row["top_k"], 1.0)),
+        expert_hidden=int(number_of(row["expert_ffn"])) or None,
+        capacity=number_of(row["expert_capacity"]) or None,
+    )
+
+
+def is_yes(text: str, default: bool) -> bool:
+    """Return the answer of a cell that begins with yes or no, or `default`."""
+    if text.startswith("yes"):
+        return True
+    return False if text.startswith("no") else default
+
+
+def software_of(row: Row) -> dict[str, Any]:
+    """Return the software options that the row states. They replace those of its stack."""
+    options: dict[str, Any] = {}
+    if row["dropout"]:
+        options["dropout"] = number_of(row["dropout"]) > 0
+    if row["gradient_dtype"]:
+        options["gradient_bytes"] = 4 if "32" in row["gradient_dtype"] else 2
+    if row["optimizer_state_bytes"]:
+        options["optimizer_state_bytes"] = number_of(row["optimizer_state_bytes"])
+    if row["weight_gradient_adding"]:
+        options["adding_in_product"] = "product" in row["weight_gradient_adding"]
+    if row["fused_cross_entropy"]:
+        options["fused_cross_entropy"] = is_yes(row["fused_cross_entropy"], False)
+    return options
 
 
 def shape_of(row: Row) -> dict[str, int] | None:
@@ -86,25 +137,43 @@ def layout_of_row(row: Row, shape: Mapping[str, int]) -> Layout:
     tp = _degree(row["TP"])
     pp = _degree(row["PP"])
     shard = row["zero_or_shard"].lower()
+    shards = re.search(r"dp_shard=(\d+)", shard)
     cp = int(number_of(row["CP"], 1.0)) or 1
     devices = int(number_of(row["devices"])) * _dies(row) or 8 * tp * pp  # if unstated, enough for eight replicas
     dp = int(number_of(row["DP"])) or max(devices // tp // cp // pp, 1)
     B = int(number_of(row["MBS"])) or (1 if pp > 1 or tp > 1 else 4)
     global_batch = int(number_of(row["GBS"])) * (dp if "replica" in row["GBS"] else 1)
     per_virtual = number_of(row["layers_per_virtual_stage"])
-    chunks = max(1, round(shape["layers"] / pp / per_virtual)) if per_virtual else 1
+    schedule, pieces = schedule_of(row["schedule"])
+    chunks = max(1, round(shape["layers"] / pp / per_virtual)) if per_virtual else pieces
     return Layout(
         tp=tp,
         cp=cp,
         pp=pp,
         dp=dp,
         chunks=chunks,
-        schedule="interleaved" if chunks > 1 else "1f1b",
+        schedule=schedule or ("interleaved" if chunks > 1 else "1f1b"),
+        ep=int(number_of(row["EP"], 1.0)) or 1,
+        etp=int(number_of(row["ETP"], 1.0)) or 1,
+        data_shard=int(shards.group(1)) if shards else 0,
         micro_batch=B,
         microbatches=max(global_batch // dp // B, 1) if global_batch else 4 * pp,
         sequence_parallel=row["seq_parallel"].startswith("yes") and tp > 1,
-        sharding=next((name for word, name in SHARDING_OF.items() if word in shard), "none"),
+        sharding="weights" if shards else next((name for word, name in SHARDING_OF.items() if word in shard), "none"),
     )
+
+
+def schedule_of(text: str) -> tuple[str, int]:
+    """Return the name of the schedule here and its virtual stages per rank. ('', 1) if the row states none.
+
+    A V schedule has two stages per rank. An unknown name is returned as it is, and building it fails.
+    """
+    if not text:
+        return "", 1
+    name, _, pieces = text.partition("-") if text.startswith("interleaved") else (text, "", "")
+    if name == "interleaved":
+        return name, int(number_of(pieces, 2.0))
+    return name, 2 if name in ("zb-v", "v-half", "v-min") else 1
 
 
 def seconds_of_row(row: Row, shape: Mapping[str, int], layout: Layout) -> float:

@@ -7,17 +7,23 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.published.datasets import FITTED, PublishedRun, read_stated, shipped
-from benchmarks.published.predict import RowPrediction, predict
-from frontier_llm.errors import DataError
+from benchmarks.published.datasets import PublishedRun, Reading, is_fitted, read_stated, shipped
+from benchmarks.published.predict import RowPrediction, cluster, cluster_rates, complete, predict, rates_of
+from frontier_llm.errors import DataError, FrontierError
+from frontier_llm.planner.breakdown import breakdown
+from frontier_llm.planner.search import simulate_layout
+from frontier_llm.planner.uncertainty import BANDS, ESTIMATED, SAME, basis
+from frontier_llm.planner.uncertainty import PUBLISHED as PUBLISHED_STEPS
 from frontier_llm.tables import aligned
-from frontier_llm.units import plural, strict_json
+from frontier_llm.units import GIB, plural, strict_json
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,6 @@ def score_all(predictions: Sequence[RowPrediction]) -> list[Accuracy]:
     return scores
 
 
-def is_fitted(row: PublishedRun) -> bool:
-    """True if a shipped constant was fitted on this row: its stack is fitted, and the row is on the fitted side of the
-    split.
-    """
-    return row.fitted and (row.machine, row.stack) in FITTED
-
-
 def as_text(scores: Sequence[Accuracy]) -> str:
     """Return the scores as a table."""
     head = ("data set", "part", ">n", ">MAPE", ">median", ">p90", ">bias", ">pairs", ">order", ">regret", ">refused")
@@ -123,29 +122,92 @@ def as_text(scores: Sequence[Accuracy]) -> str:
     return aligned(head, rows)
 
 
+def band_of(row: PublishedRun) -> float:
+    """Return the factor of the 90 % interval of such a run."""
+    return 1 + BANDS[basis_of(row)]
+
+
+def basis_of(row: PublishedRun) -> str:
+    """Return the key of BANDS for a published run.
+
+    A row is itself a published step of its stack, so its basis is at least PUBLISHED_STEPS. A row that uses the file
+    of a similar cluster has not run on that machine.
+    """
+    known = row.known and basis_of_stack(row.machine, row.stack) == SAME
+    return SAME if known else PUBLISHED_STEPS
+
+
+@cache
+def basis_of_stack(machine: str, stack: str) -> str:
+    """Return the basis of the longest step among the shipped rows of a stack. ESTIMATED if it has none."""
+    rows = [row for row in shipped() if (row.machine, row.stack) == (machine, stack) and row.layout.cp == 1]
+    if not rows:
+        return ESTIMATED
+    row = max(rows, key=lambda row: row.seconds)
+    numbers = rates_of(row, cluster_rates(machine, stack))
+    plan = simulate_layout(row.model, complete(row, numbers), numbers)
+    return basis(cluster(machine), stack, breakdown(plan, numbers))
+
+
+def judged(reading: Reading) -> tuple[Reading, RowPrediction | None]:
+    """Return the reading and its prediction. A row that cannot be priced gets the reason."""
+    if reading.run is None:
+        return reading, None
+    try:
+        (prediction,) = predict([reading.run])
+    except (FrontierError, ValueError, ArithmeticError, LookupError) as error:
+        return replace(reading, run=None, reason=" ".join(str(error).split())), None
+    return reading, prediction
+
+
+def row_as_dict(reading: Reading, prediction: RowPrediction | None) -> dict[str, Any]:
+    """Return the object of one row for `--rows --json`: the prediction, or the reason why there is none."""
+    if prediction is None:
+        return {"id": reading.key, "reason": reading.reason}
+    row = prediction.row
+    return {
+        "id": reading.key,
+        "measured_s": row.seconds,
+        "predicted_s": prediction.seconds,
+        "error": prediction.error,
+        "peak_gib": prediction.peak_bytes / GIB,
+        "limit_gib": prediction.limit_bytes / GIB,
+        "measured_gib": row.memory_gib,
+        "band": band_of(row),
+        "fitted": is_fitted(row),
+        "machine": row.machine,
+        "stack": row.stack,
+        "assumed": list(row.unstated),
+    }
+
+
 def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bool = False) -> int:
     """Print the scores of the shipped set, or of files in the two known formats.
 
-    In given files, rows that no layout of this project matches are left out.
+    In given files, rows that no layout of this project matches are left out, with the reason.
     """
-    rows, left_out = ([], Counter[str]()) if files else (shipped(), Counter[str]())
-    for path in files:
-        runs, reasons = read_stated(path)
-        rows += runs
-        left_out += reasons
-    why = f"left out {plural(left_out.total(), 'row')}: " + ", ".join(
-        f"{number} {reason}" for reason, number in left_out.most_common()
+    if files:
+        readings = [reading for path in files for reading in read_stated(path)]
+    else:
+        readings = [Reading(row.key, row) for row in shipped()]
+    rows = [judged(reading) for reading in readings]
+    predictions = [prediction for _, prediction in rows if prediction is not None]
+    if as_json and show_rows:
+        print(strict_json([row_as_dict(*row) for row in rows]))
+        return 0
+    reasons = Counter(reading.reason for reading, prediction in rows if prediction is None)
+    why = f"left out {plural(reasons.total(), 'row')}: " + ", ".join(
+        f"{number} {reason}" for reason, number in reasons.most_common()
     )
-    if not rows:
+    if not predictions:
         raise DataError(
             "no row holds a time, a model shape, a known cluster and a layout that exists here"
-            + (f"; {why}" if left_out else ""),
+            + (f"; {why}" if reasons else ""),
             "see benchmarks/published for the columns",
             "plan --validate",
         )
-    if left_out:
+    if reasons:
         print(why, file=sys.stderr)
-    predictions = predict(rows)
     scores = score_all(predictions)
     if as_json:
         print(strict_json([asdict(one) for one in scores]))

@@ -13,7 +13,6 @@ from math import ceil, comb
 from typing import NamedTuple
 
 from frontier_llm.blueprint.items import (
-    ADDING,
     FULL,
     Collective,
     HostWait,
@@ -25,6 +24,7 @@ from frontier_llm.blueprint.items import (
     Software,
     Under,
     rank_tokens,
+    weight_gradient,
 )
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
 from frontier_llm.config import ModelConfig, MoeConfig
@@ -240,8 +240,8 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     for outputs, inputs, name in ((up, H, "up"), (H, f, "down")):
         yield Item(Phase.F, EXPERTS, Product(m, outputs, inputs, local, f"experts.{name}"), FULL)
         yield Item(Phase.I, EXPERTS, Product(m, inputs, outputs, local, f"experts.{name}"))
-        yield Item(Phase.W, EXPERTS, Product(outputs, inputs, m, local, f"experts.{name}"))
-        yield Item(Phase.W, ADDING, Pass(software.accumulate_bytes * local * outputs * inputs, 0))
+        gradient = Product(outputs, inputs, m, local, f"experts.{name}")
+        yield from weight_gradient(EXPERTS, gradient, software.accumulate_bytes * local * outputs * inputs, software)
     yield Item(Phase.F, EXPERTS, Pass(size * held * (up + f), 1), FULL)
     yield Item(Phase.I, EXPERTS, Pass(size * held * (2 * up + f), 1))
     kept = size * held * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (held + 4 * t * E)

@@ -5,8 +5,8 @@ A list consists of items. An item has a phase, a cause and one kind of work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -42,8 +42,12 @@ class SoftwareOptions:
     fused_softmax: bool = True  # Scale, mask and softmax in one 16-bit kernel. Only for unfused attention.
     fused: bool = True  # One kernel each for norm, bias+activation, residual.
     fused_cross_entropy: bool = True  # Reads 16-bit logits once forward. False: a chain of kernels over fp32 copies.
+    # State of the optimizer per parameter, with the master copy. 0 = as the optimizer of this package.
+    optimizer_state_bytes: NonNegativeFloat = 0.0
     gradient_bytes: Literal[2, 4] = 4  # Per element of a gradient that is summed over dp.
     accumulate_bytes: NonNegativeFloat = 8.0  # Moved per parameter to add one microbatch's gradient.
+    # The product of a weight gradient adds to the buffer itself, so the kernel takes the longer of both times.
+    adding_in_product: bool = False
     optimizer_bytes: NonNegativeFloat = 30.0  # Moved per owned parameter by the optimizer step.
     p2p_split: bool = False  # Pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
     # Pipeline messages block the rank (Megatron, DeepSpeed) instead of overlapping its compute.
@@ -93,6 +97,7 @@ class Product:
     parameter: str = ""  # name of the weight; "" = both operands are activations
     fp8: bool = False  # computed in 8 bits if the software supports it
     aligned: bool = True
+    added_bytes: float = 0.0  # bytes that the kernel moves in addition, to add the result to a buffer
 
     @property
     def flops(self) -> float:
@@ -101,8 +106,8 @@ class Product:
 
     @property
     def moved_bytes(self) -> float:
-        """Bytes if the operands are read once and the result is written once, in 16 bit."""
-        return 2.0 * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+        """Bytes if the operands are read once and the result is written once, in 16 bit, with `added_bytes`."""
+        return 2.0 * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) + self.added_bytes
 
 
 @dataclass(frozen=True)
@@ -199,3 +204,12 @@ ANY = ("selective", "full")
 def rank_tokens(model: ModelConfig, layout: Layout) -> int:
     """Return the number of tokens of a microbatch that one context-parallel rank holds."""
     return model.sequence_length // layout.cp * layout.micro_batch
+
+
+def weight_gradient(cause: str, product: Product, added_bytes: float, software: SoftwareOptions) -> Iterator[Item]:
+    """Yield the product of a weight gradient and its accumulation: one kernel or two, as the software does it."""
+    if software.adding_in_product:
+        yield Item(Phase.W, cause, replace(product, added_bytes=added_bytes))
+    else:
+        yield Item(Phase.W, cause, product)
+        yield Item(Phase.W, ADDING, Pass(added_bytes, 0))

@@ -12,7 +12,6 @@ from math import prod
 
 from frontier_llm.blueprint.expert_work import expert_work
 from frontier_llm.blueprint.items import (
-    ADDING,
     ALIGNMENT,
     ANY,
     ATTENTION,
@@ -36,6 +35,7 @@ from frontier_llm.blueprint.items import (
     Software,
     Under,
     rank_tokens,
+    weight_gradient,
 )
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, context_way, mode_shares, statistics_bytes
 from frontier_llm.blueprint.parameters import (
@@ -138,8 +138,7 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
     backward = product(T, inputs, outputs)
     yield Item(Phase.F, cause, forward, again)
     yield Item(Phase.I, cause, backward)
-    yield Item(Phase.W, cause, product(outputs, inputs, T))
-    yield Item(Phase.W, ADDING, Pass(added * inputs * outputs, 0))
+    yield from weight_gradient(cause, product(outputs, inputs, T), added * inputs * outputs, software)
     if layout.tp == 1:
         return
 

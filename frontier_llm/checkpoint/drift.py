@@ -19,9 +19,10 @@ from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint.facts import JobFacts
 from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import ModelConfig, RunConfig, Stretches, in_steps, phases_of
+from frontier_llm.config.keys import check_allowable
 from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.data.blend import whole_weights
-from frontier_llm.errors import CheckpointError, Problem, suggest
+from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.optim.scalars import decay_begin
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
@@ -57,7 +58,17 @@ class Change:
     allowable: bool = True  # False if no flag can allow it, for example other shapes of weights
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.saved!r} → {self.current!r}" + (f" ({self.note})" if self.note else "")
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.key}: {_without_none(self.saved)!r} → {_without_none(self.current)!r}{note}"
+
+
+def _without_none(value: Any) -> Any:
+    """Return the value without the None's of its mappings, which are keys that are not set."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(inner) for inner in value]
+    return value
 
 
 def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -285,7 +296,7 @@ def allowed_changes(saved: Manifest, facts: JobFacts, allowed: Collection[str], 
 def check_allowed(changes: Collection[Change], allowed: Collection[str], where: str) -> None:
     """Raise a CheckpointError that lists every change of the mathematics that is not allowed.
 
-    `allowed` contains keys, or sections of the configuration. An unknown key in it raises CheckpointError too.
+    `allowed` contains keys, or sections of the configuration. An unknown key in it raises ConfigError.
     """
     refused = [
         change for change in changes if change.mathematics and not (change.allowable and _under(change.key, allowed))
@@ -299,21 +310,4 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
         fix = f"{', '.join(ways)}, or start anew with another train.run_dir"  # shown once, with the last problem
         raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
     # an unchanged key is accepted, because its change may already be part of the last save
-    mistyped = [key for key in allowed if not _is_key(key)]
-    if mistyped:
-        names = [change.key for change in changes] or list(RunConfig.model_fields)
-        raise CheckpointError(
-            [Problem("--allow-change", f"{key!r} is no key of a run", suggest(key, names)) for key in mistyped]
-        )
-
-
-def _is_key(key: str) -> bool:
-    section: Any = RunConfig
-    for part in key.split("."):
-        fields = getattr(section, "model_fields", None)
-        if fields is None:  # in a section that may be absent, such as model.rope_scaling.factor
-            return True
-        if part not in fields:
-            return False
-        section = fields[part].annotation
-    return True
+    check_allowable(allowed)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from frontier_llm.errors import FrontierError, closest
@@ -37,12 +38,13 @@ class Parser(argparse.ArgumentParser):
     """argparse with this project's help layout. A mistyped option or choice is answered with the nearest one."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"formatter_class": _Formatter, **settings})
+        # an abbreviation would make a new option change the meaning of old commands
+        super().__init__(**{"formatter_class": _Formatter, "allow_abbrev": False, **settings})
 
     def error(self, message: str, fix: str = "") -> NoReturn:
         """Print the fault and its repair, and exit with 2."""
         # argparse also reports an optional `*` argument as required
-        message = message.replace("required: RUN, key=value", "required: RUN")
+        message = message.replace(", key=value", "")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
             fix = f"{near} instead of {choice[1]}" if near else ""
@@ -53,27 +55,43 @@ class Parser(argparse.ArgumentParser):
 
         Examples are a mistyped option, an option of another framework, and too many values.
         """
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        near = [
-            f"{closest(word, flags)} instead of {word}"
-            for word in words
-            if word.startswith("-") and closest(word, flags)
-        ]
-        fix = ", ".join(near)
-        if not near and any(action.dest == "overrides" for action in self._actions):
-            setting = re.sub(r"^-+", "", words[0])
-            if "." in setting and "=" not in setting:
-                example = f"{setting}=VALUE"
-            else:
-                example = setting if "." in setting else "train.steps=100"
-            fix = f"settings of a run are words of the form key=value, e.g. {example}"
-            if words[0].startswith("-") and "." not in setting:
-                fix += "; docs/coming_from.md has other frameworks' options"
-            else:
-                fix += ""
-        elif not near and (flag := self._repeatable_before(words[0], typed)):
+        from frontier_llm.cli.hints import fix_for
+
+        fixes = list(dict.fromkeys(filter(None, (fix_for(word, typed, self) for word in words))))
+        fix = "; ".join(fixes)
+        if not fixes and (flag := self._repeatable_before(words[0], typed)):
             fix = f"{flag} takes one value; repeat it: {flag} {typed[typed.index(flag) + 1]} {flag} {words[0]}"
+        elif not fixes and any(action.dest == "overrides" for action in self._actions):
+            fix = f"settings of a run are words of the form key=value, e.g. train.steps=100; {self.prog} --help"
         self.error(f"unrecognized arguments: {' '.join(words)}", fix)
+
+    def selected(self, words: Sequence[str]) -> Parser:
+        """Return the parser of the command, and of its action, that the first words name. Otherwise this parser."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and words and words[0] in action.choices:
+                inner: Parser = action.choices[words[0]]
+                return inner.selected(words[1:])
+        return self
+
+    def unknown_options(self, words: Sequence[str]) -> list[str]:
+        """Return the words before a `--` that look like long options and are none of this command."""
+        before = words[: words.index("--")] if "--" in words else words
+        flags = [word for word in before if re.match(r"--[\w.-]+(=|$)", word)]
+        return [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
+
+    def move_settings(self, parsed: argparse.Namespace) -> None:
+        """Move a key=value word from the place of an argument that was left out, such as RUN, to the settings."""
+        for action in self._actions:
+            value = getattr(parsed, action.dest, None)
+            is_setting = isinstance(value, str) and re.match(r"[\w.]+=", value) and not Path(value).exists()
+            if action.option_strings or not is_setting or not hasattr(parsed, "overrides"):
+                continue
+            if action.nargs != "?":
+                self.error(
+                    f"{action.metavar} is missing: {value} is a setting", f"{self.prog} {action.metavar} {value}"
+                )
+            parsed.overrides = [value, *parsed.overrides]
+            setattr(parsed, action.dest, action.default)
 
     def _repeatable_before(self, word: str, typed: list[str]) -> str:
         """Return the option to the left of the word if that option is repeatable. '' otherwise."""

@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     ),
     option("--no-pairs", action="store_true", help="leave out the messages between all pairs of ranks"),
     option(
-        "--emit",
+        "--emit-algorithms",
         type=Path,
         metavar="FILE",
         help="write a measured algorithm table for comm.algorithms",
     ),
     option(
-        "--machine-file",
+        "--emit-machine",
         type=Path,
         metavar="FILE",
         help="write a machine file with what was measured, for `plan` and for runs",
     ),
     option(
-        "--heatmap",
+        "--figures",
         type=Path,
         metavar="FILE",
         help="draw the bandwidth of all pairs into an HTML page",
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog",
     ),
     option(
-        "--times",
+        "--steps",
         type=positive,
         default=200,
         metavar="N",
@@ -145,22 +145,24 @@ def _write_files(
     from frontier_llm.machine.load import load_machine, own_stack
 
     where = f"frontier-llm bench comm on {platform.node()}"
-    if args.emit:
+    if args.emit_algorithms:
         nodes = {
             axis.name: len({rank // per_node for rank in axis.ranks})
             for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world)
         }
         rules = algorithm_rules(measurements, nodes, where)
-        write_yaml(args.emit, {"title": "measured", "rules": rules})
-        log.info(f"wrote {len(rules)} rules to {args.emit}: use them with comm.algorithms={args.emit}")
-    if args.machine_file:
+        write_yaml(args.emit_algorithms, {"title": "measured", "rules": rules})
+        log.info(
+            f"wrote {len(rules)} rules to {args.emit_algorithms}: use them with comm.algorithms={args.emit_algorithms}"
+        )
+    if args.emit_machine:
         try:
             tables = node_tables(measurements, per_node, where)
         except ValueError as error:
             raise LayoutError(
                 str(error),
                 "measure a layout whose tensor degree fits a node",
-                "--machine-file",
+                "--emit-machine",
             ) from error
         base = config.machine
         content: dict[str, Any] = {
@@ -171,9 +173,9 @@ def _write_files(
         if pieces:
             overlap = {"value": rounded(chunk_overlap(pieces)), "tag": "measured", "source": where}
             content["stacks"] = {own_stack(load_machine(base)): {"chunk_overlap": overlap}}
-        write_machine(args.machine_file, content)
+        write_machine(args.emit_machine, content)
         log.info(
-            f"wrote {args.machine_file} ({where}): use it with `frontier-llm plan MODEL --machine {args.machine_file}`"
+            f"wrote {args.emit_machine} ({where}): use it with `frontier-llm plan MODEL --machine {args.emit_machine}`"
         )
 
 
@@ -199,8 +201,8 @@ def _report(
         "slow_links": [vars(pair) for pair in slow],
     }
     show(args, content, lambda: "\n".join([*_lines(measurements, pairs, slow, kind), *_piece_lines(pieces)]))
-    if args.heatmap and pairs:  # last, because a missing plotting package must not prevent the output above
-        draw_pairs(args.heatmap, pairs)
+    if args.figures and pairs:  # last, because a missing plotting package must not prevent the output above
+        draw_pairs(args.figures, pairs)
 
 
 def _piece_lines(pieces: list[PiecesTime]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli.arguments import command, option, positive, run_options
+from frontier_llm.cli.settings import refuse_settings
 
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
         help="timings per sample; the median counts (default: 5)",
     ),
     option(
-        "--output",
+        "--emit-machine",
         type=Path,
         default=Path("calibrated.yaml"),
         metavar="FILE",
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     about="Time a model's own products, attention, copies and collectives here, and write the machine file that plan "
     "reads.",
     examples=(
-        "frontier-llm calibrate quickstart --ranks 2 --output mine.yaml",
+        "frontier-llm calibrate quickstart --ranks 2 --emit-machine mine.yaml",
         "frontier-llm plan llama-15m --machine mine.yaml",
     ),
 )
@@ -50,20 +51,26 @@ def calibrate(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError
+    from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.planner.candidates import tensor_degrees
     from frontier_llm.run.rank_env import discover
     from frontier_llm.topology.rank_variables import set_rank_variables
 
-    if args.output.suffix not in (".yaml", ".yml"):
+    if args.emit_machine.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            f"{args.output} is no name of a machine file",
-            f"--output {args.output.with_suffix('.yaml')}",
-            "--output",
+            f"{args.emit_machine} is no name of a machine file",
+            f"--emit-machine {args.emit_machine.with_suffix('.yaml')}",
+            "--emit-machine",
         )
     place = discover()
     ranks = place.world_size if place else args.ranks
     config = resolve_precision(load_run(args.run, args.overrides))
+    refuse_settings(
+        args.overrides,
+        lambda key: key.startswith("parallel.") or key == "batch.global_batch",
+        "calibrate chooses the layout and the batch; set --ranks",
+    )
     if place is not None:
         set_rank_variables(config, place)  # before torch is imported
     tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
@@ -71,6 +78,8 @@ def calibrate(args: argparse.Namespace) -> int:
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})
     if place is None and ranks > 1:
         return start_local_ranks(config, ranks, args.typed)
+    if place is None:
+        set_own_threads()
     _measure(config, place, args)
     return 0
 
@@ -86,9 +95,10 @@ def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
         samples = measure(config, mesh, device, memory_bytes(device.type, mesh.world.size), args.repeats)
         if mesh.world.rank == 0:
             when = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
-            write_machine(args.output, machine_content(samples, config, when))
+            write_machine(args.emit_machine, machine_content(samples, config, when))
             print(report(samples, config))
-            print(f"wrote {args.output}; use it with `frontier-llm plan MODEL --machine {args.output} --nodes 1`")
+            use = f"frontier-llm plan MODEL --machine {args.emit_machine} --nodes 1"
+            print(f"wrote {args.emit_machine}; use it with `{use}`")
 
 
 def memory_bytes(device: str, ranks: int) -> float:

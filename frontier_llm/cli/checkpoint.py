@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     option(
         "path",
         type=Path,
-        metavar="PATH",
+        metavar="CHECKPOINT",
         help="run directory, checkpoints folder or one checkpoint",
     ),
     JSON,
@@ -73,7 +73,7 @@ def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
     option(
         "path",
         type=Path,
-        metavar="PATH",
+        metavar="CHECKPOINT",
         help="run directory, checkpoints folder or one checkpoint",
     ),
     JSON,
@@ -103,14 +103,14 @@ def _verify(args: argparse.Namespace) -> int:
     option(
         "first",
         type=Path,
-        metavar="PATH",
-        help="a step_… folder",
+        metavar="CHECKPOINT",
+        help="run directory, checkpoints folder or one checkpoint",
     ),
     JSON,
     option(
         "second",
         type=Path,
-        metavar="PATH",
+        metavar="CHECKPOINT",
         help="another one",
     ),
     line="compare two checkpoints, whatever layouts wrote them",

@@ -6,11 +6,13 @@ import argparse
 from pathlib import Path
 
 from frontier_llm.cli.arguments import JSON, command, option, positive, show
+from frontier_llm.cli.settings import refuse_settings
 
 
 @command(
     option("--site", help="name or path of a site file (default: FRONTIER_LLM_SITE, else generic)"),
     option("--run", metavar="RUN", help="run file: its directory is checked, with room for two of its checkpoints"),
+    option("overrides", metavar="key=value", nargs="*", help="with --run: changes to it"),
     option(
         "--run-dir",
         default=".",
@@ -61,10 +63,12 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.run.rank_env import environ
     from frontier_llm.topology.rank_variables import run_variables
 
+    if not args.run:
+        refuse_settings(args.overrides, lambda key: True, "name the run that it changes: --run RUN")
     site = load_site(args.site)
     directory = Path(args.run_dir)
     needed_bytes = 0
-    config = load_run(args.run, [f"machine={site.machine}"]) if args.run else None
+    config = load_run(args.run, [f"machine={site.machine}", *args.overrides]) if args.run else None
     if config is not None:
         config = resolve_precision(config)
         directory = Path(config.train.run_dir)

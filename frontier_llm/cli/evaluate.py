@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 
 @command(
     *MODEL_OPTIONS,
-    option(
-        "--data-parallel",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="copies of the model that share the work (default: 1)",
-    ),
     JSON,
     option(
         "--data",
@@ -90,7 +83,7 @@ if TYPE_CHECKING:
         metavar="N",
         help="also the loss in N equal stretches of the window (default: 1)",
     ),
-    option("--figure", metavar="FILE", help="draw the loss against the position in the window (with --positions)"),
+    option("--figures", metavar="FILE", help="draw the loss against the position in the window (with --positions)"),
     option(
         "--needles",
         type=natural,
@@ -105,7 +98,7 @@ if TYPE_CHECKING:
     "lm-evaluation-harness uses.",
     examples=(
         "frontier-llm evaluate runs/quickstart",
-        "frontier-llm evaluate runs/train_22b --tensor 8 --task piqa=piqa.jsonl",
+        "frontier-llm evaluate runs/train_22b parallel.tensor=8 --task piqa=piqa.jsonl",
     ),
 )
 def evaluate(args: argparse.Namespace) -> int:
@@ -194,8 +187,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         progress.close()
         if prints:
             _report(args, opened, losses, recalls, results)
-            if args.figure:
-                draw_by_position(losses, model.config.sequence_length, Path(args.figure))
+            if args.figures:
+                draw_by_position(losses, model.config.sequence_length, Path(args.figures))
     return 0
 
 

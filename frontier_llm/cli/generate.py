@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, as_typed, command, natural, option, positive
-from frontier_llm.cli.ranks import MODEL_OPTIONS, inference_model, on_ranks, verification
+from frontier_llm.cli.ranks import MODEL_OPTIONS, degrees, inference_model, on_ranks, verification
 from frontier_llm.errors import ConfigError, LayoutError
 from frontier_llm.units import printable, strict_json
 
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     about="Continue one or several prompts. Text goes to stdout as it is made; everything else to stderr.",
     examples=(
         'frontier-llm generate runs/quickstart --prompt "def main("',
-        "frontier-llm generate runs/train_22b --tensor 8 --prompt-file prompts.txt",
+        "frontier-llm generate runs/train_22b parallel.tensor=8 --prompt-file prompts.txt",
     ),
 )
 def generate(args: argparse.Namespace) -> int:
@@ -136,8 +136,9 @@ def _generate(args: argparse.Namespace) -> int:
     tokenizer = open_tokenizer(opened, args.tokenizer)  # before the weights are read, because it can be missing
     with inference_model(args, opened) as (model, prints):
         if model.mesh.dp.size > 1:
+            layout = degrees(args)
             raise LayoutError(
-                f"{model.mesh.world.size} ranks are more than tensor {args.tensor} x pipeline {args.pipeline}",
+                f"{model.mesh.world.size} ranks are more than tensor {layout.tensor} x pipeline {layout.pipeline}",
                 fix="start as many",
             )
         live = prints and not args.json and len(prompts) == 1

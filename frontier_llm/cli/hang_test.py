@@ -37,7 +37,7 @@ def hang_test(args: argparse.Namespace) -> int:
         if place is None:
             return start_local_ranks(config, world_size, args.typed)
         set_rank_variables(config, place)  # before torch is imported
-        hang.run_steps(config, place, args.times, Path(config.train.run_dir) / "progress")
+        hang.run_steps(config, place, args.steps, Path(config.train.run_dir) / "progress")
         return 0
     if place is not None:
         fix = (
@@ -63,13 +63,13 @@ def hang_test(args: argparse.Namespace) -> int:
                 *hang.settings_of(config, mode),
                 f"train.run_dir={run_dir}",
             ]
-            words += ["--hang-test", "--mode", mode, "--times", str(args.times)]
+            words += ["--hang-test", "--mode", mode, "--steps", str(args.steps)]
             command = [sys.executable, *COMMAND, *words]
             verdict = hang.watch(
                 command=command,
                 environment=with_this_package(environment()),
                 mode=mode,
-                times=args.times,
+                times=args.steps,
                 limit_s=args.step_limit,
                 folder=run_dir,
             )
@@ -94,10 +94,10 @@ def _report(args: argparse.Namespace, config: RunConfig, verdicts: list[Verdict]
         f"bench comm --hang-test on {platform.node()}, {plan.grid.describe(plan.chunks)}, {plan.schedule}: "
         f"{outcomes} steps"
     )
-    if args.machine_file and mode:
+    if args.emit_machine and mode:
         content = {"base": config.machine, "title": f"{config.machine}, hang test passed"}
-        write_machine(args.machine_file, {**content, "in_flight": {"mode": mode, "tag": "measured", "source": source}})
-        log.info(f"wrote {args.machine_file}: machine={args.machine_file} makes comm.in_flight=auto mean {mode}")
+        write_machine(args.emit_machine, {**content, "in_flight": {"mode": mode, "tag": "measured", "source": source}})
+        log.info(f"wrote {args.emit_machine}: machine={args.emit_machine} makes comm.in_flight=auto mean {mode}")
     rows: list[dict[str, Any]] = [{**asdict(verdict), "safe": verdict.safe} for verdict in verdicts]
     last = f"comm.in_flight: {mode}" if mode else "no mode is safe here: see the ranks' last lines above"
     show(

@@ -7,9 +7,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, command, option, positive_amount
+from frontier_llm.cli.settings import refuse_settings
 from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.units import GIB, printable
 
@@ -98,7 +100,9 @@ def _import(
     from frontier_llm.machine.precision import resolve_precision
 
     if args.run is None:
-        print(printable(dump(read_model(args.source))), end="")
+        refuse_settings(args.overrides, lambda key: True, "name the run that it changes, after the directory")
+        section = "model:\n" + indent(dump(read_model(args.source)), "  ")
+        print(printable(section), end="")
         if tokenizer := tokenizer_in(Path(args.source)):
             print(f"# its tokenizer, for the run's data section: {{tokenizer: {printable(tokenizer)}}}")
         return 0

@@ -13,6 +13,8 @@ from typing import NoReturn
 
 from frontier_llm import __version__
 from frontier_llm.cli.arguments import Parser
+from frontier_llm.cli.needs import check_installed
+from frontier_llm.cli.vocabulary import with_new_names
 from frontier_llm.errors import FrontierError, not_installed, suggest
 from frontier_llm.files import LIFT_VARIABLE, lift_bounds
 from frontier_llm.machine.processor import limit_instruction_set
@@ -77,19 +79,27 @@ def parser_of(*names: str) -> Parser:
     return parser
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the words of a command. The result's `typed` has the words, which local ranks receive again.
 
-    key=value words can also follow options, although argparse's `*` does not accept them there.
+    key=value words can also follow options, although argparse's `*` does not accept them there. Unknown options are
+    reported before missing arguments.
     """
-    parsed, rest = parser_of(arguments[0]).parse_known_args(arguments)
+    words = with_new_names(arguments)
+    parser = parser_of(words[0])
+    selected = parser.selected(words)
+    if unknown := selected.unknown_options(words):
+        selected.refuse(unknown, words)
+    check_installed(words)
+    parsed, rest = parser.parse_known_args(words)
     loose = [word for word in rest if "=" in word and not word.startswith("-")]
     if loose and hasattr(parsed, "overrides"):
         parsed.overrides = [*parsed.overrides, *loose]
         rest = [word for word in rest if word not in loose]
     if rest:
-        parsed.parser.refuse(rest, arguments)
-    parsed.typed = arguments
+        selected.refuse(rest, words)
+    selected.move_settings(parsed)
+    parsed.typed = words
     return parsed
 
 

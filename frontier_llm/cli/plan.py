@@ -8,17 +8,21 @@ import argparse
 import importlib
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli.arguments import JSON, PLUGIN, command, count_of, option, positive, show
+from frontier_llm.cli.settings import machine_of, refuse_layout, refuse_settings
+from frontier_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from frontier_llm.config import ModelConfig
     from frontier_llm.machine.rates import Rates
     from frontier_llm.machine.schema import Machine
     from frontier_llm.planner.search import Search
+    from frontier_llm.planner.steps import Steps
 
 
 @command(
@@ -29,11 +33,18 @@ if TYPE_CHECKING:
         help="name in configs/models, or a path",
     ),
     option(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="changes to the run; without a run: model.*, batch.global_batch (default: about 16 Mi tokens), "
+        "precision.dtype and optimizer.name",
+    ),
+    option(
         "--run",
         metavar="RUN",
         help="plan this run file's model and global batch instead; --emit then writes on top of it",
     ),
-    option("--machine", default="frontier", help="name in configs/machines, or a path (default: %(default)s)"),
+    option("--machine", help="name in configs/machines, or a path (default: frontier)"),
     option(
         "--stack",
         metavar="NAME",
@@ -44,18 +55,6 @@ if TYPE_CHECKING:
         type=positive,
         metavar="N",
         help="default: the smallest power of two on which the model fits",
-    ),
-    option(
-        "--global-batch",
-        type=positive,
-        metavar="N",
-        help="sequences per step (default: about 16 Mi tokens)",
-    ),
-    option(
-        "--sequence-length",
-        type=positive,
-        metavar="N",
-        help="tokens per sequence (default: the model's)",
     ),
     option(
         "--fix",
@@ -134,17 +133,26 @@ if TYPE_CHECKING:
 )
 def plan(args: argparse.Namespace) -> int:
     """Run the command. Raises FrontierError for faults that the user can repair."""
+    alone = "--validate" if args.validate is not None else "--measured" if args.measured else ""
+    if alone and args.model:
+        raise ConfigError("would have no effect here", f"plan {alone} reads no model", args.model)
+    if alone:
+        refuse_settings(args.overrides, lambda key: True, f"plan {alone} changes no run")
     if args.validate is not None:
         return _validate(args)
+    args.machine, args.overrides = machine_of(args.machine, args.overrides)
     if args.measured:
         return _measured(args)
+    if args.model and args.run:
+        fix = f"frontier-llm plan {args.model}, or frontier-llm plan --run {args.run}"
+        raise ConfigError(f"a model and a run are named: {args.model} and --run {args.run}", fix, "plan MODEL")
+    refuse_layout(args.overrides)
     return _plan(args)
 
 
 def _validate(args: argparse.Namespace) -> int:
     """Compare predictions with published measurements (`--validate`). Needs a checkout, which has data and code."""
     from frontier_llm.cluster.sites import root_dir
-    from frontier_llm.errors import ConfigError
 
     checkout = root_dir()
     if not (checkout / "benchmarks" / "published").is_dir():
@@ -166,6 +174,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run, phases_of
+    from frontier_llm.config.load import parse_overrides
     from frontier_llm.config.validate import fp16_note
     from frontier_llm.machine.load import (
         load_machine,
@@ -179,7 +188,7 @@ def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.planner.refusal import check_found
     from frontier_llm.planner.search import default_global_batch, search
 
-    run = resolve_precision(load_run(args.run)) if args.run else None
+    run = resolve_precision(load_run(args.run, args.overrides)) if args.run else None
     longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length) if run else None
     base = longest.config if longest else None
     if run and longest and run.train.phases:
@@ -187,7 +196,8 @@ def _plan(args: argparse.Namespace) -> int:
             f"note: the layout is planned for {longest.describe()}, the longest; submit and train check all",
             file=sys.stderr,
         )
-    model = base.model if base else _model(args)
+    settings = parse_overrides(args.overrides)
+    model = base.model if base else _model(args, settings)
     machine = load_machine(args.machine)
     stack = args.stack or own_stack(machine)
     numbers = rates(machine, stack)
@@ -197,8 +207,8 @@ def _plan(args: argparse.Namespace) -> int:
     nodes = args.nodes or _smallest(model, machine, numbers)
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
-    batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
-    shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else {}
+    batch = base.batch.global_batch if base else _global_batch(settings) or default_global_batch(model, nodes)
+    shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else _state_choices(settings)
     outcome = search(
         model,
         numbers,
@@ -214,8 +224,12 @@ def _plan(args: argparse.Namespace) -> int:
     outcome = replace(outcome, plans=outcome.plans[: args.top])
     run_of = campaign(machine, best, args.tokens)
 
+    steps = _steps(args, outcome, machine, numbers)
+
     def text() -> str:
         explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
+        if steps:
+            explained += ["", report.wrapped(steps.words(), _width())]
         return "\n".join(
             [
                 report.text(
@@ -230,11 +244,20 @@ def _plan(args: argparse.Namespace) -> int:
             ]
         )
 
-    show(args, report.search_as_dict(outcome, machine, stack, numbers, run_of), text)
+    content = report.search_as_dict(outcome, machine, stack, numbers, run_of)
+    if steps:
+        content["steps_from_measured"] = steps.as_dict()
+    show(args, content, text)
     if args.emit:
         from frontier_llm.planner.emit import Request, emit
 
-        request = Request(args.model, args.machine, args.run, args.tokens)
+        request = Request(
+            model=args.model,
+            machine=args.machine,
+            run=args.run,
+            tokens=args.tokens,
+            settings=settings,
+        )
         print(
             emit(
                 path=args.emit,
@@ -257,6 +280,15 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _steps(args: argparse.Namespace, outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
+    """Return the steps from the best measured run to the choice, with --explain and if such a run is published."""
+    if not args.explain:
+        return None
+    from frontier_llm.planner.steps import steps_of
+
+    return steps_of(outcome, machine, numbers)
+
+
 def _width() -> int:
     """Return the columns of the terminal. Output to a file has the full width."""
     from frontier_llm.planner.report import WIDTH
@@ -264,17 +296,46 @@ def _width() -> int:
     return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
-def _model(args: argparse.Namespace) -> ModelConfig:
-    """Return the named model with the requested sequence length. Raises ConfigError with the closest valid name."""
-    from frontier_llm.config import available, load_model
-    from frontier_llm.errors import ConfigError, suggest
+# keys that a plan without a run uses
+_USED = ("batch.global_batch", "precision.dtype", "optimizer.name")
 
+
+def _global_batch(settings: Mapping[str, Any]) -> int:
+    """Return the typed global batch. 0 if there is none."""
+    from frontier_llm.config import BatchConfig, build
+
+    if "batch" not in settings:
+        return 0
+    return build(BatchConfig, {"micro_batch": 1, **settings["batch"]}, where="command line: batch").global_batch
+
+
+def _state_choices(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the typed precision and optimizer, as the search takes them."""
+    from frontier_llm.config import OptimizerConfig, PrecisionConfig, build
+
+    precision = build(PrecisionConfig, settings.get("precision", {}), where="command line: precision")
+    if precision.dtype == "auto":
+        raise ConfigError("auto is chosen for a run on its machine", "name a type, or --run RUN", "precision.dtype")
+    optimizer = build(OptimizerConfig, {"lr": 1e-4, **settings.get("optimizer", {})}, where="command line: optimizer")
+    return {"dtype": precision.dtype, "optimizer": optimizer.name}
+
+
+def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> ModelConfig:
+    """Return the named model with the typed changes. Raises ConfigError with the closest valid name."""
+    from frontier_llm.config import available, load_model
+    from frontier_llm.errors import suggest
+
+    refuse_settings(
+        args.overrides,
+        lambda key: not key.startswith("model.") and key not in _USED,
+        f"without --run, plan uses model.* and {', '.join(_USED)}",
+    )
     if not args.model:
         raise ConfigError("no model is named", "valid: " + ", ".join(available("models")), "plan MODEL")
     if args.model not in available("models") and _is_run(args.model):
         raise ConfigError(f"{args.model} is a run, not a model", f"frontier-llm plan --run {args.model}", "plan MODEL")
     try:
-        return load_model(args.model, {"sequence_length": args.sequence_length} if args.sequence_length else None)
+        return load_model(args.model, settings.get("model"))
     except ConfigError as error:
         if "no model file" in str(error):
             raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm import log
-from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, as_typed, option, positive
+from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, as_typed, option
+from frontier_llm.cli.settings import refuse_settings
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,7 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.config import load_run
+    from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run.rank_env import discover
     from frontier_llm.topology.rank_variables import set_rank_variables
@@ -55,6 +58,8 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     if place is not None:
         set_rank_variables(config, place)  # before torch is imported
     world_size = place.world_size if place else local_world_size(config)
+    if place is None and world_size == 1:
+        set_own_threads()
     if place is None:
         check(config, world_size, saves=False)
     if place is None and world_size > 1:
@@ -63,18 +68,19 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     return 0
 
 
-_FLAGS = {
-    "parallel.tensor": "--tensor",
-    "parallel.pipeline": "--pipeline",
-    "parallel.expert": "--expert",
-    "train.device=": "--device ",
-}
+_FLAGS = {"train.device=": "--device "}
 
 
 MODEL_OPTIONS = (
     PLUGIN,
     NO_VERIFY,
-    option("model", metavar="MODEL", help="a run directory, one of its checkpoints, or a Hugging Face directory"),
+    option("model", metavar="CHECKPOINT", help="a run directory, one checkpoint's folder, or a Hugging Face directory"),
+    option(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="layout: parallel.tensor, parallel.pipeline, parallel.expert, parallel.data (default: 1 each)",
+    ),
     option("--tokenizer", help="a .model or tokenizer.json file, its directory, or `bytes` (default: the run's own)"),
     option(
         "--dtype",
@@ -87,28 +93,34 @@ MODEL_OPTIONS = (
         default="auto",
         help="cuda is also ROCm's name in torch (default: auto)",
     ),
-    option(
-        "--tensor",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="tensor-parallel degree (default: 1)",
-    ),
-    option(
-        "--pipeline",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="pipeline stages (default: 1)",
-    ),
-    option(
-        "--expert",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="tensor ranks that share out a mixture's experts (default: 1, each has all)",
-    ),
 )
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Layout of a model that is evaluated or generates. `expert`: tensor ranks that share a mixture's experts."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    data: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.pipeline * self.data
+
+
+def degrees(args: argparse.Namespace) -> Degrees:
+    """Return the layout that the user typed. Raises ConfigError for a key that inference does not use."""
+    from frontier_llm.config import ParallelConfig, build
+    from frontier_llm.config.load import parse_overrides
+
+    used = [f"parallel.{field.name}" for field in fields(Degrees)]
+    refuse_settings(args.overrides, lambda key: key not in used, f"{args.command} uses {', '.join(used)}")
+    content = parse_overrides(args.overrides)
+    parallel = build(ParallelConfig, content.get("parallel", {}), where="command line: parallel")
+    return Degrees(parallel.tensor, parallel.pipeline, parallel.expert, parallel.data or 1)
 
 
 def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
@@ -116,22 +128,26 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
 
     An invalid model or layout is refused here, in one process, before any local rank starts.
     """
+    from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.run.rank_env import discover, environment
 
-    world_size = args.tensor * args.pipeline * getattr(args, "data_parallel", 1)
+    layout = degrees(args)
     with as_typed(_FLAGS):
-        if discover() is not None or world_size == 1:
+        place = discover()
+        if place is None and layout.ranks == 1:
+            set_own_threads()
+        if place is not None or layout.ranks == 1:
             return work(args)
         from frontier_llm.inference.model import inference_plan
         from frontier_llm.inference.open import open_model
 
         model = open_model(args.model, plugins=args.plugin).source.model
-        inference_plan(model, args.tensor, args.pipeline, world_size, args.expert)
+        inference_plan(model, layout.tensor, layout.pipeline, layout.ranks, layout.expert)
     from frontier_llm.cluster.local import run_local_ranks
     from frontier_llm.run.node_folders import temporary_folder
 
     with temporary_folder() as logs:
-        return run_local_ranks(world_size, args.typed, environment(), logs)
+        return run_local_ranks(layout.ranks, args.typed, environment(), logs)
 
 
 @contextmanager
@@ -146,13 +162,14 @@ def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[t
     from frontier_llm.training.join import joined
 
     place = discover()
+    layout = degrees(args)
     run = inference_run(
         model=opened.source.model,
-        tensor=args.tensor,
-        pipeline=args.pipeline,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
         world_size=place.world_size if place else 1,
         device=args.device,
-        expert=args.expert,
+        expert=layout.expert,
     )
     with joined(run, place, recorded=False) as (plan, mesh, device):
         verify_together(args, opened, mesh.world, device)

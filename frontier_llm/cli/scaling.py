@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JOB, JSON, Command, command, natural, one_of, option, positive, show
+from frontier_llm.cli.arguments import JOB, JSON, Command, Option, command, natural, one_of, option, positive, show
+from frontier_llm.cli.settings import refuse_settings
 
 if TYPE_CHECKING:
     from frontier_llm.cluster.sites import Site
@@ -18,7 +20,15 @@ if TYPE_CHECKING:
     from frontier_llm.experiments.scaling.series import Mode, Point
 
 
-def _series_command(mode: Mode, batch: str, line: str) -> Command:
+BATCH_PER_REPLICA = option(
+    "--batch-per-replica",
+    type=positive,
+    metavar="N",
+    help="in sequences (default: ORNL's for that model)",
+)
+
+
+def _series_command(mode: Mode, batch: Sequence[Option], line: str) -> Command:
     """Return the command `scaling weak` or `scaling strong`."""
     options = (
         one_of(
@@ -41,13 +51,7 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
             "--site",
             help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)",
         ),
-        option(
-            batch,
-            dest="batch",
-            type=positive,
-            metavar="N",
-            help="in sequences (default: ORNL's for that model)",
-        ),
+        *batch,
         option(
             "--repeats",
             type=positive,
@@ -102,7 +106,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.forecast import as_text
     from frontier_llm.experiments.scaling.launch import BARE, open_tool_job
-    from frontier_llm.experiments.scaling.series import default_batch, find_run, make_series
+    from frontier_llm.experiments.scaling.series import find_run, make_series
     from frontier_llm.machine.precision import resolve_precision
 
     overrides = [*BARE, *args.overrides]
@@ -122,7 +126,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
         config=config,
         site=site,
         nodes=nodes,
-        batch=args.batch or default_batch(mode, config),
+        batch=_batch(mode, args, config),
         root=root,
         repeats=args.repeats,
     )
@@ -143,6 +147,18 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
         else f"when they have run: frontier-llm scaling report {root}"
     )
     return 0
+
+
+def _batch(mode: Mode, args: argparse.Namespace, config: RunConfig) -> int:
+    """Return the batch per replica (weak) or the global batch (strong). The default is the published one."""
+    from frontier_llm.experiments.scaling.series import default_batch
+
+    if mode == "weak":
+        refuse_settings(args.overrides, lambda key: key == "batch.global_batch", "--batch-per-replica N")
+        return args.batch_per_replica or default_batch(mode, config)
+    if any(word.startswith("batch.global_batch=") for word in args.overrides):
+        return config.batch.global_batch
+    return default_batch(mode, config)
 
 
 def _run_here(
@@ -311,8 +327,8 @@ scaling = Command(
         "frontier-llm scaling report runs/scaling",
     ),
     actions={
-        "weak": _series_command("weak", "--batch-per-replica", "the global batch grows with data parallelism"),
-        "strong": _series_command("strong", "--global-batch", "the global batch stays"),
+        "weak": _series_command("weak", (BATCH_PER_REPLICA,), "the global batch grows with data parallelism"),
+        "strong": _series_command("strong", (), "the global batch stays"),
         "report": _report,
     },
 )

@@ -13,7 +13,7 @@ from frontier_llm.cli.arguments import JSON, command, option, show
     option(
         "run_dirs",
         nargs="*",
-        metavar="DIR",
+        metavar="RUN_DIR",
         help="a run, or a directory that holds runs at any depth (default: runs/)",
     ),
     JSON,

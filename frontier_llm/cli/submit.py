@@ -14,7 +14,6 @@ from frontier_llm.cli.arguments import (
     JSON,
     RESUME,
     command,
-    count_of,
     natural,
     option,
     positive,
@@ -25,7 +24,6 @@ from frontier_llm.cli.arguments import (
 
 if TYPE_CHECKING:
     from frontier_llm.cluster.submit import JobRequest
-    from frontier_llm.config import RunConfig
 
 
 @command(
@@ -44,12 +42,6 @@ if TYPE_CHECKING:
         default=0,
         metavar="N",
         help="further nodes, to replace dead ones (default: 0)",
-    ),
-    option(
-        "--until-tokens",
-        type=count_of,
-        metavar="COUNT",
-        help="train on so many tokens, e.g. 300B (sets train.steps)",
     ),
     *JOB,
     option("--qos", metavar="NAME", help="e.g. debug"),
@@ -136,8 +128,6 @@ def submit(args: argparse.Namespace) -> int:
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
-    if args.until_tokens is not None:
-        config = with_token_target(config, args.until_tokens, args.overrides)
     config = resolve_precision(as_it_stands(config))
     job = slurm.wanted_job(
         config,
@@ -213,21 +203,12 @@ def _before_maintenance(request: JobRequest, *, chosen: bool) -> JobRequest:
 
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    from frontier_llm.config.keys import check_allowable
+
+    check_allowable(args.allow_change)
     flags = []
     if args.strict:
         flags.append("--strict")
     for key in args.allow_change:
         flags += ["--allow-change", key]
     return tuple(flags)
-
-
-def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:
-    """Return the run with a duration of `tokens` tokens. Raises ConfigError if train.steps is also given."""
-    from frontier_llm.config import RunConfig, build
-    from frontier_llm.errors import ConfigError
-
-    if any(word.startswith("train.steps=") for word in overrides):
-        raise ConfigError("the run's end is given twice", "leave train.steps= or --until-tokens out", "--until-tokens")
-    content = config.model_dump(mode="json", exclude_unset=True)
-    content.setdefault("train", {})["steps"] = f"{int(tokens)} tokens"
-    return build(RunConfig, content)

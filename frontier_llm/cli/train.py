@@ -13,6 +13,7 @@ from frontier_llm.cli.arguments import RESUME, command, natural, option, run_opt
 from frontier_llm.cli.checks import check, check_resume, check_start
 from frontier_llm.cli.ranks import local_world_size, start_local_ranks
 from frontier_llm.config import load_run
+from frontier_llm.config.keys import check_allowable
 from frontier_llm.data.position import START
 
 
@@ -34,7 +35,7 @@ from frontier_llm.data.position import START
         metavar="PATH",
         help="read this dataset of the run from its beginning, in another order; repeatable",
     ),
-    option("--check", action="store_true", help="check the run and its data, print the layout, train nothing"),
+    option("--dry-run", action="store_true", help="check the run and its data, print the layout, train nothing"),
     about="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are "
     "started: "
     "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a "
@@ -43,7 +44,7 @@ from frontier_llm.data.position import START
     "last one.",
     examples=(
         "frontier-llm train quickstart train.steps=500",
-        "frontier-llm train train_small parallel.data=1 --check",
+        "frontier-llm train train_small parallel.data=1 --dry-run",
         "srun --ntasks-per-node=8 frontier-llm train train_22b",
     ),
 )
@@ -62,6 +63,7 @@ def train(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
+    from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.rank_env import discover
@@ -75,17 +77,20 @@ def _run(args: argparse.Namespace) -> int:
     if place is not None:
         log.set_rank(place.rank, place.world_size)  # only rank 0 reports notes about the run file
     config = resolve_precision(load_run(args.run, overrides))
+    check_allowable(args.allow_change)
     if config.train.device == "cpu":
         log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     if place is not None:
         set_rank_variables(config, place)  # before torch is imported
     world_size = place.world_size if place else local_world_size(config)
+    if place is None and world_size == 1:
+        set_own_threads()
     if place is None:
         refuse_second_start(Path(config.train.run_dir))
     if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
         check(as_it_stands(config), world_size, position=recorded_position(Path(config.train.run_dir)) or START)
         check_resume(config, args.allow_change)
-    if args.check:
+    if args.dry_run:
         return 0
     if place is None:
         check_start(config, world_size)

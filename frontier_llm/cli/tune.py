@@ -1,4 +1,4 @@
-"""frontier-llm tune RUN --budget-node-hours H: find the fastest layout by running it, beginning with the planner's."""
+"""frontier-llm tune RUN --max-node-hours H: find the fastest layout by running it, beginning with the planner's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from frontier_llm.cli.arguments import (
     run_options,
     show,
 )
+from frontier_llm.cli.settings import refuse_layout
 from frontier_llm.tables import aligned
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ DIRECTORY = "runs/tune"
 @command(
     *run_options(),
     option(
-        "--budget-node-hours",
+        "--max-node-hours",
         type=amount,
         required=True,
         metavar="H",
@@ -124,8 +125,8 @@ DIRECTORY = "runs/tune"
     "runs out of memory, hangs or has no finite loss is told apart and counts as slow. After a walltime the same "
     "command goes on.",
     examples=(
-        "frontier-llm tune train_small --ranks 4 --budget-node-hours 0.2",
-        "frontier-llm tune train_22b --nodes 16 --budget-node-hours 40 --dry-run",
+        "frontier-llm tune train_small --ranks 4 --max-node-hours 0.2",
+        "frontier-llm tune train_22b --nodes 16 --max-node-hours 40 --dry-run",
     ),
 )
 def tune(args: argparse.Namespace) -> int:
@@ -135,6 +136,7 @@ def tune(args: argparse.Namespace) -> int:
     from frontier_llm.experiments.tuning.search import Limits, run_search
     from frontier_llm.experiments.tuning.trials import TRIALS_FILE, write_trials
 
+    refuse_layout(args.overrides, kept=("precision.gradient_wire",))
     root = Path(args.output or Path(DIRECTORY) / Path(args.run).stem).resolve()
     tool = _tool_job(args, root)
     if tool is not None:
@@ -159,7 +161,7 @@ def tune(args: argparse.Namespace) -> int:
     why = run_search(
         search,
         args.steps,
-        Limits(args.budget_node_hours, launcher.nodes, args.trials, launcher.time_left_s),
+        Limits(args.max_node_hours, launcher.nodes, args.trials, launcher.time_left_s),
         lambda proposal, limit_s: bench.measure(search, proposal, limit_s),
         lambda trials: write_trials(root / TRIALS_FILE, trials),
     )
@@ -182,7 +184,7 @@ def _tool_job(args: argparse.Namespace, root: Path) -> ToolJob | None:
         site=load_site(),
         nodes=args.nodes,
         spares=args.spares,
-        max_node_hours=args.budget_node_hours or None,
+        max_node_hours=args.max_node_hours or None,
     )
 
 
@@ -197,7 +199,7 @@ def _local_ranks(args: argparse.Namespace) -> Launcher:
     nodes = args.nodes or 1
     if nodes > 1 and not args.dry_run:
         fix = (
-            f"sbatch --nodes={nodes} slurm/tune.sbatch --budget-node-hours {args.budget_node_hours:g}; --dry-run "
+            f"sbatch --nodes={nodes} slurm/tune.sbatch --max-node-hours {args.max_node_hours:g}; --dry-run "
             f"shows the space"
         )
         raise ConfigError(f"{nodes} nodes, and this is no allocation", fix, "--nodes")
@@ -248,13 +250,13 @@ def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> st
     plans = search.space.plans
     used = sum(trial.node_hours for trial in search.trials)
     trial_s = START_S + args.steps * plans[0].step_s
-    left = max(0.0, args.budget_node_hours - used)
+    left = max(0.0, args.max_node_hours - used)
     return (
         f"{plural(len(plans), 'layout')} of {search.space.legal} that fit, {format_seconds(plans[0].step_s)} to "
         f"{format_seconds(max(plan.step_s for plan in plans))} per step (predicted)\n"
         f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} while "
         f"starts are not yet measured, "
-        f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.budget_node_hours:.3g} node-hours are used\n"
+        f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.max_node_hours:.3g} node-hours are used\n"
         f"cost: {plural(nodes, 'node')} for at most {left / nodes * 60:,.0f} minutes of trials, {left:.3g} node-hours\n"
         f"cost: trials write {written(search.space.config, 0, root)}"
     )

@@ -23,9 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
 
+from frontier_llm import log
 from frontier_llm.cluster.rank_logs import failure_lines
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import open_below
+from frontier_llm.machine.cores import SLEEP, THREADS, WAITING, choose_threads
 from frontier_llm.run.failure import Evidence, Failure, forget_failure, read_failure, write_failure
 from frontier_llm.run.holder import refuse_second_start
 from frontier_llm.run.job_secret import VARIABLE, folder_of, new_secret
@@ -81,15 +83,6 @@ def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "FRONTIER_LLM_LAUNCHER": "local",
         "MASTER_ADDR": "127.0.0.1",
         "PYTHONUNBUFFERED": "1",
-    }
-
-
-def thread_variables(num_ranks: int) -> dict[str, str]:
-    """Divide this computer's cores over its ranks. An exported OMP_NUM_THREADS takes precedence."""
-    threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        ORIGINS: strict_json({"OMP_NUM_THREADS": "frontier_llm/cluster/local.py"}, indent=None),
     }
 
 
@@ -171,9 +164,7 @@ class _Ranks:
 
     def _start(self) -> None:
         port = free_port()
-        variables = with_this_package(self.env)
-        if "OMP_NUM_THREADS" not in variables:
-            variables.update(thread_variables(self.num_ranks))
+        variables = self._shared_variables()
         for rank in range(self.num_ranks):
             log = os.fdopen(
                 open_below(self.log_dir, f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0
@@ -200,6 +191,17 @@ class _Ranks:
             self._thread(self._await_end, rank, process)
         for thread in self.threads:
             thread.start()
+
+    def _shared_variables(self) -> dict[str, str]:
+        """Return the environment that all ranks get. An exported OMP_NUM_THREADS or OMP_WAIT_POLICY is kept."""
+        variables = with_this_package(self.env)
+        if THREADS not in variables:
+            choice = choose_threads(self.num_ranks)
+            log.info(choice.describe())
+            variables[THREADS] = str(choice.threads)
+            variables[ORIGINS] = strict_json({THREADS: "frontier_llm/machine/cores.py"}, indent=None)
+        variables.setdefault(WAITING, SLEEP)
+        return variables
 
     def _thread(self, target: object, *arguments: object) -> None:
         self.threads.append(threading.Thread(target=target, args=arguments, daemon=True))  # type: ignore[arg-type]

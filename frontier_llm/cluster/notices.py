@@ -24,7 +24,7 @@ from frontier_llm import log
 from frontier_llm.errors import FrontierError
 from frontier_llm.run import run_dir
 from frontier_llm.run.job import Job
-from frontier_llm.run.rank_env import environ
+from frontier_llm.run.rank_env import environ, environment
 from frontier_llm.units import strict_json
 
 WEBHOOK_VARIABLE = "FRONTIER_LLM_WEBHOOK"
@@ -110,7 +110,7 @@ class Notifier:
         try:
             process = subprocess.Popen(  # noqa: S603 a list
                 [*command, notice.event, notice.text],
-                env={**os.environ, **variables},
+                env={**environment(), **variables},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )

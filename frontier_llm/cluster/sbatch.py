@@ -148,8 +148,7 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "tune",
-        "The fastest layout of GPT 22B, by trials of ten steps; queue it again: slurm/tune.sbatch "
-        "--budget-node-hours H",
+        "The fastest layout of GPT 22B, by trials of ten steps; queue it again: slurm/tune.sbatch --max-node-hours H",
         "configs/runs/train_22b.yaml",
         16,
         program="frontier_llm.cli.main",

@@ -3,9 +3,10 @@ checked.
 """
 
 from frontier_llm.config.durations import Stretches, in_steps, resolved
-from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run, own_plugins
+from frontier_llm.config.load import available, build, dump, find_file, load_model, load_run, own_plugins
 from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
 from frontier_llm.config.phases import RunPhase, phase_at, phases_of, planned_tokens, saves_between, saves_nothing
+from frontier_llm.config.places import configs_dir
 from frontier_llm.config.schema import (
     OUTPUT_Z,
     RECOMPUTE,

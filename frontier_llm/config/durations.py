@@ -38,6 +38,12 @@ ENDLESS = 10**12  # steps
 Stretches = Sequence[tuple[int, int]]  # (steps, tokens per step), in the order in which they are trained
 
 
+def is_duration(key: str) -> bool:
+    """Return whether the value of this key may be a number of tokens or epochs."""
+    section, _, name = key.partition(".")
+    return (section, name) in (*_FROM_START, *_INTERVALS) or re.fullmatch(r"train\.phases\.\d+\.steps", key) is not None
+
+
 def resolved(config: RunConfig, done: Stretches) -> RunConfig:
     """Return the configuration with durations in tokens converted again. `done` are the steps that the run has
     trained.

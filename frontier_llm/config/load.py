@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -21,7 +20,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frontier_llm import log
+from frontier_llm.config.durations import is_duration
+from frontier_llm.config.foreign import PAGE, name_here
 from frontier_llm.config.model import ModelConfig
+from frontier_llm.config.places import configs_dir
 from frontier_llm.config.plugins import import_plugins, plugin_paths
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError, Problem, closest, suggest
@@ -34,14 +36,6 @@ MAXIMUM_NODES = 100_000  # Values in a YAML file with aliases expanded. The ship
 
 # Former name → current name, by kind of file.
 RENAMED: dict[str, dict[str, str]] = {"machines": {"eos": "h100", "selene": "a100"}}
-
-
-def configs_dir() -> Path:
-    """Return the shipped configs/: beside the package in a checkout, under the prefix if installed from a wheel."""
-    checkout = Path(__file__).resolve().parents[2] / "configs"
-    if checkout.is_dir():
-        return checkout
-    return Path(sys.prefix) / "share" / "frontier_llm" / "configs"
 
 
 def available(kind: str) -> list[str]:
@@ -239,7 +233,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     return nested
 
 
-def _unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]) -> str:
+def unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]) -> str:
     """Suggest the closest valid key of that section, or the same key in another section."""
     section = model_type
     for part in location[:-1]:
@@ -248,13 +242,16 @@ def _unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...
             section = _section_in(field.annotation) or section
     names = list(section.model_fields)
     key = str(location[-1])
-    if closest(key, names):
-        return suggest(key, names)
     elsewhere = [
         f"{name}.{key}"
         for name, field in model_type.model_fields.items()
         if key in getattr(field.annotation, "model_fields", {})
     ]
+    meaning = name_here(key)
+    if meaning and not elsewhere:
+        return f"here: {meaning} ({PAGE})"
+    if closest(key, names):
+        return suggest(key, names)
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
 
 
@@ -295,7 +292,7 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     # For a union, pydantic adds the type's name to the location. The user did not write that name.
     where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)?\[", str(part)))
     if error["type"] == "extra_forbidden":
-        return Problem(where=where, what="unknown key", fix=_unknown_key_fix(model_type, error["loc"]))
+        return Problem(where=where, what="unknown key", fix=unknown_key_fix(model_type, error["loc"]))
     if error["type"] == "missing" and isinstance(error["loc"][-1], int):
         return Problem(
             where=where.rpartition(".")[0],
@@ -314,10 +311,13 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     rule = _RULES[error["type"]].format(**limits) if error["type"] in _RULES else said
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
     value = repr(error["input"])
+    fix = f"did you mean {near!r}?" if near else ""
+    if error["type"] == "int_parsing" and is_duration(where):
+        fix = "write a number of steps, or a number with its unit: steps, tokens or epochs, e.g. 20B tokens"
     return Problem(
         where=where,
         what=f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}",
-        fix=f"did you mean {near!r}?" if near else "",
+        fix=fix,
     )
 
 

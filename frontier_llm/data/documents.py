@@ -51,10 +51,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Damage:
-    """Input that cannot be used, with its place (file:line) and the reason."""
+    """Input that cannot be used, with its place (file:line), the reason and the repair."""
 
     where: str
     why: str
+    fix: str = DAMAGE_FIX
 
 
 class _Unpacked(io.RawIOBase):
@@ -129,10 +130,11 @@ def _read_lines(
             if len(line) > max_bytes:
                 raise DataError(TOO_LARGE.format(format_bytes(max_bytes)))
             record = json_object(line) if piece.kind == "jsonl" else None
-            text = _field(record, text_key) if piece.kind == "jsonl" else _decode(line)
-            prompt = _field(record, prompt_key) if prompt_key is not None else ""
+            text = _field(record, text_key, "--text-key") if piece.kind == "jsonl" else _decode(line)
+            prompt = _field(record, prompt_key, "--prompt-key") if prompt_key is not None else ""
         except DataError as error:
-            yield Damage(_line_name(piece, number), error.problems[0].what)
+            problem = error.problems[0]
+            yield Damage(_line_name(piece, number), problem.what, problem.fix or DAMAGE_FIX)
         else:
             if text and prompt:
                 yield Text(prompt, ends_document=False, learnt=False)
@@ -157,14 +159,16 @@ def json_object(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def _field(record: dict[str, Any] | None, text_key: str) -> str:
-    """Return the text of a JSONL record, or '' for a blank line. Raises a DataError with the reason for no text."""
+def _field(record: dict[str, Any] | None, text_key: str, flag: str) -> str:
+    """Return the text of a JSONL record, or '' for a blank line. Raises a DataError with the reason for no text.
+
+    `flag` is the option that names the key.
+    """
     if record is None:
         return ""
     if text_key not in record:
-        raise DataError(
-            f"has no key {text_key!r}; {suggest(text_key, list(record)[:20])}; --text-key and --prompt-key name others"
-        )
+        fix = f"name the key of the text with {flag}; {suggest(text_key, list(record)[:20])}"
+        raise DataError(f"has no key {text_key!r}", fix)
     return _usable(record[text_key], text_key)
 
 
@@ -322,10 +326,8 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
         if text_key not in columns:
             nested = text_key in file.schema_arrow.names
             why = f"column {text_key!r} is nested, not a string" if nested else f"has no column {text_key!r}"
-            yield Damage(
-                _name(piece),
-                f"{why}; {suggest(text_key, [name for name in columns if '.' not in name][:20])}",
-            )
+            names = suggest(text_key, [name for name in columns if "." not in name][:20])
+            yield Damage(_name(piece), why, f"name the column of the text with --text-key; {names}")
             return
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
         for group in range(piece.start, piece.stop):

@@ -28,7 +28,7 @@ from typing import Literal
 
 from frontier_llm import log
 from frontier_llm.data.destination import existing_dataset, sole_maker
-from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
+from frontier_llm.data.documents import Damage, read
 from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, InputPiece, cut, find_inputs
@@ -239,7 +239,7 @@ def make_part(job: ShardWork) -> ShardReport:
         ):
             if isinstance(item, Damage):
                 if not options.skip_damaged:
-                    raise DataError(item.why, where=item.where, fix=DAMAGE_FIX)
+                    raise DataError(item.why, where=item.where, fix=item.fix)
                 damaged += 1
                 examples += [f"{item.where}: {item.why}"] if len(examples) < EXAMPLES else []
                 continue
@@ -303,4 +303,4 @@ def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_
         elif options.skip_damaged:
             log.warn(f"left out {item.where}: {item.why}")
         else:
-            raise DataError(item.why, where=item.where, fix=DAMAGE_FIX)
+            raise DataError(item.why, where=item.where, fix=item.fix)

@@ -1,8 +1,8 @@
 """A model class for lm-evaluation-harness: `lm_eval run --model frontier-llm --model_args path=runs/mine --tasks …`.
 
 Releases of lm_eval after 0.4.13 find the class by the entry point `lm_eval.models` that this package declares. Releases
-up to 0.4.13 only have their own table. For these, the command `frontier-lm-eval` (`main` here) runs lm_eval's command
-line, with all its options and models, in a process that has registered this class.
+up to 0.4.13 only have their own table. For these, the command `frontier-lm-eval` (`cli/lm_eval.py`) runs lm_eval's
+command line, with all its options and models, in a process that has registered this class.
 
 Arguments: path (run directory, checkpoint or Hugging Face directory), tokenizer, dtype, device, batch_size, plugin. In
 Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
@@ -158,14 +158,3 @@ def _device(wanted: str | None) -> torch.device:
     if wanted not in (None, "cpu"):
         log.info(f"torch sees no GPU: the model runs on the CPU, not on {wanted}")
     return torch.device("cpu")
-
-
-def main() -> None:
-    """Run lm_eval's command line in a process that has registered `--model frontier-llm`."""
-    from lm_eval.__main__ import cli_evaluate
-
-    cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()

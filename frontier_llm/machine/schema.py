@@ -51,6 +51,8 @@ class Device(Section):
     peak_tflops: Number  # dense bf16/fp16
     memory_gib: Number
     memory_gbps: Number  # GB/s, peak
+    # predicted memory up to which a plan has been seen to run; None: no difference from memory_gib is known
+    safe_gib: Number | None = None
     compute_units: Number  # SMs or CUs
     # standard deviation of the speed of devices of this type, as a share of the speed
     speed_variation: Number = Number(value=0, tag="estimated", source="runs on more than one node have not told it")

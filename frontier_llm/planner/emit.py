@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, log
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from frontier_llm.config import (
     ParallelConfig,
     PrecisionConfig,
     available,
-    load_model,
     load_run,
     phases_of,
     planned_tokens,
 )
+from frontier_llm.config.load import merge
 from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.files import write_atomically
 from frontier_llm.machine.rates import Rates
@@ -47,12 +47,13 @@ WARMUP_TOKENS = 375e6
 
 @dataclass(frozen=True)
 class Request:
-    """The user's arguments: names of shipped files or paths, and a token budget."""
+    """The user's arguments: names of shipped files or paths, a token budget, and changed keys of a run."""
 
     model: str
     machine: str
     run: str | None = None
     tokens: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # nested, as in a run file
 
 
 def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
@@ -123,16 +124,16 @@ def emit(
     choice = run_content(request.machine, machine, outcome, rates, name)
     todo = []
     if request.run:
-        content = {"base": reference(request.run, path.parent), **_on_top(choice, request, outcome)}
+        content = merge(request.settings, _on_top(choice, request, outcome))
+        content = {"base": reference(request.run, path.parent), **content}
     else:
-        same_length = outcome.model.sequence_length == load_model(request.model).sequence_length
-        model: str | dict[str, object] = request.model
-        if not same_length:
-            model = {"base": request.model, "sequence_length": outcome.model.sequence_length}
+        changes = request.settings.get("model")
+        model: str | dict[str, object] = {"base": request.model, **changes} if changes else request.model
         tokens = request.tokens or (saves.tokens if saves else TOKENS_PER_PARAMETER * total_parameters(outcome.model))
         choice = _shortened(choice)
         needs = recipe(best, tokens, saves)
         content = {"model": model, **choice, **needs, "train": {**choice["train"], **needs["train"]}}
+        content = merge({key: value for key, value in request.settings.items() if key != "model"}, content)
         todo = [
             "fill in data.train, prefixes that `frontier-llm data tokenize` has written; optimizer.lr, of GPT-3's "
             "nearest size, is a start"
@@ -155,7 +156,10 @@ def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[s
     tokens = request.tokens or planned_tokens(phases_of(base))
     # phases have their own numbers of steps
     steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
-    return {**choice, "train": {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}}
+    is_typed = "steps" in request.settings.get("train", {})
+    if is_typed or steps == base.train.steps:
+        return choice
+    return {**choice, "train": {**choice["train"], "steps": steps}}
 
 
 def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devices: int) -> None:

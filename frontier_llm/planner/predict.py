@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from frontier_llm.config import RunConfig, phases_of, planned_tokens
 from frontier_llm.errors import Problem
-from frontier_llm.machine.load import OWN_STACK, load_machine, rates
+from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.breakdown import breakdown
 from frontier_llm.planner.operations import Campaign, campaign
 from frontier_llm.planner.search import Plan, simulate_layout
 from frontier_llm.planner.uncertainty import BANDS, basis
@@ -85,7 +86,7 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
         peak_bytes=fullest.peak_bytes,
         limit_bytes=fullest.limit_bytes,
         machine=machine,
-        band=BANDS[basis(described, OWN_STACK)],
+        band=BANDS[basis(described, own_stack(described), breakdown(fullest, numbers))],
     )
 
 

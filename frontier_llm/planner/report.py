@@ -7,61 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
-from frontier_llm.blueprint.items import (
-    ADDING,
-    ATTENTION,
-    EMBEDDING,
-    EXCHANGE,
-    HEAD,
-    LOSS,
-    PASSES,
-    PRODUCTS,
-    SENDING,
-    SHARDS,
-    Item,
-)
-from frontier_llm.blueprint.layout import SHARDING, Layout, mode_shares, run_keys
-from frontier_llm.blueprint.parameters import layer_kinds, total_parameters
-from frontier_llm.blueprint.work import block_work, embedding_work, head_work
+from frontier_llm.blueprint.layout import SHARDING, Layout, run_keys
+from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.machine.load import PLACES, provenance
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
-from frontier_llm.planner.costs.seconds import LAUNCHES, added_share, by_cause, times
-from frontier_llm.planner.costs.time import layer_s
+from frontier_llm.planner.breakdown import SOURCES, breakdown
 from frontier_llm.planner.links import axis_links, cost_of_one, safety_words
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
 from frontier_llm.planner.uncertainty import Uncertainty, uncertainty_of
-from frontier_llm.schedule import rule, split_share
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_count, format_seconds, plural
 
 WIDTH = 140  # columns of a report that is not shown on a terminal
-
-# line of the breakdown → numbers of the machine file on which it depends
-SOURCES = {
-    PRODUCTS: ("gemm_efficiency", "peak_flops", "speed_variation"),
-    ATTENTION: ("flash_efficiency", "peak_flops"),
-    PASSES: ("hbm_efficiency", "hbm_bytes_s"),
-    SENDING: ("fabric_bytes_s", "fabric_latency_s"),
-    EXCHANGE: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
-    ROUTING: ("gemm_efficiency",),
-    EXPERTS: ("gemm_efficiency", "peak_flops"),
-    DISPATCH: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
-    "recompute": ("gemm_efficiency",),
-    LAUNCHES: ("launch_s",),
-    EMBEDDING: ("hbm_efficiency",),
-    HEAD: ("gemm_efficiency",),
-    LOSS: ("hbm_efficiency",),
-    SHARDS: ("node_network_bytes_s", "network_efficiency", "network_hop_s"),
-    "host per microbatch": ("microbatch_s",),
-    "bubble and messages": ("node_network_bytes_s", "network_efficiency"),
-    "gradient reduction": ("node_network_bytes_s", "network_efficiency", "dp_overlap"),
-    "optimizer": ("hbm_efficiency", "step_s"),
-    "weight all-gather": ("node_network_bytes_s", "network_hop_s"),
-}
 
 
 def layout_words(plan: Plan) -> str:
@@ -99,55 +59,6 @@ def step_words(seconds: float) -> str:
     if seconds < 10:
         return format_seconds(seconds)
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
-
-
-def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
-    """Return cause → seconds of the step. The values add up to the step.
-
-    Compute times are taken from the pipeline rank with the most work. The rest of the pipeline's time is bubble and
-    messages.
-    """
-    model = plan.model
-    layout = plan.layout
-    simulated = plan.simulated
-    m = layout.microbatches
-    busiest = max(range(layout.pp), key=lambda rank: simulated.busy_s[rank])
-    placement = rule(layout.schedule).placement(layout.pp, layout.chunks)
-    held = [plan.stages[position] for position in placement.positions_of(busiest)]
-    layers = sum(stage.num_layers for stage in held)
-    block = times(model, layout, rates, layers // layout.chunks).block
-    modes = mode_shares(model, layout, layers // layout.chunks)
-    split = float(split_share(layout.schedule, layout.pp, m))
-    parts: dict[str, float] = {}
-
-    def add(items: Sequence[Item], number: float, adding: str) -> None:
-        """Add `number` times these items. The time of adding gradients is added to the line `adding`."""
-        if not number:
-            return
-        for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items():
-            name = cause
-            seconds = float(sum(both))
-            if cause == ADDING:
-                name = adding
-                seconds = float(added_share(m) * sum(both))
-            parts[name] = parts.get(name, 0.0) + m * number * seconds
-
-    for layer, count in layer_kinds(model):
-        add(block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS)
-    add(embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING)
-    add(head_work(model, layout, rates), sum(stage.head for stage in held), HEAD)
-    computed = sum(block.both(m, rates))
-    parts[DISPATCH] = parts.get(DISPATCH, 0.0) - simulated.hidden_s[busiest]
-    parts[LAUNCHES] = (
-        m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
-    )
-    parts[SHARDS] = m * layers * float(sum(layer_s(block, layout, rates)) - computed)
-    parts["host per microbatch"] = m * rates.microbatch_s
-    parts["bubble and messages"] = simulated.pipeline_s - simulated.busy_s[busiest]
-    parts["gradient reduction"] = simulated.reduce_s
-    parts["optimizer"] = simulated.optimizer_s
-    parts["weight all-gather"] = simulated.gather_s
-    return parts
 
 
 def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width: int = WIDTH) -> str:
@@ -271,7 +182,7 @@ def text(
     best = outcome.best
     model = outcome.model
     use = utilisations(best, rates)
-    uncertainty = uncertainty_of(best, machine, stack)
+    uncertainty = uncertainty_of(best, machine, stack, rates)
     lines = [
         f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(outcome.nodes, 'node')} of "
         f"{machine.name}: "
@@ -422,7 +333,7 @@ def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, 
         "dominated": outcome.dominated,
         "simulated": True,
         "cost_of_one_in_flight": cost_of_one(outcome.best, rates),
-        "promise": uncertainty_of(outcome.best, machine, stack).as_dict(outcome.best),
+        "promise": uncertainty_of(outcome.best, machine, stack, rates).as_dict(outcome.best),
         "plans": [
             {
                 **as_dict(plan, rates),

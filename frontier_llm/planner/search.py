@@ -252,7 +252,7 @@ def _finalists(
 def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
     """Return the layout with the `tensor_chunks` that make its layers fastest.
 
-    They are 1 if the machine file has no `chunk_overlap`, which `bench comm --machine-file` measures.
+    They are 1 if the machine file has no `chunk_overlap`, which `bench comm --emit-machine` measures.
     """
     if layout.tp == 1 or not rates.chunk_overlap:
         return layout

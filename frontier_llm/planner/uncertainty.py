@@ -7,42 +7,63 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from math import log
 from pathlib import Path
 from typing import Any
 
+from frontier_llm.blueprint.items import ATTENTION
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.blueprint.work import model_flops_per_token
-from frontier_llm.machine.schema import Machine, Number
+from frontier_llm.machine.load import PLACES, provenance, rates
+from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine
+from frontier_llm.planner.breakdown import BUBBLE, SOURCES, UNFUSED, breakdown
+from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.search import Plan
-from frontier_llm.units import TERA
+from frontier_llm.units import GIB, TERA
 
 SAME = "same machine and stack"
-OTHER = "other stack"
+PUBLISHED = "published steps, not fitted"
 ESTIMATED = "estimated"
+
+# Share of the step behind which constants must be measured or fitted on the machine with the stack.
+KNOWN_SHARE = 0.8
+FITTED = "fitted on"  # begins the source of a constant that was fitted to measured steps
 
 # Basis → half width: nine of ten measured steps lie within a factor 1 + half width of the predicted step. The first two
 # hold for published runs with a stated layout on which no constant was fitted (benchmarks/tests/test_best_runs.py).
 # The third has no measurements, so it is twice the second.
-BANDS = {SAME: 0.17, OTHER: 0.28, ESTIMATED: 0.56}
+BANDS = {SAME: 0.17, PUBLISHED: 0.28, ESTIMATED: 0.56}
 
-# The best published runs in 16 bits, with full attention counted. The file maps a family of devices and a size class of
-# the model to [model TFLOP/s per device, name of the run]. `python -m benchmarks.published.best` writes it.
+# The best published runs in 16 bits, with full attention counted, by family of devices and size class of the model.
+# `python -m benchmarks.published.best` writes the file.
 BEST_PUBLISHED = Path(__file__).with_name("best_published.json")
 
 
+@dataclass(frozen=True)
+class BestRun:
+    """A published run."""
+
+    tflops: float  # model TFLOP/s per device
+    run: str  # name of the row
+    machine: str  # machine file and stack that price the run
+    stack: str
+    layout: Mapping[str, Any]  # fields of Layout that differ from their defaults
+
+
 @cache
-def best_published() -> dict[str, dict[int, tuple[float, str]]]:
-    """Return family of devices → size class of the model → (model TFLOP/s per device, name of the run)."""
-    content = json.loads(BEST_PUBLISHED.read_text(encoding="utf-8"))
-    best: dict[str, dict[int, tuple[float, str]]] = {}
+def best_published(kind: str = "fastest") -> dict[str, dict[int, BestRun]]:
+    """Return family of devices → size class of the model → the best published run.
+
+    Kind "equivalent" has only runs whose layout exists here.
+    """
+    content = json.loads(BEST_PUBLISHED.read_text(encoding="utf-8"))[kind]
+    best: dict[str, dict[int, BestRun]] = {}
     for device, sizes in content.items():
-        best[device] = {}
-        for size, (rate, run) in sizes.items():
-            best[device][int(size)] = (rate, run)
+        best[device] = {int(size): BestRun(**record) for size, record in sizes.items()}
     return best
 
 
@@ -60,21 +81,50 @@ def size_class(parameters: float) -> int:
     return int(log(parameters, 4))
 
 
-def basis(machine: Machine, stack: str) -> str:
+def basis(machine: Machine, stack: str, breakdown_s: Mapping[str, float]) -> str:
     """Return the key of BANDS for the systems on which a stack's constants were measured.
 
-    A constant of the machine file whose source begins with 'fitted on' was fitted to measured steps.
+    Args:
+        machine: the machine file.
+        stack: the stack that prices the step.
+        breakdown_s: cause → seconds of the step (`report.breakdown`).
     """
     if machine.device.gemm_shapes is not None:  # `calibrate` measured this computer with this package
         return SAME
-    fitted = {
-        name
-        for name, numbers in machine.stacks.items()
-        if any(isinstance(value, Number) and value.source.startswith("fitted on") for _, value in numbers)
-    }
-    if stack in fitted:
+    # a bubble is as long as the compute that it waits for, so it does not count
+    working = {cause: seconds for cause, seconds in breakdown_s.items() if cause != BUBBLE}
+    known_s = sum(seconds for cause, seconds in working.items() if _is_known(machine, stack, cause))
+    if known_s >= KNOWN_SHARE * sum(working.values()):
         return SAME
-    return OTHER if fitted else ESTIMATED
+    return PUBLISHED if (machine.name, stack) in published_stacks() else ESTIMATED
+
+
+def _is_known(machine: Machine, stack: str, cause: str) -> bool:
+    """True if all constants behind a line of the breakdown are measured or fitted on this machine with this stack.
+
+    Data sheets and tables of collectives do not depend on the stack.
+    """
+    unfused = cause == ATTENTION and rates(machine, stack).attention == "unfused"
+    fields = SOURCES[UNFUSED] if unfused else SOURCES[cause]
+    fitted = {field for field in fields if provenance(machine, stack, field).source.startswith(FITTED)}
+    for field in fields:
+        number = provenance(machine, stack, field)
+        if number.value == 0:  # an effect that is not modelled, as the variation of devices
+            continue
+        of_stack = PLACES[field][0] == "stack"
+        known_tags = ("measured",) if of_stack else ("measured", "published")
+        # a fabric bandwidth that was fitted contains the share of it that the stack reaches
+        included = field == "fabric_share" and "fabric_bytes_s" in fitted
+        if field not in fitted and not included and number.tag not in known_tags:
+            return False
+    return True
+
+
+@cache
+def published_stacks() -> frozenset[tuple[str, str]]:
+    """Return (machine, stack) of all published runs with a stated layout."""
+    pairs = json.loads(BEST_PUBLISHED.read_text(encoding="utf-8"))["stacks"]
+    return frozenset((machine, stack) for machine, stack in pairs)
 
 
 @dataclass(frozen=True)
@@ -84,8 +134,10 @@ class Uncertainty:
     basis: str  # A key of BANDS.
     tflops: float  # Simulated, per device: model FLOPs with full attention.
     device: str  # The family of the device.
-    best_alike: tuple[float, str] | None  # Best published (TFLOP/s, run) for a model of this size on such devices.
-    best: tuple[float, str] | None  # Best published (TFLOP/s, run) for any model on such devices.
+    best_alike: BestRun | None  # Best published run of a model of this size on such devices.
+    best: BestRun | None  # Best published run of any model on such devices.
+    # Time of the step with full recomputation over its own time, if the plan needs more memory than is safe; else 1.
+    recompute_factor: float = 1.0
 
     @property
     def band(self) -> float:
@@ -93,27 +145,35 @@ class Uncertainty:
         return BANDS[self.basis]
 
     @property
-    def untried(self) -> bool:
-        """True if this stack has not run on this machine. Reports then print the slow end of the band first."""
+    def slow_first(self) -> bool:
+        """True if reports print the slow end of the band first."""
         return self.basis != SAME
 
     @property
     def above_published(self) -> bool:
         """True if the simulated rate is above every rate published on such devices."""
-        return self.best is not None and self.tflops > self.best[0]
+        return self.best is not None and self.tflops > self.best.tflops
 
-    def ends(self, value: float) -> tuple[float, float]:
-        """Return (low, high) of the band around a time, a rate or a share."""
-        return value / (1 + self.band), value * (1 + self.band)
+    def ends(self, value: float, slow: int) -> tuple[float, float]:
+        """Return (low, high) of the band around a value. `slow` is the index of the slower end: 1 for a time.
+
+        The slower end also contains `recompute_factor`.
+        """
+        ends = [value / (1 + self.band), value * (1 + self.band)]
+        if slow:
+            ends[1] *= self.recompute_factor
+        else:
+            ends[0] /= self.recompute_factor
+        return ends[0], ends[1]
 
     def about(self, value: float, words: Callable[[float], str], slow: int) -> str:
         """Return a value with its band, for example '17.5 s (15.0 s … 20.5 s)'.
 
-        For an untried stack the slow end is first: '22.4 s … 13.7 s (simulated 17.5 s)'. `slow` is the index of the
-        slower end in `ends(value)`: 1 for a time, 0 for a rate.
+        For a stack that was not fitted here the slow end is first: '22.4 s … 13.7 s (simulated 17.5 s)'.
+        `slow` is the index of the slower end in `ends(value)`: 1 for a time, 0 for a rate.
         """
-        ends = [words(end) for end in self.ends(value)]
-        if self.untried:
+        ends = [words(end) for end in self.ends(value, slow)]
+        if self.slow_first:
             return f"{ends[slow]} … {ends[1 - slow]} (simulated {words(value)})"
         return f"{words(value)} ({ends[0]} … {ends[1]})"
 
@@ -123,15 +183,22 @@ class Uncertainty:
             f"  90 % band: a factor {1 + self.band:.2f} either way, also on the times and shares below (constants: "
             f"{self.basis})"
         ]
-        if self.untried:
-            lines[0] += "; this stack has never run on this machine, so the slow end leads"
+        if self.basis == ESTIMATED:
+            lines[0] += "; no step of this stack on this machine was measured, so the slow end is first"
+        if self.basis == PUBLISHED:
+            lines[0] += "; steps of this stack were published, but no constant was fitted to them"
+        if self.recompute_factor > 1:
+            lines.append(
+                f"  the slow end also assumes full recomputation ({100 * (self.recompute_factor - 1):.0f} % longer), "
+                "because the plan needs more memory than is known to be safe (safe_gib of the machine file)"
+            )
         if self.best is not None:
             if self.best_alike:
-                alike = f"{self.best_alike[0]:.1f} TFLOP/s for such a model ({self.best_alike[1]}), "
+                alike = f"{self.best_alike.tflops:.1f} TFLOP/s for such a model ({self.best_alike.run}), "
             else:
                 alike = ""
             lines.append(
-                f"  best published per {self.device} device: {alike}{self.best[0]:.1f} for any ({self.best[1]})"
+                f"  best published per {self.device} device: {alike}{self.best.tflops:.1f} for any ({self.best.run})"
             )
         if self.above_published:
             lines.append(
@@ -144,24 +211,39 @@ class Uncertainty:
         return {
             "basis": self.basis,
             "band": self.band,
-            "step_s": self.ends(plan.step_s),
-            "tokens_per_s_per_device": self.ends(plan.tokens_per_s_per_device),
+            "step_s": self.ends(plan.step_s, slow=1),
+            "tokens_per_s_per_device": self.ends(plan.tokens_per_s_per_device, slow=0),
             "tflops_per_device": self.tflops,
-            "tflops_per_device_band": self.ends(self.tflops),
-            "best_published_alike": self.best_alike,
-            "best_published": self.best,
+            "tflops_per_device_band": self.ends(self.tflops, slow=0),
+            "best_published_alike": _rate_and_run(self.best_alike),
+            "best_published": _rate_and_run(self.best),
             "above_published": self.above_published,
+            "recompute_factor": self.recompute_factor,
         }
 
 
-def uncertainty_of(plan: Plan, machine: Machine, stack: str) -> Uncertainty:
+def _rate_and_run(best: BestRun | None) -> tuple[float, str] | None:
+    return (best.tflops, best.run) if best else None
+
+
+def uncertainty_of(plan: Plan, machine: Machine, stack: str, numbers: Rates) -> Uncertainty:
     """Return the uncertainty of this plan's speed."""
     device = family(machine.device.name)
     published = best_published().get(device, {})
     return Uncertainty(
-        basis=basis(machine, stack),
+        basis=basis(machine, stack, breakdown(plan, numbers)),
         tflops=model_flops_per_token(plan.model) * plan.tokens_per_s_per_device / TERA,
         device=device,
         best_alike=published.get(size_class(total_parameters(plan.model))),
-        best=max(published.values(), default=None),
+        best=max(published.values(), key=lambda run: run.tflops, default=None),
+        recompute_factor=recompute_factor(plan, machine, numbers),
     )
+
+
+def recompute_factor(plan: Plan, machine: Machine, numbers: Rates) -> float:
+    """Return the time with full recomputation over the plan's time if its memory exceeds `safe_gib`, otherwise 1."""
+    safe = machine.device.safe_gib
+    if safe is None or plan.peak_bytes <= safe.value * GIB:
+        return 1.0
+    recomputed = replace(plan.layout, recompute="full")
+    return max(1.0, float(step_s(plan.model, recomputed, numbers)) / plan.closed_form_s)

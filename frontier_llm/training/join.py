@@ -18,6 +18,7 @@ from frontier_llm.comm.transport import check_transport, read_transport
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
+from frontier_llm.machine.cores import THREADS, choose_threads
 from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.processor import limit_instruction_set
@@ -124,6 +125,8 @@ def _set_environment(config: RunConfig, job: _Job | None) -> bool:
     Returns True if collectives must not use sockets.
     """
     if job is None:
+        if environ(THREADS) is None:  # a program that imported torch before; the commands set the variable
+            torch.set_num_threads(choose_threads(1).threads)
         return False
     had_threads = environ("OMP_NUM_THREADS") is not None
     settings = set_rank_variables(config, job.place, job.folder)

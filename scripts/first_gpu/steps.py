@@ -272,7 +272,7 @@ def hang_test(out: Path) -> dict[str, Any]:
     """Run steps of one layer per stage in each mode, under a watchdog."""
     tensor, pipeline, data = degrees()
     run_file(out / "hang.yaml", pipeline, tensor, pipeline, data, steps=1000)
-    times = ["--times", "3" if REHEARSAL else "100"]
+    times = ["--steps", "3" if REHEARSAL else "100"]
     command = [
         *CLI,
         "bench",
@@ -280,7 +280,7 @@ def hang_test(out: Path) -> dict[str, Any]:
         str(out / "hang.yaml"),
         "--hang-test",
         *times,
-        "--machine-file",
+        "--emit-machine",
         str(out / "in_flight.yaml"),
         "--json",
     ]

@@ -53,7 +53,7 @@ def test_the_living_ranks_logs_and_record_stay(tmp_path: Path) -> None:
     assert (logs / "rank_0.log").read_text() == "what the living rank said\n" and (tmp_path / FILE).read_text() == "{}"
 
 
-@pytest.mark.parametrize("flags", [["--check"], []])
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
 def test_train_and_its_check_see_that_a_directory_is_in_use(
     tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

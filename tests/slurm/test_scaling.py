@@ -40,7 +40,7 @@ def test_series_run_end_to_end(
         monkeypatch.setenv(name, value)
     out = tmp_path / "runs"
     job_ids = []
-    for mode, batch in (("weak", ["--batch-per-replica", "2"]), ("strong", ["--global-batch", "8"])):
+    for mode, batch in (("weak", ["--batch-per-replica", "2"]), ("strong", ["batch.global_batch=8"])):
         words = [
             "scaling",
             mode,

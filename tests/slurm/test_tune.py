@@ -36,7 +36,7 @@ def test_a_search_goes_on_after_its_walltime(cluster: LocalSlurm, tmp_path: Path
             "--time=20",
             f"--output={tmp_path}/{name}.out",
         ]
-        search = ["--budget-node-hours", "1", "--steps", "6", "--trials", str(trials), "--output", str(output)]
+        search = ["--max-node-hours", "1", "--steps", "6", "--trials", str(trials), "--output", str(output)]
         return cluster.submit(*options, str(ROOT / "slurm" / "tune.sbatch"), *WORDS, *search, cwd=ROOT)
 
     first = submit("first", 50)

@@ -83,9 +83,10 @@ def find_run(model: str) -> str:
 def default_batch(mode: Mode, config: RunConfig) -> int:
     """Return the published batch of this model and mode. Raises ConfigError if there is none."""
     published = PUBLISHED_BATCHES.get(config.model.name)
-    flag = {"weak": "--batch-per-replica", "strong": "--global-batch"}[mode]
     if published is None:
-        raise ConfigError(f"no published {mode} batch for {config.model.name!r}", f"give {flag} SAMPLES", flag)
+        name = {"weak": "--batch-per-replica", "strong": "batch.global_batch"}[mode]
+        fix = {"weak": "--batch-per-replica N", "strong": "batch.global_batch=N"}[mode]
+        raise ConfigError(f"no published {mode} batch for {config.model.name!r}", fix, name)
     return published[mode]
 
 
@@ -151,12 +152,6 @@ def _problems_of(point: Point, site: Site) -> Iterator[Problem]:
         elif problem.where == "batch.global_batch" and point.mode == "weak":
             fix = f"give a multiple of batch.micro_batch, {point.config.batch.micro_batch}"
             yield replace(problem, where="--batch-per-replica", fix=fix)
-        elif problem.where == "batch.global_batch":
-            yield replace(
-                problem,
-                where="--global-batch",
-                fix=problem.fix.replace("set batch.global_batch=", "give --global-batch "),
-            )
         else:
             yield problem
 

@@ -148,7 +148,8 @@ def stage_memory(
 
     def of_state(without: int = 0) -> Number:
         def kept(one: Parameter, degrees: Mapping[str, Number]) -> Number:
-            return (rule.bytes_per_element(one, wide) - without) * one.rank_numel(degrees)
+            element_bytes = rates.optimizer_state_bytes or rule.bytes_per_element(one, wide)
+            return (element_bytes - without) * one.rank_numel(degrees)
 
         dense = stage_numel(
             model=model,

@@ -38,7 +38,7 @@ COMMANDS = {
     "bench step": "bench step bench train.run_dir={d}/new",
     "bench comm": "bench comm bench train.run_dir={d}/new parallel.data=2",
     "bench ops": "bench ops --model gpt-tiny",
-    "calibrate": "calibrate bench --ranks 1 --output {d}/machine.yaml",
+    "calibrate": "calibrate bench --ranks 1 --emit-machine {d}/machine.yaml",
     "completion": "completion bash",
 }
 # These commands check their input first or measure for a long time, so they are not run with an unwritable output.

@@ -33,8 +33,8 @@ def test_each_name_is_replaced_in_every_part_of_every_problem() -> None:
             "ARCHITECTURE: no GPU ops are built for 'gfx90'\n    fix: did you mean 'gfx90a'?",
         ),
         (
-            ["calibrate", "quickstart", "--output", "mine.txt"],
-            "--output: mine.txt is no name of a machine file\n    fix: --output mine.yaml",
+            ["calibrate", "quickstart", "--emit-machine", "mine.txt"],
+            "--emit-machine: mine.txt is no name of a machine file\n    fix: --emit-machine mine.yaml",
         ),
     ],
 )

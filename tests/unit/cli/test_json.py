@@ -45,7 +45,7 @@ COMMANDS = {
     "scaling weak": "scaling weak --model gpt-175b --nodes 16,32 --site frontier -A x --simulate --output {here}/weak",
     "status": "status {here}/run",
     "submit": "submit train_22b --site frontier --nodes 16 -A x --dry-run train.run_dir={here}/new",
-    "tune": "tune train_small batch.global_batch=8 --budget-node-hours 0 --output {here}/tune",
+    "tune": "tune train_small batch.global_batch=8 --max-node-hours 0 --output {here}/tune",
 }
 SLOW = ("bench comm", "bench ops", "bench step", "data stdlib", "ops check", "tune")
 

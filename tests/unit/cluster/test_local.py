@@ -41,6 +41,19 @@ def test_ranks_discover_themselves(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert not (tmp_path / "failure.json").exists()
 
 
+def test_ranks_get_threads_by_affinity_that_sleep(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontier_llm.machine.cores.affinity", lambda: {0})
+    code = 'import os; print(os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"])'
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert run(code, tmp_path, ranks=1) == 0
+    captured = capfd.readouterr()
+    assert captured.out == "1 ACTIVE\n"
+    assert "threads: 1 per rank (1 core of the affinity, 1 rank)" in captured.err
+
+
 def test_first_failure_is_told_last_and_stops_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

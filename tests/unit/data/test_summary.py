@@ -67,11 +67,11 @@ def test_data_shorter_than_a_batch_or_a_sequence_is_refused(prefix: str) -> None
 
 
 def test_check_says_the_same(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`train --check` prints the same summary as a start."""
+    """`train --dry-run` prints the same summary as a start."""
     words = [
         "train",
         "quickstart",
-        "--check",
+        "--dry-run",
         f"train.run_dir={tmp_path}/run",
         "data.validation=null",
         "data.tokenizer=bytes",
@@ -80,7 +80,7 @@ def test_check_says_the_same(prefix: str, tmp_path: Path, capsys: pytest.Capture
     assert main([*words, f"data.train=[{{path: {prefix}}}]", "train.steps=20"]) == 0
     text = capsys.readouterr().err
     assert f"data.train: {prefix}: 1 document, 1.2K tokens, weight 1" in text and "warning: the run goes" in text
-    assert main(["train", "bench", "--check", f"train.run_dir={tmp_path}/run"]) == 0
+    assert main(["train", "bench", "--dry-run", f"train.run_dir={tmp_path}/run"]) == 0
     assert "data.train: synthetic: made-up tokens" in capsys.readouterr().err
     assert main([*words, f"data.train=[{{path: {prefix}}}]", "model.sequence_length=1300"]) == 2
     assert "less than one" in capsys.readouterr().err

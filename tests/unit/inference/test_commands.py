@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from frontier_llm.cli.main import main
-from frontier_llm.config import load_model
+from frontier_llm.config import load_model, load_run
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
@@ -65,11 +65,16 @@ def answer(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def test_the_model_section_of_a_hugging_face_directory_is_printed(
-    room: Path, capfd: pytest.CaptureFixture[str]
+    room: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["checkpoint", "import-hf", str(room / "hf")]) == 0
     said = capfd.readouterr().out
     assert "rope_theta: 10000.0" in said and f"{{tokenizer: {room / 'hf'}}}" in said
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("batch: {global_batch: 1, micro_batch: 1}\noptimizer: {lr: 1.0e-3}\n")
+    with run_file.open("a") as file:
+        file.write(said)
+    assert load_run(str(run_file), ["data.train=synthetic", "train.steps=1"]).model.rope_theta == 10000.0
 
 
 def test_a_tokenizer_of_two_files_is_the_models_too(room: Path, tmp_path: Path) -> None:
@@ -117,16 +122,16 @@ def test_local_ranks_give_the_same_text_and_the_same_loss(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     prompts = ["--prompt=the quick", "--prompt=-x", "--temperature=0", "--max-new-tokens=8", "--json"]
-    assert answer(capfd, "generate", str(room / "run"), *prompts, "--tensor=2") == answer(
+    assert answer(capfd, "generate", str(room / "run"), *prompts, "parallel.tensor=2") == answer(
         capfd,
         "generate",
         str(room / "run"),
         *prompts,
     )
     serial = answer(capfd, "evaluate", str(room / "run"), "--json")["held_out"][0]
-    parallel = answer(capfd, "evaluate", str(room / "run"), "--json", "--pipeline=2", "--data-parallel=2")["held_out"][
-        0
-    ]
+    parallel = answer(capfd, "evaluate", str(room / "run"), "--json", "parallel.pipeline=2", "parallel.data=2")[
+        "held_out"
+    ][0]
     assert serial["tokens"] == parallel["tokens"] == 896
     assert serial["loss"] == pytest.approx(parallel["loss"], abs=1e-5)
     assert serial["bits_per_byte"] == pytest.approx(serial["loss"] / np.log(2) * 901 / 900)
@@ -154,7 +159,7 @@ def test_tasks_are_scored_and_written(room: Path, capfd: pytest.CaptureFixture[s
     [["evaluate"], ["generate", "--prompt=a", "--max-new-tokens=2"]],
     ids=["evaluate", "generate"],
 )
-@pytest.mark.parametrize("ranks", but_first([[], ["--tensor=2"]]), ids=str)
+@pytest.mark.parametrize("ranks", but_first([[], ["parallel.tensor=2"]]), ids=str)
 def test_a_flipped_byte_is_named_and_ends_the_command(
     room: Path,
     capfd: pytest.CaptureFixture[str],
@@ -197,10 +202,10 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
         (["generate", "{room}/run", "--top-p=2"], "--top-p: 2.0 is not in (0, 1]"),
         (["generate", "{room}/run", "--tokenizer={room}/none.json"], "no such tokenizer"),
         (["generate", "{room}/run", "--prompt-file={room}/none"], "cannot be read"),
-        (["generate", "{room}/run", "--tensor=3"], "set --tensor to one of [1, 2]"),
+        (["generate", "{room}/run", "parallel.tensor=3"], "set parallel.tensor to one of [1, 2]"),
         (
-            ["evaluate", "{room}/run", "--pipeline=9"],
-            "--pipeline: 9 stages = 9 pieces for 4 layers\n    fix: at most 4 pieces; lower --pipeline\n",
+            ["evaluate", "{room}/run", "parallel.pipeline=9"],
+            "parallel.pipeline: 9 stages = 9 pieces for 4 layers\n    fix: at most 4 pieces; lower parallel.pipeline\n",
         ),
         (["evaluate", "{room}/hf"], "there is nothing to evaluate"),
         (["evaluate", "{room}/run", "--task=piqa"], "NAME=FILE"),

@@ -174,14 +174,14 @@ def test_a_resume_with_other_or_changed_plugins_is_refused(
     refused = frontier_llm(*words, cwd=tmp_path)
     assert refused.returncode == 2 and "plugins: 'mine.py (sha256 " in refused.stderr and f"→ '{now}" in refused.stderr
     assert "--allow-change plugins" in refused.stderr
-    allowed = frontier_llm(*words, "--allow-change", "plugins", "--check", cwd=tmp_path)
+    allowed = frontier_llm(*words, "--allow-change", "plugins", "--dry-run", cwd=tmp_path)
     assert allowed.returncode == 0, allowed.stderr
 
 
 def test_a_plugin_that_only_lies_elsewhere_is_the_same(trained: Path, tmp_path: Path) -> None:
     run_dir = copy_of(trained, tmp_path)
     words = ["train", str(trained / "run.yaml"), f"train.run_dir={run_dir}", "plugins=[mine.py]", "train.steps=3"]
-    assert frontier_llm(*words, "--check", cwd=tmp_path).returncode == 0
+    assert frontier_llm(*words, "--dry-run", cwd=tmp_path).returncode == 0
 
 
 def test_a_checkpoint_from_before_digests_is_known_by_its_plugins_names(trained: Path, tmp_path: Path) -> None:

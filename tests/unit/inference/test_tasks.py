@@ -185,11 +185,11 @@ def test_lm_evals_own_command_line_finds_the_model(exported: Path, tmp_path: Pat
     lm_eval = pytest.importorskip("lm_eval")
     write_local_tasks(lm_eval, tmp_path)
     scripts = (Path(__file__).resolve().parents[3] / "setup.py").read_text()
-    assert "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main" in scripts
+    assert "frontier-lm-eval = frontier_llm.cli.lm_eval:main" in scripts
     start = [
         sys.executable,
         "-c",
-        "import sys; from frontier_llm.inference.lm_eval_model import main; sys.exit(main())",
+        "import sys; from frontier_llm.cli.lm_eval import main; sys.exit(main())",
     ]
     words = ["--model", "frontier-llm", "--model_args", f"path={exported}", "--device", "cpu", "--tasks", "local_piqa"]
     environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}

@@ -39,8 +39,7 @@ def test_a_plan_says_what_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -
         "gpt-22b",
         "--nodes",
         "8",
-        "--global-batch",
-        "512",
+        "batch.global_batch=512",
         "--explain",
         "--allow-cross-node-tp",
         "--what-if",
@@ -112,8 +111,7 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
         "gpt-22b",
         "--nodes",
         "8",
-        "--global-batch",
-        "512",
+        "batch.global_batch=512",
         "--json",
         "--emit",
         str(emitted),
@@ -167,8 +165,7 @@ def test_the_report_fits_the_terminal(
         "gpt-22b",
         "--nodes",
         "8",
-        "--global-batch",
-        "512",
+        "batch.global_batch=512",
         "--explain",
         "--allow-cross-node-tp",
         "--what-if",
@@ -188,8 +185,7 @@ def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
         "gpt-22b",
         "--nodes",
         "8",
-        "--global-batch",
-        "512",
+        "batch.global_batch=512",
         "--tokens",
         "300B",
         "--emit",
@@ -224,14 +220,14 @@ def test_a_plan_of_a_run_with_another_batch_keeps_its_tokens(
     path = tmp_path / "mine.yaml"
     words = ("--run", "quickstart", "--machine", "local", "--nodes", "1", "--emit", str(path))
     base = load_run("quickstart")
-    assert run(capsys, *words, "--global-batch", str(2 * base.batch.global_batch))[0] == 0
+    assert run(capsys, *words, f"batch.global_batch={2 * base.batch.global_batch}")[0] == 0
     assert load_run(str(path)).train.steps == base.train.steps / 2
     assert run(capsys, *words)[0] == 0
     assert load_run(str(path)).train.steps == base.train.steps
 
 
 def test_a_fixed_choice_is_refused_with_the_rule_that_it_breaks(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "gpt-22b", "--nodes", "16", "--global-batch", "512", "--fix", "tensor=5")
+    code, _, err = run(capsys, "gpt-22b", "--nodes", "16", "batch.global_batch=512", "--fix", "tensor=5")
     assert code == 2
     assert "attention heads, 48, is not divisible by tensor 5\n    fix: set parallel.tensor to one of [2, 4, 8]" in err
     assert err.count("no legal layout") == 1
@@ -259,7 +255,7 @@ def test_a_faster_runner_up_is_told_what_decided(risks: dict[str, object], said:
 
 def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert (report._days(64.46), report._days(10176.8)) == ("64.5", "10,177")
-    _, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--top", "1")
+    _, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "batch.global_batch=512", "--top", "1")
     assert re.search(r"dominated; [2-9] finalists simulated", " ".join(out.split()))
 
 
@@ -377,7 +373,7 @@ def test_an_emitted_run_has_the_algorithms_that_were_priced(
     path = tmp_path / "mine.yaml"
     nodes = "32" if tensor == 8 else "8"
     fixed = ["--fix", f"tensor={tensor}", "--fix", "pipeline=2", "--fix", "zero=1"]
-    code, out, _ = run(capsys, "gpt-22b", "--nodes", nodes, "--global-batch", "512", *fixed, "--emit", str(path))
+    code, out, _ = run(capsys, "gpt-22b", "--nodes", nodes, "batch.global_batch=512", *fixed, "--emit", str(path))
     assert code == 0
     assert load_run(str(path)).comm.algorithms == algorithms
     assert ("comm.algorithms=frontier" in out.splitlines()[-1]) == (algorithms == "frontier")
@@ -390,10 +386,8 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
         "llama-2-7b",
         "--nodes",
         "2",
-        "--global-batch",
-        "64",
-        "--sequence-length",
-        "8192",
+        "batch.global_batch=64",
+        "model.sequence_length=8192",
         "--emit",
         str(path),
     )
@@ -407,7 +401,7 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
         (["gpt-23b", "--nodes", "8"], "did you mean 'gpt-22b'"),
         (["gpt-22b", "--machine", "fronteir"], "did you mean 'frontier'"),
         (["gpt-1t", "--nodes", "2"], "use at least 64 nodes"),
-        (["gpt-1t", "--nodes", "383", "--global-batch", "9600"], "or 384 nodes"),
+        (["gpt-1t", "--nodes", "383", "batch.global_batch=9600"], "or 384 nodes"),
         (
             ["gpt-22b", "--nodes", "8", "--fix", "tensor=7"],
             "with tensor=7\n    fix: use another number of nodes, or fix less",
@@ -439,7 +433,7 @@ def test_planning_needs_no_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from frontier_llm.cli.main import main\n"
-        "sys.exit(main(['plan', 'gpt-tiny', '--machine', 'local', '--nodes', '1', '--global-batch', '16', "
+        "sys.exit(main(['plan', 'gpt-tiny', '--machine', 'local', '--nodes', '1', 'batch.global_batch=16', "
         "'--explain']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

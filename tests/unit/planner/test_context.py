@@ -43,8 +43,7 @@ def test_the_cheapest_way_is_written_into_the_run(tmp_path: Path, capsys: pytest
     words = [
         "plan",
         "llama-3-8b",
-        "--sequence-length",
-        "65536",
+        "model.sequence_length=65536",
         "--machine",
         "frontier",
         "--nodes",
@@ -78,8 +77,7 @@ def test_131072_tokens_on_sixteen_nodes_get_a_layout_that_fits_and_says_why(
             [
                 "plan",
                 "llama-3-8b",
-                "--sequence-length",
-                "131072",
+                "model.sequence_length=131072",
                 "--machine",
                 "frontier",
                 "--nodes",

@@ -13,12 +13,12 @@ from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.config import load_model, load_run
 from frontier_llm.errors import LayoutError
 from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.planner.breakdown import breakdown
 from frontier_llm.planner.candidates import enumerate_layouts, parse_fixed
 from frontier_llm.planner.costs.memory import stage_memory
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import gradient_reduction_s, layer_s, sharding_s, step_s
 from frontier_llm.planner.emit import Request, emit
-from frontier_llm.planner.report import breakdown
 from frontier_llm.planner.search import search, simulate_layout
 from frontier_llm.topology.plan import plan_problems
 

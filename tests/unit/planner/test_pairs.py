@@ -16,10 +16,10 @@ from frontier_llm.config.load import load_model
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner import pipeline
+from frontier_llm.planner.breakdown import breakdown
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import layer_s, pair_s, step_s
 from frontier_llm.planner.pipeline import simulate_step
-from frontier_llm.planner.report import breakdown
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.topology.plan import split_layers
 

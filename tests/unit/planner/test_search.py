@@ -16,12 +16,13 @@ from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.breakdown import breakdown
 from frontier_llm.planner.candidates import enumerate_layouts, legal_node_counts, parse_fixed
 from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.emit import Request, emit
-from frontier_llm.planner.report import breakdown, layout_words
+from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import RESOLUTION, default_global_batch, search, simulate_layout, smallest_machine
 from frontier_llm.topology.plan import plan_problems, split_layers
 

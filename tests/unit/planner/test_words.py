@@ -31,7 +31,7 @@ def test_every_choice_that_can_be_fixed_is_refused_with_its_rule(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [word for choice in fixed.split() for word in ("--fix", choice)]
-    code = main(["plan", "gpt-22b", "--nodes", "16", "--global-batch", "512", *words])
+    code = main(["plan", "gpt-22b", "--nodes", "16", "batch.global_batch=512", *words])
     err = capsys.readouterr().err
     told = [line for line in err.splitlines() if line.startswith("  ") and not line.startswith(("    fix", "  plan: "))]
     assert code == 2
@@ -39,7 +39,7 @@ def test_every_choice_that_can_be_fixed_is_refused_with_its_rule(
 
 
 def test_a_choice_that_is_no_field_of_a_layout_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("moe-tiny", "--nodes", "1", "--global-batch", "16", "--fix", "expert=1")
+    asked = ("moe-tiny", "--nodes", "1", "batch.global_batch=16", "--fix", "expert=1")
     assert main(["plan", *asked, "--what-if", "expert_all_to_all=auto"]) == 0
     assert "what if expert_all_to_all=auto: the choice has that already" in capsys.readouterr().out
 

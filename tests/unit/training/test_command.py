@@ -97,7 +97,7 @@ def test_bad_input_is_refused_before_ranks_start(run_file, tmp_path, capsys, arg
 
 def test_a_users_own_config_yaml_is_not_overwritten(run_file, tmp_path, capsys):
     own = run_file.rename(tmp_path / "config.yaml")
-    words = ["train", str(own), f"train.run_dir={tmp_path}", "--check"]
+    words = ["train", str(own), f"train.run_dir={tmp_path}", "--dry-run"]
     assert command_line.main(words) == 2
     assert "config.yaml is not from a run, and a run there would overwrite it" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
@@ -131,7 +131,7 @@ def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     assert refused.returncode == 2 and refused.stderr.count("optimizer.lr: 0.001 → 0.002") == 1
     assert "add --allow-change optimizer.lr" in refused.stderr
     assert (parts / "logs" / "rank_0.log").stat() == logs, "no rank was started"
-    assert train(run_file, *changed, "--allow-change", "optimizer.lr", "--check").returncode == 0
+    assert train(run_file, *changed, "--allow-change", "optimizer.lr", "--dry-run").returncode == 0
 
 
 def test_a_stop_file_from_before_is_not_obeyed_in_silence(run_file, tmp_path, capsys):
@@ -206,7 +206,7 @@ def test_sigterm_ends_a_command_that_still_checks_its_run(run_file, tmp_path, nu
         "train",
         str(run_file),
         f"plugins=[{tmp_path / 'slow.py'}]",
-        "--check",
+        "--dry-run",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -75,11 +75,11 @@ def test_a_planted_hang_is_found_and_the_machine_file_says_what_is_safe(
     (tmp_path / "run.yaml").write_text(json.dumps(content))
     options = [
         "--hang-test",
-        "--times",
+        "--steps",
         "3",
         "--step-limit",
         "15",
-        "--machine-file",
+        "--emit-machine",
         str(tmp_path / "here.yaml"),
         "--json",
     ]

@@ -211,7 +211,7 @@ def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.Capture
         "128KiB",
     ]
     machine = tmp_path / "mine.yaml"
-    assert main([*arguments, "--json", "--heatmap", str(figure), "--machine-file", str(machine)]) == 0
+    assert main([*arguments, "--json", "--figures", str(figure), "--emit-machine", str(machine)]) == 0
     measured = load_machine(str(machine))
     assert rates(measured).node_tables["all_gather"].sizes_bytes == (65_536.0, 131_072.0)
     result = json.loads(capfd.readouterr().out)

@@ -39,7 +39,8 @@ def test_illegal_points_name_the_nearest_node_counts(config: RunConfig, tmp_path
     text = str(caught.value)
     assert "12 nodes" in text and "use 8 or 16 nodes" in text
     assert (
-        "24 nodes: --global-batch: 8000 is not a multiple" in text and "fix: give --global-batch 7998 or 8001" in text
+        "24 nodes: batch.global_batch: 8000 is not a multiple" in text
+        and "fix: set batch.global_batch=7998 or 8001" in text
     )
     assert "8 nodes: " not in text.replace("use 8", "")
 

@@ -78,14 +78,14 @@ def test_ranks_of_this_machine_end_at_their_limit_and_a_refusal_is_read(tmp_path
 
 
 def test_the_dry_run_lists_the_space_and_what_a_trial_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tune", "train_small", *TINY, *SPACE, "--budget-node-hours", "1", "--output", str(tmp_path), "--dry-run"]
+    words = ["tune", "train_small", *TINY, *SPACE, "--max-node-hours", "1", "--output", str(tmp_path), "--dry-run"]
     assert main(words) == 0
     text = capsys.readouterr()
     assert re.match(r" *step_s +gib +layout\n0\.\d+ +\d\.\d +TP\d PP\d", text.out) and "node-hours" in text.err
     assert main([*words, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == len(text.out.splitlines()) - 1
     assert list(tmp_path.iterdir()) == []
-    assert main(["tune", "train_22b", "--nodes", "16", "--budget-node-hours", "1"]) == 2
+    assert main(["tune", "train_22b", "--nodes", "16", "--max-node-hours", "1"]) == 2
     assert "sbatch --nodes=16 slurm/tune.sbatch" in capsys.readouterr().err
 
 
@@ -94,9 +94,7 @@ def table(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     run.
     """
     assert (
-        main(
-            ["tune", "train_small", *TINY, *SPACE, "--budget-node-hours", "1", "--output", str(directory), "--dry-run"]
-        )
+        main(["tune", "train_small", *TINY, *SPACE, "--max-node-hours", "1", "--output", str(directory), "--dry-run"])
         == 0
     )
     capsys.readouterr()
@@ -127,7 +125,7 @@ def test_the_report_and_the_fastest_layout_come_from_the_table(
 ) -> None:
     table(tmp_path, capsys)
     assert (tmp_path / "trials.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
-    words = ["tune", "train_small", *TINY, *SPACE, "--budget-node-hours", "0", "--output", str(tmp_path)]
+    words = ["tune", "train_small", *TINY, *SPACE, "--max-node-hours", "0", "--output", str(tmp_path)]
     assert main([*words, "--emit-machine", str(tmp_path / "machine.yaml"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["best_step_s"] == pytest.approx(2.4) and facts["failures"] == {"hang": 1} and facts["trials"] == 6
@@ -146,7 +144,7 @@ def test_a_search_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         "train_small",
         *TINY,
         *SPACE,
-        "--budget-node-hours",
+        "--max-node-hours",
         "1",
         "--output",
         str(tmp_path),

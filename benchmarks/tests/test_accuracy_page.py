@@ -1,0 +1,29 @@
+"""docs/generated/planner_accuracy.md is the output of the program that writes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planner.accuracy_page import FIGURE, PAGE, figure, judge, page, readings
+from benchmarks.published.datasets import FURTHER, PUBLISHED, read_stated
+
+
+def test_the_page_has_each_row_of_the_mi250x() -> None:
+    """Each row has its prediction, and the largest error is first."""
+    text = PAGE.read_text(encoding="utf-8")
+    rows, without = judge(read_stated(PUBLISHED / FURTHER[0]))
+    assert without == []
+    for one in rows:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {one.row.key} |")]
+        assert f"| {100 * one.error:+.1f} % |" in line
+    listed = page(rows, without).partition("## Every row")[2]
+    worst = max(rows, key=lambda one: abs(one.error))
+    assert listed.index(worst.row.key) == min(listed.index(one.row.key) for one in rows)
+    assert figure(rows).count("<circle") == len(rows)
+
+
+@pytest.mark.thorough
+def test_the_page_is_up_to_date() -> None:
+    rows, without = judge(readings())
+    assert PAGE.read_text(encoding="utf-8") == page(rows, without), "run python -m benchmarks.planner.accuracy_page"
+    assert FIGURE.read_text(encoding="utf-8") == figure(rows)

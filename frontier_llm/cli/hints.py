@@ -1,0 +1,118 @@
+"""What to write instead of an option that a command does not have."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frontier_llm.cli.arguments import Parser
+
+# Share of equal letters from which an option counts as mistyped. One wrong, missing, doubled or swapped letter reaches
+# it. Other words, such as --tensor and --tokens, stay below.
+SIMILAR = 0.8
+
+
+def near_option(word: str, parser: Parser) -> str:
+    """Return the option that was probably meant. '' if none is spelled similarly."""
+    shown = [flag for action in parser._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
+    typed = word.partition("=")[0]
+    swapped = [flag for flag in shown if sorted(flag) == sorted(typed)]
+    if swapped:
+        return swapped[0]
+    matches = get_close_matches(typed, shown, n=1, cutoff=SIMILAR)
+    return matches[0] if matches else ""
+
+
+def setting_for(word: str, following: str, parser: Parser, is_mistyped: bool = False) -> str:
+    """Return the words that set the key of a run with the name of the option `word`. '' if there is no such key.
+
+    `is_mistyped`: take the key that is spelled most similarly.
+    """
+    takes_settings = any(action.dest == "overrides" for action in parser._actions)
+    if not takes_settings:
+        return ""
+    flag, _, value = word.partition("=")
+    leaf = flag.strip("-").replace("-", "_")
+    value = value or (following if following and not following.startswith("-") else "VALUE")
+    if "." in leaf:
+        return f"{leaf}={value}"
+    if is_mistyped:
+        leaf = next(iter(get_close_matches(leaf, {key.rpartition(".")[2] for key in _keys()}, n=1, cutoff=SIMILAR)), "")
+    keys = [key for key in _keys() if key.rpartition(".")[2] == leaf]
+    if "--fix" in parser._option_string_actions and any(key.startswith("parallel.") for key in keys):
+        return f"--fix {leaf}={value}"
+    if any(action.dest == "model" and action.metavar == "CHECKPOINT" for action in parser._actions):
+        keys = [key for key in keys if key.startswith("parallel.")]
+    return " or ".join(f"{key}={value}" for key in keys)
+
+
+@cache
+def _keys() -> tuple[str, ...]:
+    """Return the keys of a run, such as `machine` and `train.steps`."""
+    from frontier_llm.config import RunConfig
+
+    return ("machine", *_keys_in(RunConfig, ""))
+
+
+def _keys_in(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    from pydantic import BaseModel
+
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys_in(kind, f"{prefix}{name}.")
+        elif prefix:
+            yield f"{prefix}{name}"
+
+
+def other_commands(word: str) -> str:
+    """Return the commands that have an option of this name, or ''."""
+    from frontier_llm.cli.vocabulary import OPTIONS
+
+    flag = word.partition("=")[0]
+    return ", ".join(_having(_all_commands(), flag)) if flag in OPTIONS else ""
+
+
+@cache
+def _all_commands() -> argparse.ArgumentParser:
+    from frontier_llm.cli.main import COMMANDS, parser_of
+
+    return parser_of(*COMMANDS)
+
+
+def _having(parser: argparse.ArgumentParser, flag: str) -> Iterator[str]:
+    if flag in parser._option_string_actions:
+        yield parser.prog
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _having(inner, flag)
+
+
+def fix_for(word: str, typed: Sequence[str], parser: Parser) -> str:
+    """Return the repair for one word that `parser` does not accept. '' if there is no better answer than its help."""
+    from frontier_llm.config.foreign import PAGE, name_here
+
+    place = list(typed).index(word) if word in typed else len(typed)
+    following = typed[place + 1] if place + 1 < len(typed) else ""
+    if not word.startswith("-"):
+        is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word)
+        return f"settings of a run are words of the form key=value, e.g. {word}=VALUE" if is_key else ""
+    if setting := setting_for(word, following, parser):
+        return f"{setting} instead of {word.partition('=')[0]}"
+    if flag := near_option(word, parser):
+        return f"{flag} instead of {word.partition('=')[0]}"
+    if meaning := name_here(word):
+        return f"here: {meaning} ({PAGE})"
+    if setting := setting_for(word, following, parser, is_mistyped=True):
+        return f"{setting} instead of {word.partition('=')[0]}"
+    if commands := other_commands(word):
+        return f"{word.partition('=')[0]} is an option of {commands}"
+    return ""

@@ -1,0 +1,50 @@
+"""Optional packages: which commands and options need one. Checked before a command starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from frontier_llm.errors import ConfigError, not_installed
+
+
+@dataclass(frozen=True)
+class Need:
+    """A package that is no requirement of `frontier_llm`.
+
+    `option` is '' if the command always needs the package. With the option `unless` it does not.
+    """
+
+    command: str
+    option: str
+    package: str
+    unless: str = ""
+
+
+NEEDS = (
+    Need("plan", "--figures", "plotly"),
+    Need("bench comm", "--figures", "plotly"),
+    Need("evaluate", "--figures", "matplotlib"),
+    Need("tune", "", "scipy", unless="--exhaustive"),
+    Need("tune", "--emit-machine", "scipy"),
+    Need("checkpoint export-hf", "--push-to-hub", "huggingface_hub"),
+    Need("frontier-lm-eval", "", "lm_eval"),
+    Need("frontier-lm-eval", "", "torch"),
+)
+
+
+def check_installed(words: Sequence[str]) -> None:
+    """Raise ConfigError for each package that the typed command needs and that is not installed."""
+    typed = {word.partition("=")[0] for word in words}
+    needed = [
+        row
+        for row in NEEDS
+        if list(words[: row.command.count(" ") + 1]) == row.command.split()
+        and (not row.option or row.option in typed)
+        and row.unless not in typed
+        and not typed & {"-h", "--help"}
+    ]
+    missing = {row.package: row for row in needed if find_spec(row.package) is None}
+    if missing:
+        raise ConfigError([not_installed(row.package, row.option or row.command) for row in missing.values()])

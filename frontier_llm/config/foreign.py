@@ -1,0 +1,42 @@
+"""Names of other frameworks' options and keys, and what they are called here: the tables of docs/coming_from.md."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from frontier_llm.config.places import configs_dir
+
+PAGE = "docs/coming_from.md"
+
+
+def _plain_name(text: str) -> str:
+    """'--num-layers 24' -> 'num_layers', 'model.n_layers' -> 'n_layers'."""
+    word = re.split(r"[ =:,]", text.strip().strip('"'))[0]
+    return word.strip('"').lstrip("-").rpartition(".")[2].replace("-", "_").lower()
+
+
+@cache
+def _names() -> dict[str, str]:
+    """Return the name here of each name there. Empty if the page is not installed."""
+    page = configs_dir().parent / PAGE
+    if not page.is_file():
+        return {}
+    names: dict[str, str] = {}
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+        if not line.startswith("| `") or len(cells) != 2:
+            continue
+        there = re.findall(r"`([^`]+)`", cells[0])
+        here = re.findall(r"`([^`]+)`", cells[1])
+        whole = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cells[1]).replace("`", "")
+        first = here[: len(there)]
+        is_list = len(first) == len(there) and all(re.match(r"[a-z_]+\.[a-z_]+", key) for key in first)
+        for place, name in enumerate(there):
+            names.setdefault(_plain_name(name), first[place] if is_list else whole)
+    return names
+
+
+def name_here(name: str) -> str:
+    """Return what another framework's option or key is called here. '' if the page does not list it."""
+    return _names().get(_plain_name(name), "")

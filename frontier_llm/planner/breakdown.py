@@ -1,0 +1,104 @@
+"""Causes of a step's seconds, and the constants of the machine file behind each cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
+from frontier_llm.blueprint.items import (
+    ADDING,
+    ATTENTION,
+    EMBEDDING,
+    EXCHANGE,
+    HEAD,
+    LOSS,
+    PASSES,
+    PRODUCTS,
+    SENDING,
+    SHARDS,
+    Item,
+)
+from frontier_llm.blueprint.layout import mode_shares
+from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.costs.seconds import LAUNCHES, added_share, by_cause, times
+from frontier_llm.planner.costs.time import layer_s
+from frontier_llm.planner.search import Plan
+from frontier_llm.schedule import rule, split_share
+
+BUBBLE = "bubble and messages"
+UNFUSED = "attention without a fused kernel"  # batched products and passes over the scores
+
+# line of the breakdown → numbers of the machine file on which it depends
+SOURCES = {
+    PRODUCTS: ("gemm_efficiency", "peak_flops", "speed_variation"),
+    ATTENTION: ("flash_efficiency", "peak_flops"),
+    UNFUSED: ("gemm_efficiency", "hbm_efficiency"),
+    PASSES: ("hbm_efficiency", "hbm_bytes_s"),
+    SENDING: ("fabric_bytes_s", "fabric_latency_s", "fabric_share"),
+    EXCHANGE: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
+    ROUTING: ("gemm_efficiency",),
+    EXPERTS: ("gemm_efficiency", "peak_flops"),
+    DISPATCH: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
+    "recompute": ("gemm_efficiency",),
+    LAUNCHES: ("launch_s",),
+    EMBEDDING: ("hbm_efficiency",),
+    HEAD: ("gemm_efficiency",),
+    LOSS: ("hbm_efficiency",),
+    SHARDS: ("node_network_bytes_s", "network_efficiency", "network_hop_s"),
+    "host per microbatch": ("microbatch_s",),
+    BUBBLE: ("node_network_bytes_s", "network_efficiency"),
+    "gradient reduction": ("node_network_bytes_s", "network_efficiency", "dp_overlap"),
+    "optimizer": ("hbm_efficiency", "step_s"),
+    "weight all-gather": ("node_network_bytes_s", "network_hop_s"),
+}
+
+
+def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
+    """Return cause → seconds of the step. The values add up to the step.
+
+    Compute times are taken from the pipeline rank with the most work. The rest of the pipeline's time is bubble and
+    messages.
+    """
+    model = plan.model
+    layout = plan.layout
+    simulated = plan.simulated
+    m = layout.microbatches
+    busiest = max(range(layout.pp), key=lambda rank: simulated.busy_s[rank])
+    placement = rule(layout.schedule).placement(layout.pp, layout.chunks)
+    held = [plan.stages[position] for position in placement.positions_of(busiest)]
+    layers = sum(stage.num_layers for stage in held)
+    block = times(model, layout, rates, layers // layout.chunks).block
+    modes = mode_shares(model, layout, layers // layout.chunks)
+    split = float(split_share(layout.schedule, layout.pp, m))
+    parts: dict[str, float] = {}
+
+    def add(items: Sequence[Item], number: float, adding: str) -> None:
+        """Add `number` times these items. The time of adding gradients is added to the line `adding`."""
+        if not number:
+            return
+        for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items():
+            name = cause
+            seconds = float(sum(both))
+            if cause == ADDING:
+                name = adding
+                seconds = float(added_share(m) * sum(both))
+            parts[name] = parts.get(name, 0.0) + m * number * seconds
+
+    for layer, count in layer_kinds(model):
+        add(block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS)
+    add(embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING)
+    add(head_work(model, layout, rates), sum(stage.head for stage in held), HEAD)
+    computed = sum(block.both(m, rates))
+    parts[DISPATCH] = parts.get(DISPATCH, 0.0) - simulated.hidden_s[busiest]
+    parts[LAUNCHES] = (
+        m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
+    )
+    parts[SHARDS] = m * layers * float(sum(layer_s(block, layout, rates)) - computed)
+    parts["host per microbatch"] = m * rates.microbatch_s
+    parts[BUBBLE] = simulated.pipeline_s - simulated.busy_s[busiest]
+    parts["gradient reduction"] = simulated.reduce_s
+    parts["optimizer"] = simulated.optimizer_s
+    parts["weight all-gather"] = simulated.gather_s
+    return parts

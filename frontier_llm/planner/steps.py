@@ -1,0 +1,199 @@
+"""Steps from the best measured run of a size class to a plan's prediction, each with the command that tests it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.blueprint.work import model_flops_per_token
+from frontier_llm.config import available
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine
+from frontier_llm.planner.report import layout_words, step_words
+from frontier_llm.planner.search import Plan, Search, search, simulate_layout
+from frontier_llm.planner.uncertainty import BestRun, best_published, family, size_class
+from frontier_llm.units import GIB, TERA
+
+SMALL = 0.01  # share of the prediction below which changed constants are combined into one step
+MICROBATCHES = 8  # per replica in the commands that test a step on one node
+
+# A step, the fields of Rates that it changes, and the command that measures them on one node.
+OPS = "frontier-llm bench ops --device cuda --model {model}"
+COMM = "frontier-llm bench comm {run} --max 256MiB"
+STEP = "frontier-llm bench step {run} {overrides}"
+GROUPS = (
+    ("rate of matrix products", ("gemm_efficiency", "gemm_k_half", "unaligned_penalty", "linear_speedup"), OPS),
+    ("rate inside the node", ("fabric_share", "fabric_bytes_s", "fabric_latency_s", "fabric_hop_s"), COMM),
+    ("rate of attention", ("flash_efficiency", "flash_backward", "attention"), OPS),
+    (
+        "overlap of communication",
+        ("dp_overlap", "gather_overlap", "tp_overlap", "blocking_messages", "p2p_split"),
+        STEP,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change on the way from the measured run to the prediction."""
+
+    name: str
+    seconds: float  # step time after the change
+    change_s: float
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The measured run, and all steps to the prediction."""
+
+    run: BestRun
+    measured_s: float  # the run's rate, converted to this model, batch and number of devices
+    steps: tuple[Step, ...]
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds of the last step, which is the plan's prediction."""
+        return self.steps[-1].seconds
+
+    def words(self) -> str:
+        """Return a line for each step, and below it the command that tests it."""
+        lines = [
+            "from the best measured run of this size to the prediction (rates converted to this model and batch)",
+            f"  {step_words(self.measured_s):>8s}             measured: {self.run.run}, {self.run.stack}",
+        ]
+        for step in self.steps:
+            lines.append(f"  {step_words(step.seconds):>8s} {step.change_s:+9.1f} s  {step.name}")
+            if step.command:
+                lines.append(f"{'':24s}test: {step.command}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content for `--json`."""
+        return {
+            "measured_s": self.measured_s,
+            "run": self.run.run,
+            "stack": self.run.stack,
+            "steps": [vars(step) for step in self.steps],
+        }
+
+
+def steps_of(outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
+    """Return the steps to the chosen plan. Returns None if no run of this size is published for such devices.
+
+    Runs that only the machine files of benchmarks/published price are not compared either.
+    """
+    best = outcome.best
+    size = size_class(total_parameters(best.model))
+    run = best_published("equivalent").get(family(machine.device.name), {}).get(size)
+    if run is None or run.machine not in available("machines"):
+        return None
+    theirs = rates(load_machine(run.machine), run.stack)
+    flops = model_flops_per_token(best.model) * best.step_tokens
+    measured_s = flops / best.layout.devices / (run.tflops * TERA)
+    layout = adapted(run.layout, best)
+    if layout is None:
+        layout = _best_step(outcome, theirs, {"recompute": "full"})
+    if layout is None:
+        return None
+    walk = _Walk(best, layout, measured_s, numbers.node_devices)
+    walk.add(f"that run as priced: {layout_words(walk.plan(theirs))}", theirs, command="plan --validate --rows")
+    for name, fields, command in GROUPS:
+        theirs = replace(theirs, **{field: getattr(numbers, field) for field in fields})
+        walk.add(name, theirs, command=command)
+    walk.add("other constants and software", numbers)
+    recomputed = _best_step(outcome, numbers, {"recompute": layout.recompute})
+    if recomputed is not None and best.layout.recompute != layout.recompute:
+        walk.layout = recomputed
+        walk.add("better layout with the same recomputation", numbers, command=STEP)
+    walk.layout = best.layout
+    memory = f"{best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB"
+    walk.finish(f"recompute {best.layout.recompute} ({memory})")
+    return Steps(run, measured_s, tuple(walk.combined()))
+
+
+def adapted(fields: Mapping[str, Any], plan: Plan) -> Layout | None:
+    """Return a published layout with the replicas and microbatches of a plan's devices and batch, or None."""
+    given = Layout(**fields)
+    replicas, uneven = divmod(plan.layout.devices, given.tp * given.pp * given.cp)
+    if replicas == 0 or uneven or plan.model.heads % given.tp or given.pp * given.chunks > plan.model.layers:
+        return None
+    microbatches, uneven = divmod(plan.layout.global_batch, replicas * given.micro_batch)
+    if microbatches == 0 or uneven:
+        return None
+    return replace(given, dp=replicas, microbatches=microbatches)
+
+
+def _best_step(outcome: Search, numbers: Rates, changes: Mapping[str, Any]) -> Layout | None:
+    """Return the best layout with fixed fields, or None if none fits."""
+    plans = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**outcome.fixed, **changes}).plans
+    return plans[0].layout if plans else None
+
+
+class _Walk:
+    """Prices one change after another and records the step times."""
+
+    def __init__(self, best: Plan, layout: Layout, measured_s: float, node_devices: int) -> None:
+        self.best = best
+        self.node_devices = node_devices
+        self.layout = layout
+        self.seconds = measured_s
+        self.steps: list[Step] = []
+
+    def plan(self, numbers: Rates) -> Plan:
+        """Return the simulated plan of the current layout."""
+        return simulate_layout(self.best.model, self.layout, numbers)
+
+    def add(self, name: str, numbers: Rates, command: str = "") -> None:
+        """Record the step time with these constants."""
+        self._record(name, self.plan(numbers).step_s, command)
+
+    def finish(self, name: str) -> None:
+        """Record the plan's own prediction."""
+        self._record(name, self.best.step_s, STEP)
+
+    def _record(self, name: str, seconds: float, command: str) -> None:
+        words = command.format(model=self.best.model.name, run="RUN.yaml", overrides=self._overrides())
+        self.steps.append(Step(name, seconds, seconds - self.seconds, words))
+        self.seconds = seconds
+
+    def _overrides(self) -> str:
+        """Return overrides of an emitted run that measure the current layout's stage on one node."""
+        layout = self.layout
+        replicas = max(1, self.node_devices // layout.tp)
+        values = {
+            "model.layers": max(1, self.best.model.layers // layout.pp),
+            "parallel.tensor": layout.tp,
+            "parallel.pipeline": 1,
+            "parallel.chunks": 1,
+            "parallel.schedule": "1f1b",
+            "batch.micro_batch": layout.micro_batch,
+            "batch.global_batch": MICROBATCHES * replicas * layout.micro_batch,
+            "train.recompute": layout.recompute,
+        }
+        return " ".join(f"{key}={value}" for key, value in values.items())
+
+    def combined(self) -> list[Step]:
+        """Return the steps. Small changes of constants are combined; the first and the last step stay."""
+        first, *middle, last = self.steps
+        kept = [first]
+        small_s = 0.0
+        names = []
+        for step in middle:
+            if abs(step.change_s) < SMALL * last.seconds:
+                small_s += step.change_s
+                names.append(step.name)
+            else:
+                kept.append(step)
+        seconds = first.seconds
+        shown = [first]
+        for step in kept[1:]:
+            seconds += step.change_s
+            shown.append(replace(step, seconds=seconds))
+        if names:
+            shown.append(Step(f"the rest ({', '.join(names)})", seconds + small_s, small_s))
+        return [*shown, last]

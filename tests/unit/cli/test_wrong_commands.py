@@ -1,0 +1,94 @@
+"""Wrong commands and the answers to them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.checkpoint.drift import Change
+from frontier_llm.cli.arguments import Parser
+from frontier_llm.cli.hints import fix_for, near_option
+from frontier_llm.cli.main import main
+from frontier_llm.cli.vocabulary import OLD_NAMES
+from tests.unit.cli.test_vocabulary import LEAVES, flags
+
+# wrong command → its answer
+ANSWERS = {
+    "tune train_small --machine frontier": "fix: machine=frontier instead of --machine",
+    "plan gpt-tiny --tensor 8": "fix: --fix tensor=8 instead of --tensor",
+    "train quickstart --steps 5": "fix: train.steps=5 instead of --steps",
+    "train --steps=5": "fix: train.steps=5 instead of --steps",  # before the missing RUN
+    "train quickstart --seed 3": "fix: data.seed=3 or train.seed=3 instead of --seed",
+    "train quickstart --save-intervl 3": "fix: train.save_interval=3 instead of --save-intervl",
+    "evaluate runs/x --data-shard 2": "fix: parallel.data_shard=2 instead of --data-shard",
+    "submit train_small --optimizer.lr 1e-3": "fix: optimizer.lr=1e-3 instead of --optimizer.lr",
+    "train quickstart --num-layers 5": "fix: here: model.layers (docs/coming_from.md)",
+    "train quickstart --learning-rate 1e-3": "fix: here: optimizer.lr (docs/coming_from.md)",
+    "train quickstart optimizer.learning_rate=1e-3": "fix: here: optimizer.lr (docs/coming_from.md)",
+    "train quickstart model.hidden_size=8": "fix: here: model.hidden (docs/coming_from.md)",
+    "train quickstart train.micro_batch=8": "fix: did you mean 'batch.micro_batch'?",
+    "status --explain": "fix: --explain is an option of frontier-llm plan",
+    "train quickstart train.steps=2parsecs": "with its unit: steps, tokens or epochs",
+    "train quickstart --dry-run --allow-change lr": "'lr' is no key of a run\n    fix: did you mean 'optimizer.lr'?",
+    "submit train_small --site local --nodes 1 --allow-change lr": "fix: did you mean 'optimizer.lr'?",
+    "data tokenize {here}/a.jsonl --tokenizer bytes --output {here}/x": "fix: name the key of the text with --text-key",
+    "data tokenizer {here}/a.jsonl --output {here}/x.model": "fix: name the key of the text with --text-key",
+}
+
+
+@pytest.mark.parametrize("typed", ANSWERS)
+def test_a_wrong_command_is_answered(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"content": "words"}) + "\n")
+    assert main(typed.replace("{here}", str(tmp_path)).split()) == 2
+    assert ANSWERS[typed] in capsys.readouterr().err
+
+
+def slips(flag: str) -> Iterator[str]:
+    """Yield the option with one letter missing, doubled, or swapped with the next."""
+    for place in range(2, len(flag)):
+        yield flag[:place] + flag[place + 1 :]
+        yield flag[: place + 1] + flag[place:]
+        if place + 1 < len(flag) and flag[place] != flag[place + 1]:
+            yield flag[:place] + flag[place + 1] + flag[place] + flag[place + 2 :]
+
+
+@pytest.mark.parametrize("command", LEAVES)
+def test_every_slip_of_every_option_is_answered_with_the_option(command: str) -> None:
+    parser = LEAVES[command]
+    known = flags(parser) | {row.old for row in OLD_NAMES if row.command == command}
+    for flag in flags(parser):
+        for slip in set(slips(flag)) - known - {"--"}:
+            meant = near_option(slip, parser)
+            assert meant == flag or slip in set(slips(meant)), (slip, meant)
+
+
+def test_other_words_are_not_taken_for_a_slip() -> None:
+    pairs = {("plan", "--tensor"), ("train", "--steps"), ("tune", "--machine"), ("train", "--check-data")}
+    answered = {(command, word): near_option(word, LEAVES[command]) for command, word in pairs}
+    assert set(answered.values()) == {""}, answered
+
+
+def test_no_answer_names_an_option_that_the_command_does_not_have() -> None:
+    words = {flag for parser in LEAVES.values() for flag in flags(parser)}
+    for command, parser in LEAVES.items():
+        for word in words - flags(parser):
+            fix = fix_for(word, [*command.split(), word], parser)
+            for named in re.findall(r"^(--[\w-]+) instead", fix):
+                assert named in flags(parser), (command, word, fix)
+
+
+def test_a_change_shows_no_keys_that_are_not_set() -> None:
+    saved = [{"steps": 5, "model": None, "data": {"train": "a", "tokenizer": None}}]
+    shown = str(Change("train.phases", saved, [], mathematics=True))
+    assert shown == "train.phases: [{'steps': 5, 'data': {'train': 'a'}}] → []"
+
+
+def test_leaves_are_parsers_of_this_program() -> None:
+    assert len(LEAVES) > 30 and all(isinstance(parser, Parser) for parser in LEAVES.values())
