@@ -19,7 +19,7 @@ frontier-llm data stdlib data/stdlib
 
 if [[ ! -f $machine ]]; then
   say "this machine, measured by 4 ranks (about 10 seconds)"
-  frontier-llm calibrate quickstart --ranks 4 --repeats 2 --output "$machine" "train.run_dir=$run_dir"
+  frontier-llm calibrate quickstart --ranks 4 --repeats 2 --emit-machine "$machine" "train.run_dir=$run_dir"
 fi
 
 say "the planner's layout for it"

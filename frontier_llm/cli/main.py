@@ -118,13 +118,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"frontier-llm: unknown command {name!r}\n    fix: {suggest(name, COMMANDS)}", file=sys.stderr)
         return 2
+    called = f"frontier-llm {name}"
     try:
         lift_bounds(environ(LIFT_VARIABLE))
         limit_instruction_set()  # before a command imports torch
         parsed = parse(arguments)
+        called = parsed.parser.prog  # with the action, as in `frontier-llm data tokenize`
         return int(parsed.work(parsed))
     except FrontierError as error:
-        print(f"frontier-llm {name}: error\n{error}", file=sys.stderr)
+        print(f"{called}: error\n{error}", file=sys.stderr)
         return error.exit_code
     except SystemExit as end:  # argparse has printed its message
         return int(end.code or 0)
@@ -134,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package in ("", "frontier_llm"):
             raise
-        print(f"frontier-llm {name}: error\n{not_installed(package)}", file=sys.stderr)
+        print(f"{called}: error\n{not_installed(package)}", file=sys.stderr)
         return FrontierError.exit_code
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # a failed write does not name its file
@@ -145,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             fix = "free space or raise the quota, then run the same command again"
         else:
             fix = "check the path and its permissions"
-        print(f"frontier-llm {name}: error\n{what}\n    fix: {fix}", file=sys.stderr)
+        print(f"{called}: error\n{what}\n    fix: {fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from frontier_llm.errors import ConfigError, suggest
@@ -45,6 +46,7 @@ PRIVATE = "{private folder of the job}"  # on the node's local disk
 LOCAL_RANK = "{local rank}"
 THIS_FILE = "frontier_llm/machine/env.py"
 EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell.
+AMD_DRIVER = Path("/dev/kfd")  # exists if this computer has an AMD GPU and its driver
 # Variables with these prefixes are shown with their origin even if no machine needs them.
 SHOWN_PREFIXES = ("FI_", "GLOO_", "HIP_", "HSA_", "MIOPEN_", "NCCL_", "RCCL_", "ROCR_")
 
@@ -284,13 +286,15 @@ def vendor_of_machine(machine: str) -> Vendor:
 def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[Variable]:
     """Return the variables that every rank of a job of `nodes` nodes needs on a machine. Each name appears once.
 
-    `shards_weights` is true for FSDP. Raises ConfigError for an unknown machine.
+    `shards_weights` is true for FSDP. `local` gets the variables of ROCm if this computer has an AMD GPU. Raises
+    ConfigError for an unknown machine.
     """
     if machine not in MACHINES:
         fix = f"let the machine file say `environment:` or `base:`; {suggest(machine, MACHINES)}"
         raise ConfigError(f"no environment is known for machine {machine!r}", fix, "machine")
     if machine == "local":
-        return [Variable("OMP_NUM_THREADS", "1", "ranks share the cores of one computer", TORCH)]
+        threads = Variable("OMP_NUM_THREADS", "1", "ranks share the cores of one computer", TORCH)
+        return [threads, *_ROCM] if AMD_DRIVER.exists() else [threads]
     chosen = {variable.name: variable for variable in _PYTORCH if not (shards_weights and variable.name == ONE_QUEUE)}
     if machine in _ROCM_MACHINES:
         chosen.update({variable.name: variable for variable in _ROCM})

@@ -44,8 +44,8 @@ from frontier_llm.training.guard import (
     RouterWatch,
     Skips,
     Watchdog,
-    provenance,
 )
+from frontier_llm.training.guard.provenance import provenance
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.metrics import Metrics, metrics_of
 from frontier_llm.training.progress import AS_BEFORE, Resume, progress_of, restore

@@ -50,6 +50,11 @@ def test_a_wrong_command_is_answered(
     assert ANSWERS[typed] in capsys.readouterr().err
 
 
+def test_an_error_of_an_action_names_the_action(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "list", "/nonexistent"]) == 2
+    assert capsys.readouterr().err.startswith("frontier-llm checkpoint list: error\n")
+
+
 def slips(flag: str) -> Iterator[str]:
     """Yield the option with one letter missing, doubled, or swapped with the next."""
     for place in range(2, len(flag)):

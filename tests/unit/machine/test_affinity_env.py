@@ -12,6 +12,7 @@ import yaml
 
 from frontier_llm.config import configs_dir
 from frontier_llm.errors import ConfigError
+from frontier_llm.machine import env
 from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps, link_gbps
 from frontier_llm.machine.env import environment
 
@@ -126,3 +127,14 @@ def test_torch_reads_the_names_that_are_its_own() -> None:
     }
     assert len(ours) == 4
     assert {name for name in ours if f'"{name}"' not in text} == set()
+
+
+def test_a_computer_with_an_amd_gpu_gets_rocm_s_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(env, "AMD_DRIVER", tmp_path / "kfd")
+    assert [variable.name for variable in environment("local", 1)] == ["OMP_NUM_THREADS"]
+    (tmp_path / "kfd").touch()
+    here = {variable.name: variable.value for variable in environment("local", 1)}
+    frontier = {variable.name: variable.value for variable in environment("frontier", 1)}
+    rocm = {"GPU_MAX_HW_QUEUES", "HSA_FORCE_FINE_GRAIN_PCIE", "MIOPEN_USER_DB_PATH", "PYTORCH_HIP_ALLOC_CONF"}
+    assert rocm <= here.keys() and here["OMP_NUM_THREADS"] == "1"
+    assert all(here[name] == frontier[name] for name in here.keys() - {"OMP_NUM_THREADS"})
