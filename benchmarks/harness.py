@@ -52,7 +52,9 @@ def parse_arguments(
     end.
     """
     given = list(sys.argv[1:] if words is None else words)
-    parser.add_argument("--smoke", action="store_true", help="a run of seconds that changes no page and no result")
+    parser.add_argument(
+        "--smoke", action="store_true", help="run for some seconds only, and change no page and no result"
+    )
     is_smoke = "--smoke" in given
     if is_smoke:
         given.remove("--smoke")

@@ -1,7 +1,8 @@
-// Loads prebuilt code objects and launches them through the vendor's driver, which is opened at run time: building this
-// needs a C++ compiler alone, no ROCm and no CUDA. Called from frontier_llm/ops/driver.py through ctypes.
+// Loads prebuilt code objects and launches them through the vendor's driver. The driver is opened at run time, so the
+// build needs only a C++ compiler, and neither ROCm nor CUDA. frontier_llm/ops/driver.py calls it through ctypes.
 //
-// Every function returns 0, or -1 and leaves a text that the same thread gets from frontier_gpu_error.
+// Every function returns 0 if it succeeds. Otherwise it returns -1, and frontier_gpu_error returns the error's text to
+// the same thread.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -15,7 +16,7 @@ namespace {
 
 using Handle = void*;
 
-// hip* and cu* functions that differ in name only. All return 0 on success.
+// Functions of HIP and CUDA that differ only in their names (hip*, cu*). All return 0 on success.
 struct Driver {
   bool amd = false;
   int (*init)(unsigned) = nullptr;
@@ -24,7 +25,7 @@ struct Driver {
   int (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                 unsigned block_z, unsigned shared_bytes, Handle stream, void** arguments, void** extra) = nullptr;
   int (*set_device)(int device) = nullptr;                                     // HIP
-  int (*context_get_current)(Handle* context) = nullptr;                       // CUDA, and the five below
+  int (*context_get_current)(Handle* context) = nullptr;                       // CUDA, as the next five
   int (*context_set_current)(Handle context) = nullptr;
   int (*device_get)(int* device, int ordinal) = nullptr;
   int (*primary_context_retain)(Handle* context, int device) = nullptr;
@@ -35,7 +36,7 @@ struct Driver {
 
 Driver driver;
 
-// CUDA: the context that torch uses on each device, kept from the first load on.
+// CUDA: the context that torch uses on each device, stored at the first load.
 constexpr int kMaxDevices = 64;
 std::array<std::atomic<Handle>, kMaxDevices> primary_contexts;
 
@@ -59,7 +60,8 @@ int fail(const char* what, int code) {
   return fail_with("%s: %s (code %d)", what, text ? text : "unknown error", code);
 }
 
-// The copy that torch has loaded, if any: a second HIP runtime in one process would have its own idea of every device.
+// Returns the library that torch has loaded, if any. A second HIP runtime in one process would have its own state of
+// every device.
 Handle open_library(std::initializer_list<const char*> names) {
   for (const int extra : {RTLD_NOLOAD, 0})
     for (const char* name : names)
@@ -67,8 +69,7 @@ Handle open_library(std::initializer_list<const char*> names) {
   return nullptr;
 }
 
-// The current device is a property of the thread, and autograd's threads may come here before torch made a context in
-// them.
+// Sets the thread's current device. A thread of autograd can call this before torch has created a context in it.
 int make_current(int device) {
   if (driver.amd) return driver.set_device(device);
   Handle wanted = primary_contexts[device], current = nullptr;
@@ -86,7 +87,7 @@ int make_current(int device) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// What went wrong in this thread's last call that returned -1.
+// Returns the error of this thread's last call that returned -1.
 EXPORT const char* frontier_gpu_error() { return error; }
 
 // Opens the driver: libamdhip64 (amd) or libcuda.
@@ -123,22 +124,22 @@ EXPORT int frontier_gpu_open(int amd) {
   return 0;
 }
 
-// Loads one code object on a device; *function is what frontier_gpu_launch takes.
+// Loads one code object on a device. *function is the argument of frontier_gpu_launch.
 EXPORT int frontier_gpu_load(int device, const void* image, const char* symbol, int shared_bytes, Handle* function) {
   Handle module = nullptr;
   if (device < 0 || device >= kMaxDevices) return fail_with("device %d; there may be %d", device, kMaxDevices);
   if (const int code = make_current(device)) return fail("no context on the device", code);
   if (const int code = driver.module_load(&module, image)) return fail("the driver refuses the code object", code);
   if (const int code = driver.module_get_function(function, module, symbol)) return fail(symbol, code);
-  if (!driver.amd && shared_bytes > 48 * 1024)  // above this CUDA wants to be asked
+  if (!driver.amd && shared_bytes > 48 * 1024)  // CUDA requires an attribute for more than 48 KiB
     if (const int code = driver.function_set_attribute(*function, kMaxDynamicSharedBytes, shared_bytes))
       return fail("more shared memory than this device gives a block", code);
   return 0;
 }
 
-// Launches a loaded function on that device. `arguments`: `count` slots of 8 bytes, each a pointer, int32, int64 or
-// float at its start. Triton's kernels take two scratch pointers after them; ours use none (ops/aot/build.py refuses
-// any that does), so they are null.
+// Launches a loaded function on its device. `arguments` has `count` slots of 8 bytes, each with a pointer, int32, int64
+// or float at its start. Triton's kernels have two more arguments, pointers to scratch memory. They are null, because
+// ops/aot/build.py refuses kernels that use scratch memory.
 EXPORT int frontier_gpu_launch(int device, Handle function, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z,
                                uint32_t threads, uint32_t shared_bytes, Handle stream, const char* arguments,
                                int count) {

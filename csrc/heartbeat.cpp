@@ -1,8 +1,8 @@
-// Sends the heartbeats of one rank to torch's TCPStore, from a thread that needs no interpreter lock;
-// frontier_llm/comm/heartbeat.py is its only user. A main thread that holds the lock for seconds (a library that loads,
-// a long call into C) therefore does not look dead.
+// Sends the heartbeats of one rank to torch's TCPStore, from a thread that needs no interpreter lock. A rank whose main
+// thread holds the lock for seconds (import of a library, long call into C) is therefore not reported as dead. Only
+// frontier_llm/comm/heartbeat.py uses this library.
 //
-// Python hands over a connected socket. Each heartbeat is a SET request of TCPStore's protocol, which has no answer:
+// Python passes a connected socket. Each heartbeat is a SET request of TCPStore's protocol, which has no answer:
 // u8 1, u64 length, key, u64 length, value. The value is the newest text from Python with the number of the heartbeat
 // and "}" appended. Plain C ABI, loaded with ctypes; no Python, no torch.
 
@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kAbi = 1;
 constexpr char kSet = 1;             // c10d::detail::QueryType::SET
-constexpr int64_t kSendSeconds = 30;  // without room in the socket: the store is stopped
+constexpr int64_t kSendSeconds = 30;  // timeout if the socket's buffer is full: the store is stopped
 
 void append(std::string& out, const std::string& text) {
     const uint64_t length = text.size();
@@ -51,7 +51,7 @@ class Sender {
             ended_ = true;
         }
         wake_.notify_one();
-        shutdown(fd_, SHUT_RDWR);  // a thread that waits in send() returns
+        shutdown(fd_, SHUT_RDWR);  // makes a thread return that waits in send()
         thread_.join();
         close(fd_);
     }

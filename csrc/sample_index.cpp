@@ -1,18 +1,18 @@
-// Sample index of a token dataset: where in a shuffled stream of documents does token p lie?
+// Sample index of a token dataset: finds token p in a shuffled stream of documents.
 //
-// Plain C ABI, loaded with ctypes by frontier_llm/data/native.py; no Python, no torch. Compile:
+// It has a plain C ABI and needs neither Python nor torch. frontier_llm/data/native.py loads it with ctypes. Compile:
 //   g++ -O3 -std=c++17 -fPIC -shared -pthread -o frontier_llm/_native/libsample_index.so csrc/sample_index.cpp
 //
-// One epoch is the concatenation of all documents in the order of a keyed permutation that is computed, not stored: a
-// Feistel network over the next power of two with cycle walking, O(1) memory. The only thing kept is the running token
-// count at every `block`-th position of that order (one u64 per 64 documents: 125 MB for a billion documents); a lookup
-// is a binary search there and a walk of at most one block. All functions return 0 or more on success, a negative code
-// on damaged input.
+// One epoch is the concatenation of all documents in the order of a keyed permutation. The permutation is computed, not
+// stored: a Feistel network over the next power of two with cycle walking, in O(1) memory. Only the running token count
+// at every `block`-th position of that order is stored (one u64 per 64 documents: 125 MB for a billion documents). A
+// lookup is a binary search in it, followed by a walk over at most one block. All functions return 0 or more on
+// success, and a negative code on damaged input.
 //
-// Best-fit packing (fl_pack) works on pieces: a document that fits a sequence of S + 1 tokens is one, a longer one is
-// cut into pieces that overlap by a token, so that each token is somebody's target. All pieces of a corpus, in the
-// order of one keyed permutation, are taken in windows; each window is packed for itself, best-fit decreasing. So
-// nothing of it is stored but how many sequences each window gives.
+// Best-fit packing (fl_pack) works on pieces. A document that fits into a sequence of S + 1 tokens is one piece. A
+// longer document is cut into pieces that overlap by one token, so that each token is a target once. The pieces of a
+// corpus, in the order of one keyed permutation, are divided into windows. Each window is packed on its own, best-fit
+// decreasing. Therefore only the number of sequences of each window is stored.
 
 #include <algorithm>
 #include <atomic>
@@ -29,7 +29,7 @@ namespace {
 constexpr int kAbi = 2;
 constexpr int kRounds = 6;
 constexpr int kMinimumBits =
-    10;  // below this the halves are too small to mix well; walking 2^10 positions costs microseconds
+    10;  // smaller halves do not mix well; a walk over 2^10 positions takes microseconds
 constexpr uint64_t kMaximumBlock = 4096;
 constexpr uint64_t kMaximumWindow = 1 << 24;
 
@@ -41,7 +41,7 @@ enum Failure : int64_t {
   kInfeasible = -5
 };
 
-// The tables of a .idx start at byte 34 and so are not aligned; memcpy compiles to one plain load.
+// The tables of a .idx start at byte 34 and are therefore not aligned. memcpy compiles to one plain load.
 template <class T>
 T load(const void* base, uint64_t index) {
     T value;
@@ -73,8 +73,8 @@ class Permutation {
 
    private:
     uint64_t once(uint64_t x) const {
-      // Alternating unbalanced Feistel: even rounds change the left half by the right one, odd rounds the other way
-      // round.
+      // Alternating unbalanced Feistel network: even rounds change the left half by the right one, and odd rounds the
+      // right half by the left one.
       const uint64_t left_mask = (1ULL << left_bits_) - 1, right_mask = (1ULL << right_bits_) - 1;
       uint64_t left = x >> right_bits_, right = x & right_mask;
       for (int round = 0; round < kRounds; round += 2) {
@@ -92,15 +92,15 @@ class Permutation {
 struct Corpus {
     const void* lengths;    // i32 per sequence
     const void*
-        documents;  // i64 first sequence of each document, one more than documents; null: document d is sequence d
+        documents;  // i64 first sequence of each document, and the end of the last; null: document d is sequence d
     uint64_t count;         // documents
 
     int64_t length(
-        uint64_t document) const {  // negative when a sequence has a negative length, or lies outside the table
+        uint64_t document) const {  // negative if a sequence has a negative length or is outside of the table
       if (!documents) return load<int32_t>(lengths, document);
       const int64_t last = load<int64_t>(documents, document + 1);
       const int64_t first = load<int64_t>(documents, document),
-                    end = load<int64_t>(documents, count);  // `end`: the reader checked it
+                    end = load<int64_t>(documents, count);  // `end` was checked by the reader
       if (first < 0 || last < first || last > end) return kNegativeLength;
       int64_t total = 0;
       for (int64_t sequence = first; sequence < last; ++sequence) {
@@ -117,8 +117,8 @@ struct Corpus {
     }
 };
 
-// Tokens of the documents at positions [first, last) of the epoch's order. The documents of a block are asked for
-// together (prefetch), so that their cache misses overlap: 64 misses cost about as much as a few.
+// Returns the tokens of the documents at positions [first, last) of the epoch's order. The documents of a block are
+// prefetched together, so that their cache misses overlap: 64 misses cost about as much as a few.
 int64_t block_tokens(const Corpus& corpus, const Permutation& order, uint64_t first, uint64_t last) {
     uint64_t documents[kMaximumBlock];
     for (uint64_t i = 0; i < last - first; ++i) {
@@ -134,8 +134,8 @@ int64_t block_tokens(const Corpus& corpus, const Permutation& order, uint64_t fi
     return total;
 }
 
-// out[i] = value(i) for all i < count; the first negative value is the answer, else 0. A thread takes `stride` of them
-// at a time.
+// Sets out[i] = value(i) for all i < count. Returns a negative value if there is one, else 0. A thread takes `stride`
+// elements at a time.
 template <class Value>
 int64_t fill_in_parallel(uint64_t count, uint64_t stride, uint64_t threads, uint64_t* out, Value value) {
     std::atomic<uint64_t> next{0};
@@ -156,7 +156,8 @@ int64_t fill_in_parallel(uint64_t count, uint64_t stride, uint64_t threads, uint
     return failure;
 }
 
-// Pieces of a document for sequences of S inputs: piece j is its tokens [j S, j S + S + 1), as far as it reaches.
+// Returns the number of pieces of a document for sequences of S inputs. Piece j has the tokens [j S, j S + S + 1) or
+// fewer at the document's end.
 uint64_t pieces_of(uint64_t length, uint64_t S) { return length <= S + 1 ? length > 0 : (length - 1 + S - 1) / S; }
 
 struct Piece {
@@ -175,7 +176,7 @@ class Pieces {
 
     uint64_t count() const { return prefix_[blocks_]; }
 
-    // The piece at a position of the permutation; false where the prefix belongs to other lengths.
+    // Finds the piece at a position of the permutation. Returns false if the prefix belongs to other lengths.
     bool at(uint64_t position, Piece* piece) const {
         const uint64_t wanted = order_(position);
         const uint64_t b =
@@ -197,9 +198,9 @@ class Pieces {
         return found && before == prefix_[b + 1];
     }
 
-    // Packs window `number` of `window` positions: its pieces in order, and the sequence that each lies in. Returns the
-    // number of sequences. Longest first (of equals the first), each into the sequence that it leaves the least room in
-    // (of equals the first).
+    // Packs window `number` of `window` positions. Fills in its pieces in order, and the sequence of each piece.
+    // Returns the number of sequences. Pieces are taken longest first. Each goes into the sequence in which it leaves
+    // the least space. Among equals the first is taken.
     int64_t pack(uint64_t window, uint64_t number, std::vector<Piece>* pieces, std::vector<uint32_t>* sequences) const {
         const uint64_t first = number * window;
         if (first >= count()) return kOutOfRange;
@@ -211,7 +212,7 @@ class Pieces {
         std::stable_sort(longest.begin(), longest.end(),
                          [&](uint32_t a, uint32_t b) { return (*pieces)[a].length > (*pieces)[b].length; });
         sequences->resize(pieces->size());
-        std::set<std::pair<uint64_t, uint32_t>> rooms;  // (what is left, sequence)
+        std::set<std::pair<uint64_t, uint32_t>> rooms;  // (tokens left, sequence)
         uint32_t made = 0;
         for (const uint32_t i : longest) {
             const uint64_t length = (*pieces)[i].length;
@@ -238,12 +239,12 @@ class Pieces {
 
 }  // namespace
 
-#pragma GCC visibility push(default)  // the build hides everything else
+#pragma GCC visibility push(default)  // the build hides all other symbols
 extern "C" {
 
 int fl_abi() { return kAbi; }
 
-// out[i] = image of positions[i] under the permutation of [0, size) with this key.
+// Sets out[i] to the image of positions[i] under the permutation of [0, size) with this key.
 int64_t fl_permute(uint64_t size, uint64_t key, const uint64_t* positions, uint64_t count, uint64_t* out) {
     const Permutation order(size, key);
     for (uint64_t i = 0; i < count; ++i) {
@@ -253,8 +254,8 @@ int64_t fl_permute(uint64_t size, uint64_t key, const uint64_t* positions, uint6
     return 0;
 }
 
-// prefix[b] = tokens before position b * block of the epoch's order; prefix has ceil(count / block) + 1 entries, the
-// last is the total.
+// Sets prefix[b] to the number of tokens before position b * block of the epoch's order. prefix has
+// ceil(count / block) + 1 entries. The last one is the total.
 int64_t fl_build(const void* lengths, const void* documents, uint64_t count, uint64_t key, uint64_t block,
                  uint64_t threads, uint64_t* prefix) {
   if (block == 0 || block > kMaximumBlock || threads == 0) return kBadArgument;
@@ -269,11 +270,10 @@ int64_t fl_build(const void* lengths, const void* documents, uint64_t count, uin
   return failure;
 }
 
-// The pieces of documents that hold tokens [token, token + wanted) of an epoch, as far as the epoch reaches: piece i is
-// lengths_out[i] tokens of document documents_out[i] from offset offsets_out[i]; the document begins at byte
-// bytes_out[i] of .bin
-// (`pointers`: i64 per sequence). Returns the number of pieces (at most `wanted`).
-// A prefix that does not belong to these lengths is noticed when a block's sum differs: kIndexMismatch.
+// Finds the pieces of documents with the tokens [token, token + wanted) of an epoch, up to the epoch's end. Piece i has
+// lengths_out[i] tokens of document documents_out[i] from offset offsets_out[i]. The document begins at byte
+// bytes_out[i] of .bin (`pointers`: i64 per sequence). Returns the number of pieces, at most `wanted`.
+// Returns kIndexMismatch if the sum of a block differs from the prefix, which then belongs to other lengths.
 int64_t fl_pieces(const void* lengths, const void* documents, const void* pointers, uint64_t count, uint64_t key,
                   uint64_t block, const uint64_t* prefix, uint64_t token, uint64_t wanted, int64_t* documents_out,
                   int64_t* offsets_out, int64_t* lengths_out, int64_t* bytes_out) {
@@ -284,7 +284,7 @@ int64_t fl_pieces(const void* lengths, const void* documents, const void* pointe
   if (token >= prefix[blocks]) return kOutOfRange;
   uint64_t b = static_cast<uint64_t>(std::upper_bound(prefix, prefix + blocks + 1, token) - prefix) - 1;
   int64_t pieces = 0;
-  uint64_t before = prefix[b];  // tokens before the document at hand
+  uint64_t before = prefix[b];  // tokens before the current document
   for (; b < blocks && wanted > 0; ++b) {
     if (before != prefix[b]) return kIndexMismatch;
     for (uint64_t position = b * block; position < std::min((b + 1) * block, count); ++position) {
@@ -309,8 +309,8 @@ int64_t fl_pieces(const void* lengths, const void* documents, const void* pointe
   return pieces;
 }
 
-// prefix[b] = pieces of the documents before document b * block, for sequences of S inputs; ceil(count / block) + 1
-// entries.
+// Sets prefix[b] to the number of pieces of the documents before document b * block, for sequences of S inputs. prefix
+// has ceil(count / block) + 1 entries.
 int64_t fl_count_pieces(const void* lengths, const void* documents, uint64_t count, uint64_t S, uint64_t block,
                         uint64_t threads, uint64_t* prefix) {
   if (S == 0 || block == 0 || block > kMaximumBlock || threads == 0) return kBadArgument;
@@ -330,7 +330,7 @@ int64_t fl_count_pieces(const void* lengths, const void* documents, uint64_t cou
   return failure;
 }
 
-// made[w] = sequences that window w of `window` pieces is packed into.
+// Sets made[w] to the number of sequences into which window w of `window` pieces is packed.
 int64_t fl_count_packed(const void* lengths, const void* documents, uint64_t count, uint64_t S, uint64_t block,
                         const uint64_t* prefix, uint64_t key, uint64_t window, uint64_t threads, uint64_t* made) {
   if (S == 0 || block == 0 || block > kMaximumBlock || window == 0 || window > kMaximumWindow || threads == 0)
@@ -343,9 +343,9 @@ int64_t fl_count_packed(const void* lengths, const void* documents, uint64_t cou
   });
 }
 
-// Window `number`: sequence i of it holds the pieces starts_out[i] ... starts_out[i + 1] - 1 (`window` + 1 entries),
-// each lengths_out tokens of documents_out from offsets_out; the document begins at byte bytes_out of .bin. Returns the
-// number of sequences.
+// Packs window `number`. Its sequence i has the pieces starts_out[i] ... starts_out[i + 1] - 1 (`window` + 1 entries).
+// Each piece has lengths_out tokens of documents_out from offsets_out. The document begins at byte bytes_out of .bin.
+// Returns the number of sequences.
 int64_t fl_pack(const void* lengths, const void* documents, const void* pointers, uint64_t count, uint64_t S,
                 uint64_t block, const uint64_t* prefix, uint64_t key, uint64_t window, uint64_t number,
                 int64_t* starts_out, int64_t* documents_out, int64_t* offsets_out, int64_t* lengths_out,
@@ -371,11 +371,10 @@ int64_t fl_pack(const void* lengths, const void* documents, const void* pointers
   return made;
 }
 
-// A blend of `members` sources with integer weights that sum to `period`: sources[k] for one period, such that after
-// every n samples source i has been taken n * weights[i] / period times, off by less than one. The j-th taking of
-// source i (j = 1, 2, ...) must fall in slots (floor((j-1) period / w), ceil(j period / w)]; taking the ready source
-// with the earliest deadline meets every one of these windows (Baruah, Cohen, Plaxton, Varvel 1996, "Proportionate
-// progress").
+// Fills in sources[k] for one period of a blend of `members` sources, whose integer weights sum to `period`. After n
+// samples, source i has been taken n * weights[i] / period times, with an error below one. The j-th sample of source i
+// (j = 1, 2, ...) must be in the slots (floor((j-1) period / w), ceil(j period / w)]. Taking the ready source with the
+// earliest deadline satisfies all these bounds (Baruah, Cohen, Plaxton, Varvel 1996, "Proportionate progress").
 int64_t fl_blend(const uint64_t* weights, uint64_t members, uint64_t period, uint16_t* sources) {
     std::vector<uint64_t> taken(members, 0), release(members, 0), deadline(members);
     auto window_end = [&](uint64_t i) { return ((taken[i] + 1) * period + weights[i] - 1) / weights[i]; };

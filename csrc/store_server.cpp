@@ -1,10 +1,9 @@
-// The authenticated key-value store in which the ranks of a job meet. Its only user is
-// frontier_llm/comm/authenticated_store.py.
+// The authenticated key-value store of a job's ranks. Only frontier_llm/comm/authenticated_store.py uses this library.
 //
-// It opens no socket. Python authenticates connections (comm/handshake.py) and hands them over; one thread answers all,
-// without the interpreter lock. A wait costs nothing until its key comes. Requests and answers are lists of byte
-// strings: u32 count, u64 lengths[count], bytes (little endian; comm/authenticated_store.py). Plain C ABI, loaded with
-// ctypes; no Python, no torch.
+// It opens no socket. Python authenticates connections (comm/handshake.py) and passes them on. One thread answers all
+// requests, without the interpreter lock. A wait costs nothing until its key exists. Requests and answers are lists of
+// byte strings: u32 count, u64 lengths[count], bytes (little endian; comm/authenticated_store.py). The library has a
+// plain C ABI, is loaded with ctypes, and needs neither Python nor torch.
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -34,7 +33,7 @@ namespace {
 
 constexpr int kAbi = 1;
 constexpr uint32_t kMostParts =
-    1 << 16;  // a question for the ids of all of a machine's communicators has some hundreds
+    1 << 16;  // a request for the ids of all communicators of a large machine has some hundreds
 constexpr uint64_t kMostBytes = 64ull << 20;
 
 using Parts = std::vector<std::string>;
@@ -48,8 +47,8 @@ int64_t now_ns() {
 struct Client {
     int fd;
     std::string in, out;
-    Parts waiting;       // a question that waits for keys
-    size_t missing = 0;  // where in it the first key stands that has not come
+    Parts waiting;       // request that waits for keys
+    size_t missing = 0;  // position in it of the first key that does not exist yet
     int64_t deadline_ns = 0;
 };
 
@@ -63,8 +62,8 @@ void append(std::string& out, const Parts& parts) {
     for (const std::string& part : parts) out += part;
 }
 
-// Takes a whole list from the front of `in`; false when it is not all there. `broken` when it is longer than any
-// rank's.
+// Removes a complete list from the front of `in`. Returns false if the list is incomplete. Sets `broken` if the list is
+// longer than any list that a rank sends.
 bool take(std::string& in, Parts& parts, bool& broken) {
     if (in.size() < 4) return false;
     uint32_t count;
@@ -105,14 +104,14 @@ class Server {
     Server(const Server&) = delete;
     Server& operator=(const Server&) = delete;
 
-    // From any thread: a connection, owned from here on; -1 ends the server.
+    // Adds a connection, which the server then owns. -1 ends the server. Can be called from any thread.
     void hand_over(int fd) {
         {
             std::lock_guard<std::mutex> guard(mutex_);
             arriving_.push_back(fd);
         }
         const uint64_t one = 1;
-        if (write(wake_, &one, 8) < 0) return;  // full: it is awake
+        if (write(wake_, &one, 8) < 0) return;  // the counter is full, so the thread is awake
     }
 
    private:
@@ -162,7 +161,7 @@ class Server {
         close(fd);
     }
 
-    // False when the client is gone.
+    // Returns false if the client has disconnected.
     bool converse(Client& client, uint32_t events) {
         if (events & EPOLLIN) {
             char block[65536];
@@ -249,7 +248,7 @@ class Server {
         return value;
     }
 
-    // A new value; whoever waits for the key goes on.
+    // Stores a value, and continues the requests that wait for its key.
     void put(const std::string& key, const std::string& value) {
         values_[key] = value;
         const auto found = waiters_.find(key);
@@ -261,11 +260,11 @@ class Server {
             deadlines_.erase({client.deadline_ns, fd});
             go_on(client);
             if (client.waiting.empty() && !(answer_all(client) && flush(client)))
-              shutdown(fd, SHUT_RDWR);  // its end comes as an event
+              shutdown(fd, SHUT_RDWR);  // the thread then receives an event and removes the client
         }
     }
 
-    // Answers a waiting question when all its keys are there; else it is found again under the first that is not.
+    // Answers a waiting request if all its keys exist. Otherwise registers it under the first key that is missing.
     void go_on(Client& client) {
         const Parts& question = client.waiting;
         while (client.missing < question.size() && values_.count(question[client.missing])) ++client.missing;
@@ -277,7 +276,7 @@ class Server {
         Parts values = {"ok"};
         if (question[0] != "wait")
             for (size_t i = 2; i < question.size(); ++i) {
-                const auto found = values_.find(question[i]);  // one that came first may have been deleted since
+                const auto found = values_.find(question[i]);  // a key may have been deleted since
                 values.push_back(found == values_.end() ? "" : found->second);
             }
         append(client.out, values);
@@ -320,8 +319,8 @@ class Server {
     std::vector<int> arriving_;
     std::unordered_map<int, std::unique_ptr<Client>> clients_;
     std::unordered_map<std::string, std::string> values_;
-    std::unordered_map<std::string, std::set<int>> waiters_;  // by the key that they lack
-    std::set<std::pair<int64_t, int>> deadlines_;             // (when, whose)
+    std::unordered_map<std::string, std::set<int>> waiters_;  // connections by the first missing key
+    std::set<std::pair<int64_t, int>> deadlines_;             // (time, connection)
 };
 
 }  // namespace

@@ -49,7 +49,7 @@ def open_plain(path: Path) -> int:
     if is_plain and status.st_nlink <= 1:
         return descriptor
     os.close(descriptor)
-    what = "is a hard link: copy the file" if is_plain else "is no plain file"  # a folder always has several links
+    what = "is a hard link: copy the file" if is_plain else "is not a regular file"  # a folder always has several links
     raise OSError(errno.EINVAL, what, str(path))
 
 
@@ -124,7 +124,7 @@ def _not_below(error: OSError, path: Path) -> Exception:
             str(path),
         )
     if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
-        return FrontierError(f"is in the way: {error.strerror}", "move it away", str(path))
+        return FrontierError(f"cannot be replaced: {error.strerror}", "move it away", str(path))
     error.filename = str(path)
     return error
 
@@ -192,7 +192,7 @@ def package_digest() -> str:
 
 
 LIFT_VARIABLE = "FRONTIER_LLM_LIFT_BOUNDS"
-LIFT_HINT = f"if that is right, {LIFT_VARIABLE}=N takes N times as much"
+LIFT_HINT = f"if the file is correct, set {LIFT_VARIABLE}=N to allow N times as much"
 
 _times = 1
 
@@ -207,7 +207,7 @@ def lift_bounds(times: str | None) -> None:
     ):
         raise ConfigError(
             f"{times[:20]!r} is not a whole number from 1 to 1000",
-            "unset it, or name a number",
+            "unset it, or set it to such a number",
             LIFT_VARIABLE,
         )
     globals()["_times"] = int(times or 1)

@@ -63,7 +63,7 @@ def load_library(
         given = {question: getattr(library, question)() for question in expected}
         if given != expected:
             raise BackendError(
-                f"{name} answers {given}, expected {expected}",
+                f"{name} returns {given}, expected {expected}",
                 f"build it again: {BUILD_COMMAND}",
                 str(DIRECTORY),
             )

@@ -24,6 +24,22 @@ from frontier_llm.files import write_atomically
 from frontier_llm.units import strict_json
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
+# for the parts of a stacked bar: neighbours differ by at least 30 in CIELAB lightness and any two by 6, so that the
+# parts are distinct in grey too
+PARTS = (
+    "#00427f",
+    "#e1843d",
+    "#005d2d",
+    "#ff84ad",
+    "#af2d31",
+    "#09cfe0",
+    "#8e53b5",
+    "#bed761",
+    "#008c7b",
+    "#ffda67",
+    "#0391e8",
+    "#fee7fa",
+)
 DASHES = ("solid", "dash", "dot", "dashdot")
 # Plotly sets colours on each element, so these rules override them to follow the light or dark theme
 CSS = """

@@ -25,7 +25,7 @@ if [[ ! "$spares" =~ ^[0-9]+$ ]]; then
 fi
 # a folder of this job alone: nobody else on a node can know its name beforehand, nor look or write into it
 random="$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n')"
-target="${FRONTIER_LLM_NODE_LOCAL:-/tmp}/frontier_llm_env_${SLURM_JOB_ID:?runs inside a job}_$random"
+target="${FRONTIER_LLM_NODE_LOCAL:-/tmp}/frontier_llm_env_${SLURM_JOB_ID:?run this inside a Slurm job}_$random"
 if [[ ! -r "$archive" ]]; then
     echo "broadcast_env.sh: cannot read $archive; make it with conda-pack -o ENV.tar.gz" >&2
     exit 2
@@ -62,8 +62,8 @@ here="$(on_every_node bash -c 'set -e
 missing="$(comm -23 <(echo "$all") <(echo "$here") | paste -sd,)"
 count="$(comm -23 <(echo "$all") <(echo "$here") | grep -c . || true)"
 if [[ "$count" -gt "$spares" ]]; then
-    echo "broadcast_env.sh: $missing did not get the environment (sbcast ended with $status), $spares spares;" \
-        "is there room for $(stat -c %s "$archive") bytes in $(dirname "$target") on every node?" >&2
+    echo "broadcast_env.sh: $missing did not get the environment (sbcast ended with $status), and the job has only" \
+        "$spares spares; check that $(dirname "$target") has room for $(stat -c %s "$archive") bytes on every node" >&2
     exit 1
 fi
 echo "$target/bin/python"

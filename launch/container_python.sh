@@ -10,14 +10,14 @@
 set -euo pipefail
 export PYTHONNOUSERSITE=1 # packages in ~/.local would come before the image's own
 
-image="${FRONTIER_LLM_CONTAINER:?names the image}"
+image="${FRONTIER_LLM_CONTAINER:?set it to the path of the container image}"
 if [[ ! -r "$image" ]]; then
     echo "container_python.sh: cannot read $image; build it with apptainer build $image launch/frontier_llm.def" >&2
     exit 2
 fi
 runtime="$(command -v apptainer || command -v singularity || true)"
 if [[ -z "$runtime" ]]; then
-    echo "container_python.sh: neither apptainer nor singularity on $(hostname)" >&2
+    echo "container_python.sh: found neither apptainer nor singularity on $(hostname)" >&2
     exit 2
 fi
 binds=("$PWD" "${FRONTIER_LLM_ROOT:-$PWD}" "${FRONTIER_LLM_NODE_LOCAL:-/tmp}")

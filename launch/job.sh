@@ -31,7 +31,7 @@ while read -r name; do unset "$name"; done < <(names "$exported" | grep . || tru
 set +u # Lmod reads variables that may be unset
 # shellcheck source=/dev/null
 . "$root/slurm/sites/$site.sh" || {
-    echo "job.sh: the environment of site $site fails on $(hostname); see \`module avail\`," \
+    echo "job.sh: cannot set up the environment of site $site on $(hostname); see \`module avail\`," \
         "and correct slurm/sites/$site.yaml" >&2
     exit 2
 }

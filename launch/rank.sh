@@ -22,7 +22,7 @@ if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
     mkdir -p "$FRONTIER_LLM_LOG_DIR"
     log="$FRONTIER_LLM_LOG_DIR/rank_$rank.log"
     if [[ -L "$log" ]]; then
-        echo "rank.sh: $log is a link; nothing is written through links below a run directory: remove it" >&2
+        echo "rank.sh: $log is a link, and logs are not written through links; remove it" >&2
         exit 2
     fi
     if [[ "$rank" -eq 0 ]]; then

@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/rocm_env.sh"
 branch="${APEX_BRANCH:-release/1.10.0}"  # apex 1.N goes with torch 2.N
 minor="$("$python" -c 'import torch; print(torch.__version__.split(".")[1])')"
 if [[ "$branch" != "release/1.$minor."* ]]; then
-  echo "error: $branch goes with torch 2.$(cut -d. -f2 <<<"$branch"), here is torch 2.$minor" >&2
+  echo "error: $branch is for torch 2.$(cut -d. -f2 <<<"$branch"), but torch 2.$minor is installed" >&2
   echo "  fix: APEX_BRANCH=release/1.$minor.0 $0" >&2
   exit 1
 fi

@@ -34,7 +34,7 @@ build() {
 
 if ! build none; then
   tail -n 20 "$logs/none.log" >&2
-  echo "error: DeepSpeed itself does not build; the whole log is $logs/none.log" >&2
+  echo "error: DeepSpeed itself does not build here: see $logs/none.log" >&2
   exit 1
 fi
 best=none

@@ -165,7 +165,7 @@ def page() -> str:
         for name, field in keys.items():
             annotation, comment = notes[model.__name__, name]
             if not comment:
-                raise ValueError(f"{model.__name__}.{name} has no comment that says what it means")
+                raise ValueError(f"{model.__name__}.{name} has no comment that explains it")
             key = f"{prefix}.{name}" if prefix else name
             cells = (f"`{key}`", type_text(annotation), default_text(field), comment)
             text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -175,8 +175,8 @@ def page() -> str:
 
 HEAD = """# Configuration
 
-Every key of a run file, made from `frontier_llm/config/model.py` and `schema.py` by `scripts/config_reference.py`. A run file is YAML; `base: NAME` takes another one's
-keys first, `key=value` on the command line comes last, and an unknown key is an error that names the nearest valid one. "nothing" is YAML's `null`.
+Every key of a run file, made from `frontier_llm/config/model.py` and `schema.py` by `scripts/config_reference.py`. A run file is YAML. `base: NAME`
+reads the keys of another run file first, and `key=value` on the command line replaces a key of the file. An unknown key is an error that names the nearest valid one. "nothing" is YAML's `null`.
 
 """  # noqa: E501
 

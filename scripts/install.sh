@@ -10,7 +10,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
   exit 2
 fi
 if ! command -v "${CXX:-c++}" >/dev/null; then
-  echo "frontier_llm builds its C++ parts once, and there is no C++ compiler:" \
+  echo "no C++ compiler found, and frontier_llm builds its C++ parts during installation:" \
     "install g++ (apt-get install g++), or set CXX" >&2
   exit 2
 fi

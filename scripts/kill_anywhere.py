@@ -200,7 +200,7 @@ class Campaign:
         codes = self.start(self.reference, "").end(kill=False)
         self.undisturbed_s = self.usual_s = time.monotonic() - started
         if codes != [0] * ranks:
-            raise Different(f"the undisturbed run: exit codes {codes}\n{self._log(self.reference)}")
+            raise Different(f"the undisturbed run ended with exit codes {codes}\n{self._log(self.reference)}")
 
     def new_run(self, name: str) -> Run:
         run = Run(self.base / name)
@@ -281,7 +281,7 @@ class Campaign:
         if fault == "freeze" and not attempt.ended_within(4 * self.timeout_s):
             attempt.end(kill=True)
             raise Different(
-                f"{run.directory}: nobody noticed within {4 * self.timeout_s:.0f} s that rank {victim} was "
+                f"{run.directory}: no rank reported within {4 * self.timeout_s:.0f} s that rank {victim} was "
                 f"frozen\n{self._log(run)}"
             )
         return attempt.end(kill=True)
@@ -308,9 +308,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--in-save", type=int, default=50)
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--lag", type=int, default=1, help="train.save_lag_steps; 0 = saves are waited for")
+    options.add_argument("--lag", type=int, default=1, help="train.save_lag_steps; 0 = wait for each save")
     options.add_argument("--minutes", type=float, default=0, help="stop after this time instead of after --kills")
-    options.add_argument("--faults", default="kill", help=f"comma-separated: {', '.join(CODES)}")
+    options.add_argument("--faults", default="kill", help=f"faults, comma-separated: {', '.join(CODES)}")
     return options
 
 

@@ -97,7 +97,7 @@ def long_run(campaign: Campaign, seconds: float) -> dict[str, Series]:
             (run.run_dir / STOP_FILE).touch()
     codes = attempt.end(kill=False)
     if codes != [EXIT_INTERRUPTED] * len(codes):
-        raise Different(f"the long run: exit codes {codes}\n{(run.directory / 'log').read_text()[-3000:]}")
+        raise Different(f"the long run ended with exit codes {codes}\n{(run.directory / 'log').read_text()[-3000:]}")
     shutil.rmtree(run.directory)
     return found
 

@@ -171,13 +171,13 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--run", default="bench")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--link-gbps", type=float, help="GB/s (10^9 bytes) of a simulated link")
-    parser.add_argument("--link-us", type=float, default=20.0, help="its latency in microseconds (default 20)")
+    parser.add_argument("--link-gbps", type=float, help="bandwidth of a simulated link in GB/s (10^9 bytes)")
     parser.add_argument(
-        "--json", type=Path, help="keep the rows here, with those of earlier calls for other switches and links"
+        "--link-us", type=float, default=20.0, help="latency of the simulated link in microseconds (default 20)"
     )
-    parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last step with the (last) overlap")
-    parser.add_argument("--figure", type=Path, help="draw it")
+    parser.add_argument("--json", type=Path, help="file to which the rows are added")
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last step with the last overlap")
+    parser.add_argument("--figure", type=Path, help="draw the trace into this file")
     arguments = parse_arguments(parser, smoke=["gradients", *TINY, "--rounds", "1"])
     rows: list[dict[str, Any]] = read_json(arguments.json, [])
     for switch in SWITCHES if arguments.switch == "all" else [arguments.switch]:

@@ -155,13 +155,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--store", nargs="+", choices=("torch", "authenticated"), default=["torch", "authenticated"])
-    parser.add_argument("--per-node", type=int, default=8, help="ranks of a pretended node (default 8)")
-    parser.add_argument("--operations", type=int, default=2000, help="of each rank")
+    parser.add_argument("--per-node", type=int, default=8, help="ranks of a simulated node (default 8)")
+    parser.add_argument("--operations", type=int, default=2000, help="operations of each rank")
     parser.add_argument(
         "--ids",
         type=int,
         default=WHOLE_MACHINE[-1] // RANKS_PER_ID,
-        help="of each communicator (default: all of Frontier's)",
+        help="ids of each communicator (default: for all ranks of Frontier)",
     )
     arguments = parse_arguments(parser, smoke=["--ranks", "2", "--operations", "20", "--ids", "4"])
     print(

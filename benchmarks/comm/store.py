@@ -281,9 +281,9 @@ def main() -> None:
     heartbeats.add_argument("--seconds", type=float, default=20.0)
     heartbeats.add_argument("--processes", type=int, default=4)
     heartbeats.add_argument(
-        "--ids", type=int, default=3072 // RANKS_PER_ID, help="of one communicator, read once for each rank"
+        "--ids", type=int, default=3072 // RANKS_PER_ID, help="ids of one communicator, read once for each rank"
     )
-    lock = kinds.add_parser("lock", help="a C++ poller beside a main thread that holds the interpreter lock")
+    lock = kinds.add_parser("lock", help="a C++ thread polls while the main thread holds the interpreter lock")
     lock.add_argument("--store", nargs="+", choices=("torch", "authenticated"), default=["torch", "authenticated"])
     lock.add_argument("--hold-s", type=float, default=4.0)
     small = ["heartbeats", "--ranks", "64", "--seconds", "1", "--processes", "2", "--ids", "2"]

@@ -218,7 +218,7 @@ def page(result: dict[str, Any]) -> str:
         for rung, residual in zip(result["ladder"], law["residuals"], strict=True)
     ]
     low, high = law["exponent_interval"]
-    says = "0 is ruled out" if free["identified"] else "0 is not ruled out, so these sizes do not identify it"
+    says = "It excludes 0" if free["identified"] else "It contains 0, so these sizes do not determine E"
     compared = {f"{name}, fp32": run for name, run in result["layouts"].items()} | {
         "one rank, bf16": result["precision"]
     }
@@ -237,22 +237,22 @@ def page(result: dict[str, Any]) -> str:
         "|--:|--:|--:|--:|--:|--:|--:|--:|",
         *rows,
         "",
-        f"L(C) = {law['coefficient']:.3f} · C^-{law['exponent']:.4f} nats per byte, R² {law['r_squared']:.4f}; 95 % "
-        f"interval of the exponent {low:.4f} to "
-        f"{high:.4f} (Student's t, {len(rows) - 2} degrees of freedom). With an irreducible term E + A · C^-b: best "
-        f"E {free['best']:.3f}, 95 % interval "
-        f"{free['interval'][0]:.3f} to {free['interval'][1]:.3f} (F test): {says}.",
+        f"L(C) = {law['coefficient']:.3f} · C^-{law['exponent']:.4f} nats per byte, R² {law['r_squared']:.4f}. The "
+        f"95 % interval of the exponent is {low:.4f} to "
+        f"{high:.4f} (Student's t, {len(rows) - 2} degrees of freedom). With an irreducible term, E + A · C^-b, "
+        f"the best E is {free['best']:.3f}, with a 95 % interval of "
+        f"{free['interval'][0]:.3f} to {free['interval'][1]:.3f} (F test). {says}.",
         "",
-        f"The fit of all but the largest predicts the largest's loss as {last['predicted']:.4f}; measured "
+        f"A fit without the largest model predicts its loss as {last['predicted']:.4f}; measured "
         f"{last['measured']:.4f}, {last['error']:+.2%}.",
         "",
         "![Loss against compute, with the fitted power law](figures/convergence_ladder.png)",
         "",
         "## Measured: precision, layout, seed, learning rate",
         "",
-        f"All on the {result['compared']['parameters']:,}-parameter model, {result['compared']['steps']} steps. "
-        f"Distance of training curves from one rank in "
-        "fp32, in nats: at most in the first 50 steps, at most at all, and on average over the last tenth.",
+        f"All runs train the {result['compared']['parameters']:,}-parameter model for {result['compared']['steps']} "
+        f"steps. The distance of a training curve from one rank in fp32 is in nats. The columns are the maximum of the "
+        f"first 50 steps, the maximum of all steps, and the mean of the last tenth.",
         "",
         "| run | held-out, nats | first 50 steps | at most | last tenth |",
         "|---|--:|--:|--:|--:|",
@@ -376,19 +376,27 @@ def main() -> None:
         nargs="+",
         default=LADDER,
         metavar="MODEL",
-        help="at least 4, smallest first",
+        help="at least 4 models, smallest first",
     )
     parser.add_argument(
-        "--compared", default=COMPARED, metavar="MODEL", help="for precision, layouts, seed and learning rate"
+        "--compared",
+        default=COMPARED,
+        metavar="MODEL",
+        help="model that is also trained with other precisions, layouts, seeds and learning rates",
     )
     parser.add_argument("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER)
-    parser.add_argument("--directory", type=Path, default=Path("runs/convergence"), help="of the runs")
-    parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
+    parser.add_argument("--directory", type=Path, default=Path("runs/convergence"), help="folder of the runs")
     parser.add_argument(
-        "--only", nargs="+", metavar="RUN", help="train these and stop, e.g. to spread the runs over two shells"
+        "--data",
+        type=Path,
+        default=Path("data/stdlib-bytes"),
+        help="prefix of the dataset; created if it does not exist",
     )
     parser.add_argument(
-        "--out", type=Path, default=MEASURED, help="results/, figures/ and convergence.md are written below it"
+        "--only", nargs="+", metavar="RUN", help="train only these runs, e.g. to divide the runs between two shells"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=MEASURED, help="folder in which results/, figures/ and convergence.md are written"
     )
     folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--out", FOLDER]
     small = ["--tokens-per-parameter", "0.1", "--compared", "ladder-30k", "--only", "bf16"]

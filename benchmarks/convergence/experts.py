@@ -152,19 +152,20 @@ def page(result: dict[str, Any]) -> str:
         "### Measured: loss at equal active FLOPs",
         "",
         f"`python -m benchmarks.convergence.experts --tokens-per-parameter "
-        f"{result['tokens_per_parameter_of_the_dense']:g}`: rungs of [the ladder](convergence.md) and the same "
-        f"with experts, of the greatest width with which a token costs no more FLOPs, router included. Bytes, batch "
-        f"and schedule are the dense model's by the ladder's rules ({budgets}), and so is the learning rate: "
-        + " and ".join(f"{factor:g} times the rule's under {name}" for name, factor in RATES.items())
-        + ". Nothing was tuned for the mixture. Held-out loss in nats per byte, by seed of weights and sample order; "
+        f"{result['tokens_per_parameter_of_the_dense']:g}`: models of [the ladder](convergence.md) and the same "
+        f"models with experts. The experts have the largest width with which a token needs no more FLOPs, router "
+        f"included. Bytes, batch and schedule follow the ladder's rules for the dense model ({budgets}). The learning "
+        f"rate is the rule's times "
+        + " and ".join(f"{factor:g} for {name}" for name, factor in RATES.items())
+        + ". Nothing was tuned for the experts. Held-out loss in nats per byte, by seed of weights and sample order; "
         "two cores.",
         "",
         "| model | optimizer | parameters | MFLOP per token | held out, by seed | mean | minus dense, by seed ± s.d. |",
         "|---|---|--:|--:|---|--:|--:|",
         *rows,
         "",
-        f"The busiest expert of the worst layer had, over the last tenth of the steps, this many times the mean of "
-        f"rows: {uneven}.",
+        f"Rows of the busiest expert of the worst layer, over the mean number of rows, in the last tenth of the "
+        f"steps: {uneven}.",
         "",
         "![Loss against training FLOPs, dense and with experts](figures/convergence_moe.png)",
         "",
@@ -212,11 +213,23 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ladder", nargs="+", default=("ladder-170k",), metavar="MODEL")
-    parser.add_argument("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help="of the dense model")
+    parser.add_argument(
+        "--tokens-per-parameter",
+        type=float,
+        default=TOKENS_PER_PARAMETER,
+        help="training tokens per parameter of the dense model",
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--directory", type=Path, default=Path("runs/convergence-moe"), help="of the runs")
-    parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
-    parser.add_argument("--out", type=Path, default=MEASURED, help="results/, figures/ and moe.md are written below it")
+    parser.add_argument("--directory", type=Path, default=Path("runs/convergence-moe"), help="folder of the runs")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("data/stdlib-bytes"),
+        help="prefix of the dataset; created if it does not exist",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=MEASURED, help="folder in which results/, figures/ and moe.md are written"
+    )
     folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--out", FOLDER]
     small = ["--ladder", "ladder-30k", "--tokens-per-parameter", "0.1", "--seeds", "1"]
     options = parse_arguments(parser, smoke=[*small, *folders])

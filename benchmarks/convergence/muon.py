@@ -322,11 +322,16 @@ def main() -> None:
     parser.add_argument("--ladder", nargs="+", default=("ladder-30k", "ladder-70k", "ladder-170k"), metavar="MODEL")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tokens-per-parameter", type=float, default=20.0)
-    parser.add_argument("--factors", type=float, nargs="+", help="learning rates to try, times the rule's")
+    parser.add_argument("--factors", type=float, nargs="+", help="factors of the rule's learning rate to try")
     parser.add_argument("--figure", type=Path, default=MEASURED / "figures" / "muon.png")
-    parser.add_argument("--minutes", type=float, default=1e9, help="no run is begun after that")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
     parser.add_argument("--directory", type=Path, default=Path("runs/muon"))
-    parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("data/stdlib-bytes"),
+        help="prefix of the dataset; created if it does not exist",
+    )
     folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--figure", f"{FOLDER}/muon.png"]
     small = ["--ladder", "ladder-30k", "--seeds", "1", "--tokens-per-parameter", "0.1", "--factors", "1"]
     options = parse_arguments(parser, smoke=[*small, *folders])
@@ -353,11 +358,11 @@ def main() -> None:
     lines = [
         "## Measured: loss",
         "",
-        "`benchmarks/convergence/muon.py`: the ladder of [convergence](convergence.md) (20 bytes per parameter, the "
-        "same data, batch and decay; "
+        "`benchmarks/convergence/muon.py`: the ladder of [convergence](convergence.md), with 20 bytes per parameter "
+        "and the same data, batch and decay. "
         + ", ".join(f"{model} has {size:,} parameters" for model, size in sizes.items())
-        + "), Muon for matrices, seeds for weights and sample order alike. Nats per byte. Steps were timed by the "
-        "processor's seconds, one thread, in turns.",
+        + ". Muon updates the matrices. A seed sets weights and sample order. Losses are in nats per byte. Steps were "
+        "interleaved and timed in CPU seconds, with one thread.",
         "",
         *convergence_lines(result),
         "",

@@ -249,14 +249,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--core", action="store_true", help="attention alone")
+    parser.add_argument("--core", action="store_true", help="measure only attention, without the rest of the layer")
     parser.add_argument("--tokens", type=int, nargs="*", default=[16384, 32768])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--ways", nargs="+", default=["gather", "ring", "heads"])
-    parser.add_argument("--json", type=Path, help="keeps the rows of earlier calls")
+    parser.add_argument("--json", type=Path, help="file to which the rows are added")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--page", action="store_true", help="write the table into docs/benchmarks/long_context.md")
-    parser.add_argument("overrides", nargs="*", help="key=value of the run")
+    parser.add_argument("overrides", nargs="*", help="keys of the run, as key=value")
     arguments = parse_arguments(parser, smoke=["--core", "--tokens", "256", "--ranks", "2", "--ways", "ring"])
     rows: list[dict[str, Any]] = read_json(arguments.json, [])
     for tokens, ranks in product(arguments.tokens, arguments.ranks):

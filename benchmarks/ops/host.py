@@ -186,11 +186,15 @@ def print_limit(host_ms: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--dtype", default="fp32", help="of the tiny model's steps; the host's work is the same in all")
     parser.add_argument(
-        "--limit", type=float, metavar="MS", help="print the table of models for this time of the host, and end"
+        "--dtype", default="fp32", help="dtype of the tiny model's steps; the host's work does not depend on it"
     )
-    parser.add_argument("--launches", nargs="+", metavar="MODEL", help="print what a layer of these launches, and end")
+    parser.add_argument(
+        "--limit", type=float, metavar="MS", help="only print the table of models for this host time in milliseconds"
+    )
+    parser.add_argument(
+        "--launches", nargs="+", metavar="MODEL", help="only print the kernel launches of a layer of these models"
+    )
     args = parse_arguments(parser, smoke=["--rounds", "1"])
     torch.set_num_threads(1)
     if args.limit or args.launches:

@@ -84,8 +84,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bf16,fp32")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run")
-    parser.add_argument("--update", action="store_true", help="put the tables into docs/benchmarks/ops.md")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the run")
+    parser.add_argument("--update", action="store_true", help="write the tables into docs/benchmarks/ops.md")
     args = parse_arguments(parser, smoke=["--dtype", "fp32", "--rounds", "1", *TINY])
     torch.set_num_threads(1)
     for dtype in args.dtype.split(","):

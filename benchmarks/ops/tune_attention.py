@@ -286,10 +286,14 @@ def main() -> None:
     parser.add_argument("action", choices=("build", "run", "simulate"))
     parser.add_argument("--arch", default="gfx90a", choices=tuple(ARCHITECTURES))
     parser.add_argument("--variants", default="d64,d64-extras,d128,d128-extras")
-    parser.add_argument("--candidates", type=int, metavar="N", help="build N of each kernel and variant (default: all)")
+    parser.add_argument(
+        "--candidates", type=int, metavar="N", help="build only N candidates of each kernel and variant (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/tune"))
-    parser.add_argument("--sequence", type=int, default=1024, help="positions that `simulate` is causal over")
-    parser.add_argument("--shipped", type=Path, help="code objects to compare with, if not the installed ones")
+    parser.add_argument("--sequence", type=int, default=1024, help="sequence length of `simulate`, in tokens")
+    parser.add_argument(
+        "--shipped", type=Path, help="folder of the code objects to compare with (default: the installed ones)"
+    )
     small = ["build", "--variants", "d64", "--candidates", "1", "--out", FOLDER]
     args = parse_arguments(parser, smoke=small)
     if args.action == "build":

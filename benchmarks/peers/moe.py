@@ -131,13 +131,12 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"`benchmarks/peers/moe.py`: L8 H384 A6 S256 V8192, {EXPERTS['experts']} experts of "
         f"{EXPERTS['expert_hidden']}, top {EXPERTS['top_k']}, {TOKENS:,} tokens a "
-        "step, bf16, one thread per rank; megatron-core 0.16.1 with its all-to-all dispatcher (dropless, experts one "
-        "after the other: its grouped product needs a "
-        "GPU). Two cores **shared with other jobs**, so processor seconds of all ranks are the measure and wall "
-        "seconds stand beside; medians of the "
-        "steps, in turns. Four ranks share the two cores, so that their wall seconds say little. The dense model's "
-        "MLP is as wide as the four experts of a token; "
-        "the last column is the experts' rate of model FLOPs over its rate.",
+        "step, bf16, one thread per rank. megatron-core 0.16.1 uses its all-to-all dispatcher without dropping and "
+        "computes one expert after the other, because its grouped product needs a GPU. The two cores were **shared "
+        "with other jobs**, so CPU seconds of all ranks are compared, and wall seconds are only added. Values are "
+        "medians of interleaved steps. Four ranks share the two cores, so their wall seconds mean little. The dense "
+        "model's MLP is as wide as the four experts of a token. The last column is the experts' rate of model FLOPs "
+        "over the dense model's rate.",
         "",
         "| layout | ours, cpu / wall s | megatron-core | our dense model | megatron-core over ours | rate over dense |",
         "|---|--:|--:|--:|--:|--:|",

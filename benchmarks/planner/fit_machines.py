@@ -129,9 +129,11 @@ def main() -> None:
     """Fit every stack that has constants to fit and rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machines", nargs="*")
-    parser.add_argument("--dry-run", action="store_true", help="print, do not write")
+    parser.add_argument("--dry-run", action="store_true", help="print the constants, and write no file")
     parser.add_argument(
-        "--leave-models-out", action="store_true", help="score constants on models that they were not fitted on"
+        "--leave-models-out",
+        action="store_true",
+        help="cross-validate: predict each model with constants that were fitted without it",
     )
     args = parse_arguments(parser, smoke=["--dry-run", "frontier"])
     if args.leave_models_out:

@@ -104,7 +104,7 @@ def main() -> int:
         default=list(LAYOUTS),
         metavar="LAYOUT",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to this file")
     args = parse_arguments(parser, smoke=["--machine", "local", "--rounds", "1", "--steps", "1", "--layouts", "DP2"])
     with tempfile.TemporaryDirectory() as folder:
         machine = args.machine or f"{folder}/calibrated.yaml"

@@ -70,7 +70,7 @@ def as_json() -> str:
 def main() -> int:
     """Return the exit code: 1 with --check if the file is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare alone")
+    parser.add_argument("--check", action="store_true", help="only compare, and write nothing")
     check = parser.parse_args().check
     content = as_json()
     if not check:

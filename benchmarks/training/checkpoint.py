@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--gib", type=float, default=1.0, help="size of the checkpoint")
     options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--directory", type=Path, default=Path("."), help="on the file system to measure")
+    options.add_argument("--directory", type=Path, default=Path("."), help="folder on the file system to measure")
     return options
 
 

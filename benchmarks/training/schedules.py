@@ -192,8 +192,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def lines(kept: dict[str, Any]) -> Iterator[str]:
     """Yield the table for one and for many communications in flight, in the order of the simulated times."""
     yield (
-        f"## Measured\n\n{RANKS} pipeline ranks in {RANKS} processes that share two cores, {kept['microbatches']} "
-        f"microbatches, F = I = W = {kept['unit_ms']:g} ms for a whole stage, and the same for the optimizer."
+        f"## Measured\n\n{RANKS} pipeline ranks run in {RANKS} processes that share two cores, with "
+        f"{kept['microbatches']} microbatches. F, I, W of a complete stage and the optimizer take "
+        f"{kept['unit_ms']:g} ms each."
     )
     yield (
         "Engine, messages and waiting are real, and a pass of a stage is a sleep. So the table measures the order of "

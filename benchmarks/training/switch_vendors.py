@@ -238,9 +238,11 @@ def plot(curves: dict[str, dict[str, np.ndarray]], steps: int, names: list[str],
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the experiment. Returns the written results by type, then by segment."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--steps", type=int, default=200, help="of each segment")
-    options.add_argument("--devices", default="cpu", help="comma-separated, one after another: cpu,cuda")
-    options.add_argument("--dtypes", default="fp32,bf16", help="working types, each a rehearsal of its own")
+    options.add_argument("--steps", type=int, default=200, help="steps of each segment")
+    options.add_argument("--devices", default="cpu", help="devices, comma-separated, used one after another: cpu,cuda")
+    options.add_argument(
+        "--dtypes", default="fp32,bf16", help="working dtypes, comma-separated; each one is a separate run"
+    )
     options.add_argument(
         "--layouts",
         nargs="+",
@@ -248,10 +250,18 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         metavar="LAYOUT",
         help="one after another",
     )
-    options.add_argument("--directory", type=Path, default=Path("runs/switch_vendors"), help="of the runs")
-    options.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
+    options.add_argument("--directory", type=Path, default=Path("runs/switch_vendors"), help="folder of the runs")
     options.add_argument(
-        "--out", type=Path, default=Path("runs/switch_vendors"), help="results/ and figures/ are written below it"
+        "--data",
+        type=Path,
+        default=Path("data/stdlib-bytes"),
+        help="prefix of the dataset; created if it does not exist",
+    )
+    options.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/switch_vendors"),
+        help="folder in which results/ and figures/ are written",
     )
     folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--out", f"{FOLDER}/out"]
     small = ["--steps", "2", "--dtypes", "fp32", "--layouts", "1 rank", "dp 2 x pp 2, zb-h1"]

@@ -1,9 +1,10 @@
 // Causal attention without the score matrix: FlashAttention-2 (arXiv:2307.08691) on blocks of 64 x 64 scores. Queries
-// and keys may be two stretches of a longer sequence; the backward then takes output and log-sum-exp over all that the
-// queries see.
+// and keys can be two parts of a longer sequence. The backward then needs the output and log-sum-exp over all keys that
+// the queries attend to.
 //
 // One call handles one key/value head and the query heads that share it, so keys and values are packed once. Rows and
-// head dims are padded with zeros to whole tiles; causality masks the padded columns, and padded rows are not written.
+// head dims are padded with zeros to complete tiles. The causal mask covers the padded columns, and padded rows are not
+// written.
 #pragma once
 
 #include "gemm.h"
@@ -45,8 +46,8 @@ void pack_positions_as_depth(const T* x, int64_t row, const AttentionShape<T>& s
              shape.head_dim - d < kTileColumns ? shape.head_dim - d : kTileColumns, out, kTileColumns);
 }
 
-// Rows for A: contiguous, in the unit's element type, zeros past the sequence. Strided views of a fused QKV tensor
-// touch a page per row, so the copy pays for itself.
+// Rows for A: contiguous, in the unit's element type, with zeros after the sequence. Strided views of a fused QKV
+// tensor touch a page per row, so the copy pays for itself.
 template <class T>
 void copy_rows(const T* x, int64_t row, const AttentionShape<T>& shape, typename Unit<T>::Element* out) {
   for (int64_t s = 0; s < shape.rows; ++s, out += shape.row_elements) {
@@ -56,15 +57,15 @@ void copy_rows(const T* x, int64_t row, const AttentionShape<T>& shape, typename
   }
 }
 
-// The products of one row of a block become scores (scaled, softly bounded) and these logits: with ALiBi, -inf where
-// position j is not seen from i.
+// Converts the products of one row of a block to scores (scaled and soft-capped) and then to logits: ALiBi is added,
+// and keys to which the row does not attend get -inf.
 struct RowMask {
-  int32_t position, first, last;  // of the row, and of the keys that it sees, counted from the first key
+  int32_t position, first, last;  // position of the row, and range of its keys, counted from the first key
   int64_t first_column;
   float scale, softcap, slope;
   const int32_t* key_documents;  // padded copy, or null
   int32_t document;              // of the row
-  bool ragged;                   // some rows of the block see only part of its columns
+  bool ragged;                   // some rows of the block attend only to some of its columns
 
   template <class T>
   RowMask(const AttentionArgs<T>& args, const int32_t* padded, int64_t head, int64_t i0, int64_t i, int64_t j0)
@@ -85,7 +86,7 @@ struct RowMask {
     return softcap != 0.0f ? softcap * tanh(x / softcap) : x;
   }
 
-  // What a score's gradient is multiplied by for that of the product.
+  // Returns the derivative of a score with respect to the product q·k.
   ALWAYS_INLINE vf slope_of(vf score) const {
     if (softcap == 0.0f) return splat(scale);
     const vf share = score / softcap;
@@ -105,7 +106,7 @@ struct RowMask {
   }
 };
 
-// Blocks of keys that some row of a block of queries sees: [begin, end), the first on a multiple of kBlock.
+// Range [begin, end) of the keys to which some row of a block of queries attends. begin is a multiple of kBlock.
 struct KeySpan {
   int64_t begin, end;
 };
@@ -182,7 +183,7 @@ void attention(const AttentionArgs<T>& args) {
           }
           const float block_top = max_lane(best), top = tops[i] < block_top ? block_top : tops[i];
           const float shift =
-              top == -__builtin_inff() ? 0.0f : top;  // a block of other documents only: every e^(-inf) is 0
+              top == -__builtin_inff() ? 0.0f : top;  // the block has only other documents: every e^(-inf) is 0
           vf total{};
           for (int64_t j = 0; j < kBlock; j += kLanes) {
             const vf p = exp(load(row + j) - shift);
@@ -202,7 +203,7 @@ void attention(const AttentionArgs<T>& args) {
       for (int64_t i = 0; i < kBlock && i0 + i < args.queries; ++i) {
         T* o = args.o + (i0 + i) * args.o_row + head * args.o_head;
         const float inverse =
-            totals[i] > 0.0f ? 1.0f / totals[i] : 0.0f;  // none: this stretch has no key that the row sees
+            totals[i] > 0.0f ? 1.0f / totals[i] : 0.0f;  // this part of the keys has no key to which the row attends
         const float* row = sums + i * shape.columns;
         for_vectors(args.head_dim, [&](int64_t, auto load, auto store) { store(o, load(row) * inverse); });
         args.logsumexp[head * args.queries + i0 + i] = tops[i] + __builtin_logf(totals[i]);
@@ -217,8 +218,8 @@ void write_rows(const float* sums, const AttentionShape<T>& shape, T* out, int64
     for_vectors(shape.head_dim, [&](int64_t, auto load, auto store) { store(out, load(sums)); });
 }
 
-// With P = e^(logits - logsumexp), dP = dO V^T and delta = rowsum(dO O): dS = scale P (dP - delta), times tanh's slope
-// where scores are bounded; dV = P^T dO, dQ = dS K, dK = dS^T Q.
+// With P = e^(logits - logsumexp), dP = dO V^T and delta = rowsum(dO O): dS = scale P (dP - delta), times the slope of
+// tanh if scores are soft-capped. dV = P^T dO, dQ = dS K, dK = dS^T Q.
 template <class T>
 void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>& grads) {
   using Element = typename Unit<T>::Element;
@@ -280,7 +281,7 @@ void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>
           const float row_sum = padding ? -__builtin_inff() : args.logsumexp[head * args.queries + i0 + i];
           const float logsumexp = row_sum == -__builtin_inff()
                                       ? __builtin_inff()
-                                      : row_sum;  // a row that sees nothing: every e^(x - inf) is 0
+                                      : row_sum;  // the row attends to no key: every e^(x - inf) is 0
           const float row_delta = padding ? 0.0f : delta[i0 + i];
           for (int64_t j = 0; j < kBlock; j += kLanes) {
             const vf score = mask.score(scores + i * kBlock, j), probability = exp(mask.logits(score, j) - logsumexp);

@@ -1,4 +1,4 @@
-// Which table this CPU runs, decided at the first use.
+// Selects the table of kernels for this CPU at the first use.
 #include <string.h>
 
 #include <atomic>
@@ -53,7 +53,7 @@ const KernelSet* kernel_set_by_name(const char* isa) {
       &avx2::set, &avx512::set, &avx512_bf16::set,
 #endif
   };
-  bool within_reach = true;  // sets are ordered; those past the best need what this CPU lacks
+  bool within_reach = true;  // sets are ordered; this CPU cannot run the sets after the best one
   for (const KernelSet* set : sets) {
     if (within_reach && !strcmp(set->isa, isa)) return set;
     if (set == &best()) within_reach = false;

@@ -1,5 +1,5 @@
-// Dropout by counted masks: a block of Philox 4x32-10 (Salmon et al. 2011) for eight features, as
-// frontier_llm/ops/dropout.py says.
+// Dropout with masks from a counter: one block of Philox 4x32-10 (Salmon et al. 2011) for eight features, as in
+// frontier_llm/ops/dropout.py.
 #pragma once
 
 #include "vec.h"
@@ -8,7 +8,7 @@ namespace frontier::FRONTIER_ISA {
 
 typedef uint64_t vq __attribute__((vector_size(kVectorBytes)));
 
-// factor * the lower half of each lane, all 64 bits of it: left to themselves compilers multiply the upper half too.
+// Returns factor * the lower half of each lane, in 64 bits. Compilers alone would multiply the upper half too.
 ALWAYS_INLINE vq multiply(vq x, uint32_t factor) {
 #if defined(__AVX512F__)
   return reinterpret_cast<vq>(_mm512_mul_epu32(reinterpret_cast<__m512i>(x), _mm512_set1_epi64(factor)));
@@ -19,7 +19,7 @@ ALWAYS_INLINE vq multiply(vq x, uint32_t factor) {
 #endif
 }
 
-// A block per 64-bit lane; the upper halves of the words hold what is left of the products, which nobody reads.
+// One block in each 64-bit lane. The upper halves of the words have parts of the products, which are not used.
 ALWAYS_INLINE void philox(vq (&c)[4], uint64_t key) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
@@ -30,7 +30,7 @@ ALWAYS_INLINE void philox(vq (&c)[4], uint64_t key) {
   }
 }
 
-// One token's features. Blocks of even and of odd numbers are drawn apart, and interleave to a vector of 32-bit words.
+// Features of one token. Blocks with even and odd numbers are computed separately, then interleaved to 32-bit words.
 template <class T>
 void drop(const T* x, const T* residual, T* out, DropArgs args) {
   const int64_t blocks = (args.columns + 7) / 8;
@@ -52,7 +52,7 @@ void drop(const T* x, const T* residual, T* out, DropArgs args) {
       };
       const int64_t i = half * blocks + block, count = (block + kLanes < blocks ? i + kLanes : (half + 1) * blocks) - i;
       const int64_t inside =
-          i + count < args.columns ? count : args.columns - i;  // the last stretches may end early, or be empty
+          i + count < args.columns ? count : args.columns - i;  // the last ranges can be shorter or empty
       if (inside == kLanes)
         put([i](const T* p) { return load(p + i); }, [i](T* p, vf v) { store(p + i, v); });
       else if (inside > 0)

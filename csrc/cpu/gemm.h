@@ -1,9 +1,9 @@
 // The matrix kernel: C (fp32) = or += A B for fp32 and bf16 operands, with packing, after Goto & van de Geijn (TOMS
 // 34-3, 2008).
 //
-// Operands meet in units of 32 bits: one float, or two bf16 that are neighbours along k where the CPU multiplies such
-// pairs (AVX512-BF16: 4x the fp32 rate of AVX2, 2x that of AVX-512). Elsewhere bf16 is widened to fp32 while it is
-// packed.
+// Operands are packed in units of 32 bits. A unit is one float, or two bf16 neighbours along k if the CPU multiplies
+// such pairs (AVX512-BF16: 4x the fp32 rate of AVX2, 2x that of AVX-512). On other CPUs bf16 is widened to fp32 during
+// packing.
 #pragma once
 
 #include <stdlib.h>
@@ -17,7 +17,7 @@ constexpr int kTileRows =
     kVectorBytes == 64 ? 8 : 4;  // m: 8 x 2 accumulators of the 32 registers of AVX-512, 4 x 2 of 16 elsewhere
 
 template <class T>
-struct Unit {  // fp32, and bf16 that is widened
+struct Unit {  // fp32, and bf16 after widening
   static constexpr int kDepth = 1;
   using Element = float;
 };
@@ -34,7 +34,7 @@ constexpr int64_t units(int64_t k) { return (k + Unit<T>::kDepth - 1) / Unit<T>:
 
 constexpr int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// Grow-only memory of one thread; contents do not survive the next call.
+// Memory of one thread that only grows. The next call overwrites its contents.
 class Scratch {
  public:
   ~Scratch() { free(memory_); }
@@ -56,7 +56,7 @@ class Scratch {
 // ---- packing: (k, n) at source[k * k_stride + n * n_stride] -> units[k / depth][width], zeros past `depth_count` and
 // `columns` ----
 
-// `valid` rows along k of one unit, `columns` of it, n contiguous.
+// Packs `valid` rows along k and `columns` columns of one unit. n is contiguous.
 template <class T>
 ALWAYS_INLINE void pack_row(const T* source, int64_t k_stride, int64_t valid, int64_t columns, float* out,
                             int64_t width) {
@@ -81,7 +81,7 @@ ALWAYS_INLINE quad load_quad(const float* p, float) { return *reinterpret_cast<c
 ALWAYS_INLINE quad load_quad(const bf16* p, bf16) { return *reinterpret_cast<const quad_memory*>(p); }
 ALWAYS_INLINE quad load_quad(const bf16* p, float) { return quad{p[0].bits, p[1].bits, p[2].bits, p[3].bits} << 16; }
 
-// k contiguous: 4 x 4 units are transposed at a time.
+// k is contiguous: 4 x 4 units are transposed at a time.
 template <class T>
 void pack_transposed(const T* source, int64_t n_stride, int64_t k, int64_t columns, float* out, int64_t width) {
   using Element = typename Unit<T>::Element;
@@ -143,7 +143,7 @@ ALWAYS_INLINE vf multiply_add(vf sum, const char* a, vf b) {
   return sum + scalar * b;
 }
 
-// C[Rows][columns <= kTileColumns] from `depth` units; A's strides are in bytes, B is one packed panel.
+// Computes C[Rows][columns <= kTileColumns] from `depth` units. A's strides are in bytes. B is one packed panel.
 template <class T, int Rows>
 void tile(int64_t depth, const char* a, int64_t a_row, int64_t a_step, const float* b, float* c, int64_t c_row,
           int64_t columns, bool accumulate) {
@@ -178,8 +178,8 @@ ALWAYS_INLINE void tile_of(int64_t rows, int64_t depth, const char* a, int64_t a
     tile_of<T, Rows - 1>(rows, depth, a, a_row, a_step, b, c, c_row, columns, accumulate);
 }
 
-// C[rows][columns] from A (byte strides) and panels of B, each `depth` units of kTileColumns; panel after panel in
-// memory.
+// Computes C[rows][columns] from A (byte strides) and panels of B, which follow each other in memory. A panel has
+// `depth` units of kTileColumns.
 template <class T>
 ALWAYS_INLINE void product(int64_t rows, int64_t columns, int64_t depth, const void* a, int64_t a_row, int64_t a_step,
                            const float* b, float* c, int64_t c_row, bool accumulate) {
@@ -189,7 +189,7 @@ ALWAYS_INLINE void product(int64_t rows, int64_t columns, int64_t depth, const v
                  columns - n < kTileColumns ? columns - n : kTileColumns, accumulate);
 }
 
-// ---- the whole product ----
+// ---- the complete product ----
 
 constexpr int64_t kBlockDepth = 256;     // units of k: a panel of B is 256 * 32 * 4 = 32 KiB, two thirds of L1
 constexpr int64_t kBlockRows = 128;      // m: a block of A is 128 KiB, in L2
@@ -201,7 +201,7 @@ void gemm(const GemmArgs<T>& args) {
   constexpr int64_t depth = Unit<T>::kDepth, block_k = kBlockDepth * depth;
   float* const a_packed = static_cast<float*>(a_memory.bytes(kBlockRows * kBlockDepth * 4));
   float* const b_packed = static_cast<float*>(b_memory.bytes(kBlockColumns * kBlockDepth * 4));
-  // Row-major A needs no packing: the tile broadcasts from kTileRows rows at once.
+  // A in row-major order needs no packing: the tile broadcasts from kTileRows rows at once.
   constexpr bool widened = sizeof(T) * depth != 4;
   const bool a_direct = !widened && args.a_column == 1 && args.k % depth == 0;
   for (int64_t n0 = 0; n0 < args.n; n0 += kBlockColumns) {
@@ -227,8 +227,8 @@ void gemm(const GemmArgs<T>& args) {
   }
 }
 
-// out = A B, rounded once to the operands' type; `args.c` is not used. For some hundred rows: all their fp32 sums are
-// in memory at a time.
+// out = A B, rounded once to the operands' type. `args.c` is not used. Meant for some hundred rows, because the fp32
+// sums of all rows are in memory together.
 template <class T>
 void gemm_rounded(GemmArgs<T> args, T* out, int64_t out_row) {
   if constexpr (sizeof(T) == 4) {

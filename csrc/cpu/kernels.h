@@ -1,6 +1,6 @@
-// The table of CPU kernels. Each instruction set fills one (kernels.inc); dispatch.cpp picks the best that this CPU can
-// run. Pointers, sizes and row strides only: no torch here, so the kernels compile in seconds. Lengths and strides are
-// in elements.
+// The table of CPU kernels. Each instruction set fills one table (kernels.inc). dispatch.cpp selects the best one that
+// this CPU can run. The functions take pointers, sizes and row strides and do not need torch, so they compile in
+// seconds. Lengths and strides are in elements.
 #pragma once
 
 #include <stdint.h>
@@ -11,21 +11,21 @@ struct bf16 {
   uint16_t bits;
 };
 
-// One attention problem: heads of one batch entry that share a key/value head. Row s of head h of q is q + s * q_row +
-// h * q_head. Query i stands at position offset + i, counted from the first key; it sees keys up to its own position,
-// the last `window` of them (0: all).
+// Attention of the heads of one batch entry that share a key/value head. Row s of head h of q is q + s * q_row +
+// h * q_head. Query i has the position offset + i, counted from the first key. It attends to the last `window` keys up
+// to its own position (0: all of them).
 template <class T>
 struct AttentionArgs {
   const T *q, *k, *v;
   int64_t q_row, q_head, k_row, v_row;
   int64_t queries, keys, offset, window, group, head_dim;  // group: query heads on this key/value head
-  float scale, softcap;          // scale * q·k, of which softcap tanh(x / softcap) counts (0: the score itself)
+  float scale, softcap;          // x = scale * q·k; the score is softcap tanh(x / softcap), or x if softcap is 0
   const float* slopes;           // [group] ALiBi, or null
   const int32_t* documents;      // [queries], or null
   const int32_t* key_documents;  // [keys], or null
   T* o;                      // forward: written; backward: read
   int64_t o_row, o_head;
-  float* logsumexp;  // [group][queries]; -inf where a query sees no key
+  float* logsumexp;  // [group][queries]; -inf if a query attends to no key
 };
 
 template <class T>
@@ -42,10 +42,10 @@ struct GeluArgs {
 };
 
 struct GeluGradSums {
-  float *bias, *weights;  // [columns], added to; [rows], written. Either may be null
+  float *bias, *weights;  // [columns], added to; [rows], overwritten; each can be null
 };
 
-// By what one token's mask is drawn: frontier_llm/ops/dropout.py, Mask.
+// Arguments of one token's dropout mask: Mask in frontier_llm/ops/dropout.py.
 struct DropArgs {
   int64_t columns;
   uint64_t key, sample;
@@ -66,7 +66,8 @@ struct RouteArgs {
   bool sigmoid, normalise;
 };
 
-// C[m, n] = (accumulate ? C : 0) + A[m, k] B[k, n]; element (i, j) of A is a[i * a_row + j * a_column], likewise B.
+// C[m, n] = (accumulate ? C : 0) + A[m, k] B[k, n]. Element (i, j) of A is a[i * a_row + j * a_column]. B is stored in
+// the same way.
 template <class T>
 struct GemmArgs {
   const T *a, *b;
@@ -77,33 +78,33 @@ struct GemmArgs {
 
 template <class T>
 struct Kernels {
-  // Norms: rows x columns, contiguous. total = x + residual where residual is not null, else x. mean is null for
-  // RMSNorm.
+  // Norms: rows x columns, contiguous. total = x + residual if residual is not null, else x. mean is null for RMSNorm.
   void (*norm)(const T* x, const T* residual, const T* weight, const T* bias, T* out, T* total, float* mean,
                float* scale, int64_t rows, int64_t columns, float eps);
-  // grad_x = gradient through the norm (+ grad_total where not null); grad_weight/grad_bias (fp32) are added to.
+  // grad_x = gradient through the norm (+ grad_total if it is not null). grad_weight and grad_bias (fp32) are added to.
   void (*norm_backward)(const T* grad, const T* grad_total, const T* total, const T* weight, const float* mean,
                         const float* scale, T* grad_x, float* grad_weight, float* grad_bias, int64_t rows,
                         int64_t columns);
-  // One position: heads of x at x + h * x_head, rotated by angle (sign -1 turns back), rest copied; cos/sin [half].
+  // Heads of one position, at x + h * x_head. The first 2 * half dims are rotated by the angles cos/sin [half] (sign
+  // -1: backwards). The other dims are copied.
   void (*rope)(const T* x, int64_t x_head, T* out, const float* cos, const float* sin, float sign, int64_t heads,
                int64_t head_dim, int64_t half);
-  // Activations: x [rows][2][columns] or [rows][columns]; bias and the rows' weights may be null.
+  // Activations: x [rows][2][columns] or [rows][columns]. bias and weights (one for each row) can be null.
   void (*swiglu)(const T* x, const float* weights, T* out, int64_t rows, int64_t columns);
   void (*swiglu_backward)(const T* grad, const T* x, const float* weights, T* grad_x, float* grad_weights, int64_t rows,
                           int64_t columns);
   void (*gelu)(const T* x, const T* bias, const float* weights, T* out, int64_t rows, GeluArgs args);
   void (*gelu_backward)(const T* grad, const T* x, const T* bias, const float* weights, T* grad_x, GeluGradSums sums,
                         int64_t rows, GeluArgs args);
-  // out[row] = the sum of the rows of x that places [rows][fan] name; a negative place names none.
+  // out[row] = sum of the rows of x with the indices places[row][0 ... fan - 1]. Negative indices are skipped.
   void (*gather_rows)(const T* x, const int64_t* places, T* out, int64_t rows, int64_t fan, int64_t columns);
-  // A router's choice: [rows][experts] and [rows][top_k]; bias may be null, `preferred` has room for one number per
-  // expert. fp32 whatever T is.
+  // The experts that a router chooses: [rows][experts] and [rows][top_k]. bias can be null. `preferred` has space for
+  // one number per expert. Computes in fp32 for every T.
   void (*route)(const float* logits, const float* bias, float* scores, float* weights, int64_t* experts,
                 float* preferred, int64_t rows, RouteArgs args);
   void (*route_backward)(const float* grad_scores, const float* grad_weights, const float* scores,
                          const int64_t* experts, float* grad_logits, int64_t rows, RouteArgs args);
-  void (*drop)(const T* x, const T* residual, T* out, DropArgs args);  // residual may be null
+  void (*drop)(const T* x, const T* residual, T* out, DropArgs args);  // residual can be null
   void (*cross_entropy_stats)(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats,
                               int64_t stats_stride, int64_t rows, int64_t columns);
   void (*cross_entropy_backward)(T* logits, int64_t row_stride, const int64_t* targets, int64_t first,
@@ -113,7 +114,7 @@ struct Kernels {
   double (*sum_of_squares)(const T* x, int64_t count);
   void (*accumulate)(float* main_grad, const T* grad, int64_t count);
   void (*gemm)(const GemmArgs<T>& args);
-  void (*gemm_rounded)(GemmArgs<T> args, T* out, int64_t out_row);  // into `out`, not into c
+  void (*gemm_rounded)(GemmArgs<T> args, T* out, int64_t out_row);  // writes to `out`, not to c
   void (*attention)(const AttentionArgs<T>& args);
   void (*attention_backward)(const AttentionArgs<T>& args, const AttentionGradArgs<T>& grads);
 };
@@ -124,10 +125,10 @@ struct KernelSet {
   Kernels<bf16> b16;
 };
 
-// The set for this CPU, chosen at the first call: the fastest that it can run. Tests name the others through
+// Returns the fastest set that this CPU can run, selected at the first call. Tests get other sets from
 // kernel_set_by_name.
 const KernelSet& kernels();
-const KernelSet* kernel_set_by_name(const char* isa);  // null where this CPU cannot run it
+const KernelSet* kernel_set_by_name(const char* isa);  // null if this CPU cannot run it
 void use_kernel_set(const KernelSet& set);
 
 template <class T>

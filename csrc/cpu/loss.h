@@ -1,4 +1,4 @@
-// One vocabulary shard's part of the cross-entropy, straight from the logits in their own type.
+// Part of the cross-entropy of one vocabulary shard, computed from the logits in their own type.
 #pragma once
 
 #include "vec.h"

@@ -8,7 +8,7 @@
 namespace frontier {
 namespace {
 
-// c (+)= a @ b with fp32 sums; a [m, k] and b [k, n] may be transposed views.
+// c = a @ b, or c += a @ b, with fp32 sums. a [m, k] and b [k, n] can be transposed views.
 void gemm(const Tensor& a_in, const Tensor& b_in, const Tensor& c, bool accumulate) {
   const auto unit_stride = [](const Tensor& x) { return x.stride(0) == 1 || x.stride(1) == 1 ? x : x.contiguous(); };
   TORCH_CHECK(a_in.dim() == 2 && b_in.dim() == 2 && c.dim() == 2, "gemm wants matrices");
@@ -35,8 +35,8 @@ struct Part {
   int64_t group, begin, end;  // rows
 };
 
-// The rows of all groups in parts of at most `most`; ends[e] is the row past the last of group e. Rows behind the last
-// group are nobody's.
+// Divides the rows of all groups into parts of at most `most` rows. ends[e] is the row after the last of group e. Rows
+// after the last group belong to no group.
 std::vector<Part> parts_of(const Tensor& ends, int64_t groups, int64_t rows, int64_t most) {
   TORCH_CHECK(ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.numel() == groups,
               "ends must be one int32 per group");
@@ -58,8 +58,8 @@ void for_parts(int64_t count, Body body) {
   });
 }
 
-// x [M, k] times b[group] of b [groups, k, n], whose matrices may be transposed views, for each group's rows; rounded
-// once.
+// Multiplies the rows x [M, k] of each group by its matrix of b [groups, k, n]. The matrices can be transposed views.
+// Results are rounded once.
 Tensor grouped_product(const Tensor& x_in, const Tensor& b, const Tensor& ends) {
   const Tensor x = x_in.contiguous();
   check_same(x, b, "b");
@@ -67,7 +67,7 @@ Tensor grouped_product(const Tensor& x_in, const Tensor& b, const Tensor& ends) 
               "grouped_product: x ", x.sizes(), ", b ", b.sizes());
   const int64_t k = b.size(1), n = b.size(2);
   const Tensor out = at::empty({x.size(0), n}, x.options());
-  // 512 rows: each part packs its weights, which is a hundredth of its work, and has sums of at most 512 x n in memory
+  // 512 rows: packing the weights is a hundredth of a part's work, and its sums in memory are at most 512 x n
   const std::vector<Part> parts = parts_of(ends, b.size(0), x.size(0), 512);
   by_type(x, [&](auto type) {
     using T = decltype(type);
@@ -81,7 +81,7 @@ Tensor grouped_product(const Tensor& x_in, const Tensor& b, const Tensor& ends) 
   return out;
 }
 
-// main_grad[group] += grad^T x over the group's rows.
+// main_grad[group] += grad^T x, over the group's rows.
 void accumulate_grouped_gradient_(const Tensor& main_grad, const Tensor& grad_in, const Tensor& x_in,
                                   const Tensor& ends) {
   const Tensor grad = grad_in.contiguous(), x = x_in.contiguous();
@@ -91,7 +91,7 @@ void accumulate_grouped_gradient_(const Tensor& main_grad, const Tensor& grad_in
   TORCH_CHECK(main_grad.dim() == 3 && grad.size(0) == rows && main_grad.size(1) == o && main_grad.size(2) == k,
               "grouped gradient: ", main_grad.sizes(), ", grad ", grad.sizes(), ", x ", x.sizes());
   const std::vector<Part> groups = parts_of(ends, main_grad.size(0), rows, std::max<int64_t>(1, rows));
-  // the outputs of a group are shared out where there are threads for it; each task packs x anew
+  // a group's outputs are divided among tasks if there are enough threads; each task packs x again
   const int64_t outputs = at::get_num_threads() == 1 ? o : std::min<int64_t>(o, 256),
                 tasks = (o + outputs - 1) / outputs;
   by_type(x, [&](auto type) {
@@ -110,7 +110,7 @@ void accumulate_grouped_gradient_(const Tensor& main_grad, const Tensor& grad_in
 
 Tensor last_dim_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
-// What decides which scores count, and how: `key_documents` are those of the keys, and there whenever `documents` are.
+// Bias and masks of the scores. `key_documents` are the documents of the keys, and are given if `documents` are given.
 struct Mask {
   std::optional<Tensor> slopes, documents, key_documents;
   double scale, softcap;

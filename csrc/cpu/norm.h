@@ -1,5 +1,5 @@
-// RMSNorm and LayerNorm, each with an optional residual add in front; statistics in fp32, two passes over a row that
-// stays in L1.
+// RMSNorm and LayerNorm, each after an optional addition of the residual. Statistics are in fp32, with two passes over
+// a row that stays in L1.
 #pragma once
 
 #include "vec.h"
@@ -25,7 +25,7 @@ void norm(const T* x, const T* residual, const T* weight, const T* bias, T* out,
     vf squares{};
     for_vectors(columns, [&](int64_t i, auto load, auto) {
       vf centred = load(source) - centre;
-      if (i + kLanes > columns)  // the missing lanes of the tail hold -centre
+      if (i + kLanes > columns)  // the missing lanes of the tail are -centre
         for (int64_t lane = columns - i; lane < kLanes; ++lane) centred[lane] = 0;
       squares += centred * centred;
     });
@@ -38,8 +38,8 @@ void norm(const T* x, const T* residual, const T* weight, const T* bias, T* out,
   }
 }
 
-// With n = (x - mean) * scale and p = grad * weight: grad_x = scale * (p - mean(p) - n * mean(p n)); RMSNorm has no
-// mean terms.
+// With n = (x - mean) * scale and p = grad * weight: grad_x = scale * (p - mean(p) - n * mean(p n)). RMSNorm has no
+// mean and no mean(p).
 template <class T>
 void norm_backward(const T* grad, const T* grad_total, const T* total, const T* weight, const float* mean,
                    const float* scale, T* grad_x, float* grad_weight, float* grad_bias, int64_t rows, int64_t columns) {

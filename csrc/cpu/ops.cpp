@@ -1,5 +1,5 @@
-// The CPU kernels as torch operators (torch.ops.frontier_llm.*): checks, outputs, and work split over torch's own
-// threads. Autograd is in frontier_llm/ops/cpu.py; these functions are the forwards and backwards it calls.
+// The CPU kernels as torch operators (torch.ops.frontier_llm.*). They check arguments, allocate outputs, and split the
+// work over torch's own threads. Autograd is in frontier_llm/ops/cpu.py, which calls these forwards and backwards.
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 namespace frontier {
 namespace {
 
-// Most rows that one fp32 sum takes one by one. A sum of a million equal rows without blocks is 0.95 % too small.
+// Maximum number of rows that are added to one fp32 sum. A sum of a million equal rows without blocks is 0.95 % too
+// small.
 constexpr int64_t kRowsPerSum = 1024;
 
 // Rows of one block: at most kRowsPerSum, and fewer if there are few rows, so that up to 16 threads have work. It does
@@ -372,7 +373,7 @@ void adamw_(const Tensor& master, const Tensor& grad, const Tensor& exp_avg, con
 Tensor sum_of_squares(const Tensor& x_in) {
   const Tensor x = x_in.contiguous();
   const int64_t parts =
-      (x.numel() + kElementsPerTask - 1) / kElementsPerTask;  // fixed parts: the sum does not depend on the threads
+      (x.numel() + kElementsPerTask - 1) / kElementsPerTask;  // fixed parts: the sum does not depend on threads
   std::vector<double> partial(parts);
   by_type(x, [&](auto type) {
     using T = decltype(type);
@@ -406,7 +407,7 @@ void embedding_backward_(const Tensor& main_grad, const Tensor& ids_in, const Te
   const int64_t rows = main_grad.size(0), columns = main_grad.size(1);
   TORCH_CHECK(grad.numel() == ids.numel() * columns, "grad must have one row of ", columns, " per token");
   const auto row_of = [&](int64_t token) { return data<int64_t>(ids)[token] - first_vocab; };
-  std::vector<int64_t> order;  // tokens of this shard, those of one row next to each other and in the batch's order
+  std::vector<int64_t> order;  // tokens of this shard, sorted by row and then by their order in the batch
   for (int64_t token = 0; token < ids.numel(); ++token)
     if (row_of(token) >= 0 && row_of(token) < rows) order.push_back(token);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return row_of(a) < row_of(b); });
@@ -434,8 +435,8 @@ void embedding_backward_(const Tensor& main_grad, const Tensor& ids_in, const Te
 
 // ---- the build ----
 
-// torch.__version__ of the build, from setup.py. A library that loads into another torch may still read its tensors
-// wrongly.
+// torch.__version__ of the build, from setup.py. A library that loads into another version of torch could read its
+// tensors incorrectly.
 std::string built_for() { return FRONTIER_TORCH_VERSION; }
 
 std::string built_from() { return FRONTIER_SOURCES; }  // frontier_llm/libraries.py: torch_ops_sources

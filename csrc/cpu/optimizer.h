@@ -1,13 +1,14 @@
-// Passes over the flat gradient and optimizer buffers; all are bound by memory, so each reads and writes once.
+// Passes over the flat gradient and optimizer buffers. All are limited by memory bandwidth, so each pass reads and
+// writes once.
 #pragma once
 
 #include "vec.h"
 
 namespace frontier::FRONTIER_ISA {
 
-// AdamW (decoupled weight decay): unscale and clip by grad_scale, both moments, the master weights, and their rounded
-// copy. Update and decay are added before the weight is rounded: rounding 1 - lr * decay to fp32 would lose a decay
-// below 6e-8.
+// AdamW (decoupled weight decay): scales the gradient by grad_scale (loss scale and clipping), and updates both
+// moments, the master weights and their rounded copy. Update and decay are added before the weight is rounded, because
+// rounding 1 - lr * decay to fp32 would lose a decay below 6e-8.
 template <class T>
 void adamw(float* master, const float* grad, float* exp_avg, float* exp_avg_sq, T* weights, int64_t count,
            AdamWArgs args) {

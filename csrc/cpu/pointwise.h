@@ -1,5 +1,5 @@
-// RoPE, SwiGLU and GELU with its bias, both with a weight for each row where one is given, and sums of rows from
-// anywhere.
+// RoPE, SwiGLU, and GELU with its bias. SwiGLU and GELU can have a weight for each row. Also sums of rows with given
+// indices.
 #pragma once
 
 #include "vec.h"

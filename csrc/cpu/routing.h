@@ -1,5 +1,5 @@
-// A router's choice: scores over all experts, the best few of them, and their weights; in fp32, whatever the working
-// type.
+// Choice of experts by a router: scores over all experts, the top_k best of them, and their weights. Computes in fp32
+// for every working type.
 #pragma once
 
 #include "vec.h"
@@ -21,7 +21,7 @@ inline void router_scores(const float* logits, float* scores, const RouteArgs& a
   for_vectors(args.experts, [&](int64_t, auto load, auto store) { store(scores, load(scores) * inverse); });
 }
 
-// `preferred`: room for one number per expert. Of equal ones the first is chosen; what is no number comes last.
+// `preferred` has space for one number per expert. Among equal scores the first is chosen. NaN comes last.
 inline void route(const float* logits, const float* bias, float* scores, float* weights, int64_t* experts,
                   float* preferred, int64_t rows, RouteArgs args) {
   const float taken = __builtin_nanf("");
@@ -48,14 +48,14 @@ inline void route_backward(const float* grad_scores, const float* grad_weights, 
                            const int64_t* experts, float* grad_logits, int64_t rows, RouteArgs args) {
   for (int64_t row = 0; row < rows; ++row, grad_scores += args.experts, scores += args.experts,
                grad_logits += args.experts, grad_weights += args.top_k, experts += args.top_k) {
-    float total = 1.0f, mean = 0.0f;  // of the chosen ones' scores; of their gradients by weight
+    float total = 1.0f, mean = 0.0f;  // sum of the chosen scores, and the mean gradient of their weights
     if (args.normalise) {
       total = 1e-20f;
       for (int64_t j = 0; j < args.top_k; ++j)
         total += scores[experts[j]], mean += grad_weights[j] * scores[experts[j]];
       mean /= total;
     }
-    memcpy(grad_logits, grad_scores, args.experts * sizeof(float));  // of the scores, at first
+    memcpy(grad_logits, grad_scores, args.experts * sizeof(float));  // first the gradients of the scores
     for (int64_t j = 0; j < args.top_k; ++j) grad_logits[experts[j]] += args.scale * (grad_weights[j] - mean) / total;
     vf dots{};
     for_vectors(args.experts, [&](int64_t, auto load, auto) { dots += load(scores) * load(grad_logits); });

@@ -1,4 +1,4 @@
-// What the operators in ops.cpp and matrix_ops.cpp share: checks, and the way from a tensor to a kernel's element type.
+// Shared by the operators in ops.cpp and matrix_ops.cpp: checks, and the dispatch from a tensor to an element type.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -15,7 +15,7 @@ namespace frontier {
 
 using at::Tensor;
 
-// Rows per task below which a second thread costs more than it brings (about 10 us of work).
+// Minimum rows per task (about 10 us of work). With fewer rows a second thread costs more than it saves.
 constexpr int64_t kElementsPerTask = 32768;
 
 inline int64_t grain(int64_t row_elements) {

@@ -1,6 +1,6 @@
-// Vectors of floats as wide as the instruction set of the translation unit, from the compiler's own vector types, so
-// that one source serves AVX-512, AVX2 and any other machine. Everything here lives in the namespace of one instruction
-// set (FRONTIER_ISA): the same templates compiled with other flags must never be merged by the linker.
+// Vectors of floats with the width of the translation unit's instruction set. They use the compiler's own vector types,
+// so one source serves AVX-512, AVX2 and any other machine. Everything is in the namespace of one instruction set
+// (FRONTIER_ISA), so that the linker never merges the same templates compiled with other flags.
 #pragma once
 
 #include <stdint.h>
@@ -38,7 +38,7 @@ ALWAYS_INLINE vf splat(float x) { return x - vf{}; }
 ALWAYS_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_memory*>(p); }
 ALWAYS_INLINE vi load(const int32_t* p) { return *reinterpret_cast<const vi_memory*>(p); }
 ALWAYS_INLINE vf load(const bf16* p) {
-#if defined(__AVX512F__)  // GCC 12 widens the halves one by one when it is left to __builtin_convertvector
+#if defined(__AVX512F__)  // with __builtin_convertvector, GCC 12 would widen the halves one by one
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return reinterpret_cast<vf>(_mm512_slli_epi32(wide, 16));
 #elif defined(__AVX2__)
@@ -62,7 +62,7 @@ ALWAYS_INLINE void store(bf16* p, vf x) {
 #endif
 }
 
-// The last, shorter vector of a row; the missing lanes are 0.
+// Loads the last, shorter vector of a row. The missing lanes are 0.
 template <class T>
 ALWAYS_INLINE vf load_part(const T* p, int64_t count) {
   T lanes[kLanes] = {};
@@ -76,7 +76,8 @@ ALWAYS_INLINE void store_part(T* p, vf x, int64_t count) {
   memcpy(p, lanes, count * sizeof(T));
 }
 
-// Calls body(i, load, store) for each vector of [0, count): load(p) and store(p, x) act at p + i and know the tail.
+// Calls body(i, load, store) for each vector of [0, count). load(p) and store(p, x) act at p + i, also on the shorter
+// last vector.
 template <class Body>
 ALWAYS_INLINE void for_vectors(int64_t count, Body body) {
   int64_t i = 0;
@@ -88,7 +89,7 @@ ALWAYS_INLINE void for_vectors(int64_t count, Body body) {
         [i, rest](auto* p, vf x) { store_part(p + i, x, rest); });
 }
 
-// Folded in halves: with AVX-512 four steps, where lane after lane would be sixteen that wait for each other.
+// Adds halves repeatedly: with AVX-512 four steps, instead of sixteen dependent additions.
 ALWAYS_INLINE float sum(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
@@ -98,7 +99,7 @@ ALWAYS_INLINE float sum(vf x) {
   return total;
 #endif
 }
-ALWAYS_INLINE vf max(vf a, vf b) { return a < b ? b : a; }  // both keep a NaN in a
+ALWAYS_INLINE vf max(vf a, vf b) { return a < b ? b : a; }  // both return NaN if a is NaN
 ALWAYS_INLINE vf min(vf a, vf b) { return b < a ? b : a; }
 ALWAYS_INLINE float max_lane(vf x) {
 #if defined(__AVX512F__)
@@ -130,11 +131,11 @@ ALWAYS_INLINE vf exp_near_zero(vf r) {
   return p * (r * r) + (r + 1.0f);
 }
 
-// e^x to about 1 ulp: x = n ln 2 + r, polynomial in r, then n into the exponent. e^-inf is 0, inf and NaN come out as
-// they should.
+// e^x to about 1 ulp: x = n ln 2 + r, polynomial in r, then n is added to the exponent. e^-inf is 0, e^inf is inf, and
+// NaN stays NaN.
 ALWAYS_INLINE vf exp(vf x) {
 #if defined(__AVX512F__)
-  // scalef knows overflow, underflow and NaN; max and min return their second operand when it is NaN.
+  // scalef handles overflow, underflow and NaN. max and min return their second operand if it is NaN.
   const __m512 clamped =
       _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), reinterpret_cast<__m512>(x)));
   const vf c = reinterpret_cast<vf>(clamped),
@@ -148,13 +149,13 @@ ALWAYS_INLINE vf exp(vf x) {
   const vf p = exp_near_zero(clamped - n * 0.693359375f + n * 2.12194440e-4f);
   const vi exponent = reinterpret_cast<vi>(shifted) - reinterpret_cast<vi>(splat(magic));
   vf result = reinterpret_cast<vf>(reinterpret_cast<vi>(p) + (exponent << 23));
-  result = x < -87.3f ? vf{} : result;  // where it would be denormal
+  result = x < -87.3f ? vf{} : result;  // 0 if the result would be denormal
   result = x > 88.7f ? splat(__builtin_inff()) : result;
   return x == x ? result : x;
 #endif
 }
 
-// 1 / x for |x| in [1e-30, 1e30]: AVX-512 refines a 14-bit estimate once, which is three times as fast as its division.
+// 1 / x for |x| in [1e-30, 1e30]. AVX-512 refines a 14-bit estimate once, three times as fast as its division.
 ALWAYS_INLINE vf reciprocal(vf x) {
 #if defined(__AVX512F__)
   const vf estimate = reinterpret_cast<vf>(_mm512_rcp14_ps(reinterpret_cast<__m512>(x)));
@@ -164,15 +165,15 @@ ALWAYS_INLINE vf reciprocal(vf x) {
 #endif
 }
 
-// 1 / (1 + e^-x); below -60 it is 1e-26 instead of less.
+// 1 / (1 + e^-x). For x below -60 the result is 1e-26.
 ALWAYS_INLINE vf sigmoid(vf x) { return reciprocal(1.0f + exp(min(-x, splat(60.0f)))); }
 
-// To 1e-7 of 1, as good as a score that it bounds needs: near 0 it is no better.
+// tanh with an absolute error of 1e-7. This is enough for the soft cap of scores, but not for relative accuracy near 0.
 ALWAYS_INLINE vf tanh(vf x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
 
-// The normal distribution's cdf at x, for exact GELU's forward: erf as a rational function on [-4, 4] (the minimax fit
-// that Eigen and XLA use), |error of erf| < 5e-7; half the instructions of a formula with an exponential. NaN stays
-// NaN.
+// The normal distribution's cdf at x, for the forward of exact GELU: erf as a rational function on [-4, 4] (the minimax
+// fit of Eigen and XLA), |error of erf| < 5e-7. It needs half the instructions of a formula with an exponential. NaN
+// stays NaN.
 ALWAYS_INLINE vf normal_cdf(vf x) {
   const vf z = min(max(x * 0.70710678118654752f, splat(-4.0f)), splat(4.0f)), z2 = z * z;
   vf p = z2 * 2.72614225801306e-10f - 2.77068142495902e-08f;
@@ -186,10 +187,10 @@ ALWAYS_INLINE vf normal_cdf(vf x) {
   q = q * z2 + 7.37332916720468e-03f;
   q = q * z2 + 1.42647390514189e-02f;
   const vf cdf = 0.5f + 0.5f * z * p * reciprocal(q);
-  return x < -5.65f ? vf{} : cdf;  // so that no rounding error is multiplied by a large x
+  return x < -5.65f ? vf{} : cdf;  // prevents that a rounding error is multiplied by a large x
 }
 
-// The cdf and exp(-x^2 / 2), for its backward: Abramowitz & Stegun 7.1.26, |error| < 1.5e-7.
+// The cdf and exp(-x^2 / 2), for the backward of GELU: Abramowitz & Stegun 7.1.26, |error| < 1.5e-7.
 ALWAYS_INLINE void normal_cdf(vf x, vf& cdf, vf& bell) {
   const vf a = min((x < 0.0f ? -x : x) * 0.70710678118654752f, splat(1e4f));
   bell = exp(-a * a);

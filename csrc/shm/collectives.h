@@ -1,8 +1,9 @@
-// Collectives: in each step a rank *publishes* (copies what others need into its own slot) and *consumes* (reads the
-// slots of all).
+// Collectives. In each step a rank *publishes* (copies the data that others need into its own slot) and *consumes*
+// (reads the slots of all ranks).
 //
-// Starting a collective publishes as far as the ring of slots allows and returns; waiting for it does the rest: a rank
-// that starts early never makes its peers wait, and no helper thread takes a core away. Sums are made in rank order.
+// The start of a collective publishes as many steps as the ring of slots allows, and returns. The wait does the other
+// steps. Peers therefore never wait for a rank that starts early, and there is no helper thread that needs a core. Sums
+// are computed in rank order.
 
 #pragma once
 
@@ -18,7 +19,7 @@ class Collectives {
    public:
     explicit Collectives(Memory& memory) : memory_(memory), rank_(memory.rank()), size_(memory.size()) {}
 
-    // The id for `finish`, or a negative status.
+    // Returns the id for `finish`, or a negative status.
     int64_t start(Operation op) {
         std::lock_guard<std::mutex> guard(mutex_);
         op.first = next_step_;
@@ -29,8 +30,8 @@ class Collectives {
         return status < 0 ? status : int64_t(op.id);
     }
 
-    // Completes operations in order up to `id`; kPending after `slice_ns` so that the caller can look at its clock and
-    // signals.
+    // Completes operations in order up to `id`. Returns kPending after `slice_ns`, so that the caller can check its
+    // timeout and signals.
     int64_t finish(uint64_t id, int64_t slice_ns) {
         std::lock_guard<std::mutex> guard(mutex_);
         const int64_t deadline = now_ns() + slice_ns;
@@ -38,7 +39,7 @@ class Collectives {
             if (const int64_t status = publish_ready(); status < 0) return status;
             Operation& op = queue_.front();
             const uint64_t consumed = this->consumed();
-            if (published_ == consumed) {  // our own slot is still being read
+            if (published_ == consumed) {  // this rank's own slot is still being read
                 for (int peer = 0; peer < size_; ++peer)
                   if (const int64_t status =
                           memory_.await(memory_.state(peer).consumed, consumed + 1 - kRing, peer, deadline);
@@ -63,13 +64,13 @@ class Collectives {
       return memory_.state(rank).published.value.load(std::memory_order_acquire);
     }
 
-    // True when this rank's next step needs something that `rank` has not published.
+    // Returns true if this rank's next step needs data that `rank` has not published.
     bool is_missing(int rank) const { return published_by(rank) <= consumed(); }
 
    private:
     uint64_t consumed() const { return memory_.state(rank_).consumed.value.load(std::memory_order_relaxed); }
 
-    // Publishes every step that no reader is in the way of; never blocks.
+    // Publishes every step whose slot has been read by all ranks. Never blocks.
     int64_t publish_ready() {
         for (const Operation& op : queue_) {
             while (published_ < op.first + op.steps) {
@@ -115,7 +116,7 @@ class Collectives {
         }
     }
 
-    // What `peer` has published for this rank in a step.
+    // Returns the data that `peer` has published for this rank in a step.
     const char* from(int peer, const Operation& op, uint64_t step, bool parts) const {
         return memory_.slot(peer, step) + (parts ? part_index(peer, rank_) * op.chunk * kTypeBytes[op.type] : 0);
     }
@@ -126,7 +127,7 @@ class Collectives {
         (op.take_max ? maximum : sum)(op.type, out, sources, size_, elements);
     }
 
-    // One span from every rank, each to its place in the result.
+    // Copies one span from every rank to its place in the result.
     void collect(const Operation& op, char* out, const char* own, uint64_t elements, uint64_t step, bool parts) const {
         const uint64_t width = kTypeBytes[op.type];
         for (int peer = 0; peer < size_; ++peer) {

@@ -1,5 +1,5 @@
-// Messages between two ranks: each (sender, receiver) has an arena, which the sender fills like a ring, and a mailbox
-// that says what lies where.
+// Messages between two ranks. Each pair of sender and receiver has an arena, which the sender fills like a ring, and a
+// mailbox with the offset and size of each message.
 
 #pragma once
 
@@ -17,7 +17,7 @@ class Mail {
     explicit Mail(Memory& memory)
         : memory_(memory), outstanding_(memory.size()), used_(memory.size(), 0), next_(memory.size(), 0) {}
 
-    // Copies a message out; waits only for a peer that lags by a whole arena or by kMail messages.
+    // Sends a message by copying it into the arena. Waits only if the arena is full or kMail messages are unread.
     int64_t send(int to, const void* data, uint64_t bytes, int64_t slice_ns) {
         std::lock_guard<std::mutex> guard(mutex_);
         Mailbox& box = memory_.mailbox(memory_.rank(), to);
@@ -48,7 +48,7 @@ class Mail {
         return kDone;
     }
 
-    // Copies the next message from a rank in; kPending after `slice_ns` without one.
+    // Receives the next message from a rank. Returns kPending after `slice_ns` without a message.
     int64_t receive(int from, void* data, uint64_t bytes, int64_t slice_ns) {
         std::lock_guard<std::mutex> guard(mutex_);
         Mailbox& box = memory_.mailbox(from, memory_.rank());
@@ -64,8 +64,8 @@ class Mail {
     }
 
    private:
-    // Where a message of `need` bytes can lie; an empty arena begins anew at 0, so that a steady pipeline stays in the
-    // cache.
+    // Finds the offset of free space for `need` bytes. An empty arena is used from 0 again, so that the messages of a
+    // steady pipeline stay in the cache.
     bool find_room(int to, uint64_t need, uint64_t& offset) {
         const std::deque<Letter>& under_way = outstanding_[to];
         const uint64_t next = next_[to];
@@ -85,8 +85,8 @@ class Mail {
 
     Memory& memory_;
     std::mutex mutex_;
-    std::vector<std::deque<Letter>> outstanding_;  // by receiver
-    std::vector<uint64_t> used_, next_;            // of the arena: committed, and where the next message would begin
+    std::vector<std::deque<Letter>> outstanding_;  // for each receiver: messages that have not been taken
+    std::vector<uint64_t> used_, next_;            // bytes committed, and offset of the next message
 };
 
 }  // namespace

@@ -1,7 +1,8 @@
-// The memory that ranks of a host share: one file that every rank maps, with counters to wait on.
+// The memory that the ranks of a host share: one file that every rank maps. It contains counters to wait on.
 //
-// First the counters, then a ring of slots per rank (collectives.h), then an arena per (sender, receiver) (mail.h). The
-// file is sparse: virtual sizes are generous, memory is committed where it is first used (an error, not a SIGBUS).
+// The file has the counters, then a ring of slots for each rank (collectives.h), then an arena for each pair of sender
+// and receiver (mail.h). It is sparse: its size is generous, and memory is committed before its first use. Missing
+// memory is therefore an error and not a SIGBUS.
 
 #pragma once
 
@@ -21,28 +22,28 @@
 
 namespace {
 
-// memcpy, whose pointers must not be null even where nothing is copied: a tensor without elements has no data.
+// memcpy that accepts a null pointer if nothing is copied: the data pointer of an empty tensor is null.
 inline void copy(void* to, const void* from, uint64_t bytes) {
     if (bytes) std::memcpy(to, from, bytes);
 }
 
-constexpr uint64_t kRing = 4;             // steps that a rank may be ahead of its slowest reader
-constexpr uint64_t kMail = 128;           // messages under way per (sender, receiver)
-constexpr int64_t kSliceNs = 20'000'000;  // how long to sleep before asking whether the peer still lives
+constexpr uint64_t kRing = 4;             // steps that a rank can be ahead of its slowest reader
+constexpr uint64_t kMail = 128;           // unread messages for each pair of sender and receiver
+constexpr int64_t kSliceNs = 20'000'000;  // time to sleep before checking that the peer's process exists
 constexpr uint64_t kPage = 4096;
 constexpr int kMaxRanks = 512;
 
 enum Status : int64_t { kDone = 0, kPending = 1, kDead = -1, kMismatch = -2, kNoSpace = -3, kBadArgument = -4 };
 
-struct alignas(128) Counter {  // on cache lines of its own: peers poll it
+struct alignas(128) Counter {  // has its own cache lines, because peers poll it
     std::atomic<uint64_t> value;
     std::atomic<uint32_t> sleepers;
 };
 
 struct RankState {
     Counter published, consumed;  // steps
-    uint64_t signature[kRing];    // what the published step belongs to; ranks that disagree must not exchange bytes
-    std::atomic<uint32_t> came;   // it holds its lock, or has held it: who has not come yet is late, not dead
+    uint64_t signature[kRing];    // operation of the published step; it must be equal on all ranks
+    std::atomic<uint32_t> came;   // 1 after the rank has taken its lock; before that it is late, not dead
 };
 
 struct Letter {
@@ -81,7 +82,7 @@ class Memory {
         if (base_) munmap(base_, mapped_bytes());
         for (char* arena : arenas_)
             if (arena) munmap(arena, arena_bytes_);
-        close(fd_);  // also drops this rank's lock: peers see that it has left
+        close(fd_);  // also releases this rank's lock, so that peers see that it has ended
     }
 
     Memory(const Memory&) = delete;
@@ -93,8 +94,8 @@ class Memory {
         if (base == MAP_FAILED) return kNoSpace;
         base_ = static_cast<char*>(base);
         arenas_.assign(size_t(size_) * size_, nullptr);
-        // A POSIX lock belongs to the process, is not inherited by fork, and goes when the process dies, even as a
-        // zombie.
+        // A POSIX lock belongs to the process and is not inherited by fork. The kernel releases it when the process
+        // dies, also if the process stays a zombie.
         struct flock lock = lock_of(rank_);
         if (fcntl(fd_, F_SETLK, &lock)) return kBadArgument;
         state(rank_).came.store(1, std::memory_order_release);
@@ -114,10 +115,10 @@ class Memory {
       return base_ + header_bytes() + (rank * kRing + step % kRing) * slot_bytes_;
     }
 
-    // Makes sure that memory stands behind this rank's slot for `step`.
+    // Allocates the memory of this rank's slot for `step`. Returns false if there is none.
     bool commit_slot(uint64_t step) { return commit(uint64_t(slot(rank_, step) - base_), slot_bytes_); }
 
-    // The messages from one rank to another; null when there is no address space left.
+    // Returns the arena of the messages from one rank to another, or null if no address space is left.
     char* arena(int from, int to) {
         char*& arena = arenas_[size_t(from) * size_ + to];
         if (!arena) {
@@ -131,8 +132,8 @@ class Memory {
       return commit(arena_start(from, to) + offset, bytes);
     }
 
-    // Waits until a counter that `peer` moves has reached `target`: polls, then sleeps. kPending when the deadline has
-    // passed.
+    // Waits until a counter that `peer` advances has reached `target`. Polls first, then sleeps. Returns kPending if
+    // the deadline has passed.
     int64_t await(Counter& counter, uint64_t target, int peer, int64_t deadline) {
         auto reached = [&] { return int64_t(counter.value.load(std::memory_order_acquire) - target) >= 0; };
         if (reached()) return kDone;
@@ -142,7 +143,7 @@ class Memory {
                 if (reached()) return kDone;
                 pause_cpu();
             }
-            sched_yield();  // 0.3 us when no one else wants the core, and the peer may be who does
+            sched_yield();  // 0.3 us if the core is free; otherwise the peer may get the core
         } while (now_ns() < spin_end);
         for (;;) {
             counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -150,7 +151,7 @@ class Memory {
             if (int64_t(seen - target) < 0) {
                 const timespec slice = {0, kSliceNs};
                 syscall(SYS_futex, &counter.value, FUTEX_WAIT, uint32_t(seen), &slice, nullptr,
-                        0);  // the low half (little endian)
+                        0);  // compares the low half of the counter (little endian)
             }
             counter.sleepers.fetch_sub(1, std::memory_order_seq_cst);
             if (reached()) return kDone;
@@ -165,7 +166,7 @@ class Memory {
     }
     int culprit() const {
       return culprit_.load(std::memory_order_relaxed);
-    }  // whom the last failure or pause was about
+    }  // rank that the last failure or timeout waited for
 
    private:
     uint64_t header_bytes() const {

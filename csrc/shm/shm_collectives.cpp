@@ -1,9 +1,9 @@
-// Collectives and messages between processes of one host through shared memory; frontier_llm/comm/shm.py is its only
-// user.
+// Collectives and messages between processes of one host through shared memory. Only frontier_llm/comm/shm.py uses this
+// library.
 //
-// Plain C ABI, loaded with ctypes; no Python, no torch. memory.h maps what is shared, collectives.h and mail.h use it,
-// operation.h cuts collectives into steps, sum.h adds in rank order with an fp32 accumulator for 16-bit types: bitwise
-// the same on every rank and in every run. Compile:
+// It has a plain C ABI, is loaded with ctypes, and needs neither Python nor torch. memory.h maps the shared memory, and
+// collectives.h and mail.h use it. operation.h splits collectives into steps. sum.h adds in rank order, with an fp32
+// accumulator for 16-bit types. Sums are therefore bitwise the same on every rank and in every run. Compile:
 //   g++ -O3 -std=c++20 -fPIC -shared -o frontier_llm/_native/libshm_collectives.so csrc/shm/shm_collectives.cpp
 
 #include "collectives.h"
@@ -32,7 +32,8 @@ bool is_rank(void* handle, int rank) { return rank >= 0 && rank < region(handle)
 
 FL_EXPORT int64_t fl_shm_abi() { return kAbi; }
 
-// Maps the region in `fd` (owned from here on) and locks this rank's byte. Null with *status set when there is no room.
+// Maps the region in `fd`, which it owns from then on, and locks this rank's byte. Returns null with *status set if
+// there is not enough memory.
 FL_EXPORT void* fl_shm_open(int fd, int rank, int size, uint64_t slot_bytes, uint64_t arena_bytes, int64_t spin_ns,
                             int64_t* status) {
   if (size < 2 || size > kMaxRanks || rank < 0 || rank >= size || slot_bytes % kPage || arena_bytes % kPage ||
@@ -49,8 +50,8 @@ FL_EXPORT void* fl_shm_open(int fd, int rank, int size, uint64_t slot_bytes, uin
 
 FL_EXPORT void fl_shm_close(void* handle) { delete static_cast<Region*>(handle); }
 
-// Begins a collective; `elements` is the tensor's (all-reduce, broadcast) or one rank's part (the others).
-// The id for fl_shm_finish, or a negative status.
+// Starts a collective. `elements` is the size of the tensor (all-reduce, broadcast), or of one rank's part (others).
+// Returns the id for fl_shm_finish, or a negative status.
 FL_EXPORT int64_t fl_shm_start(void* handle, int kind, int type, int take_max, int root, const void* in, void* out,
                                uint64_t elements) {
   const Memory& memory = region(handle).memory;
@@ -74,8 +75,8 @@ FL_EXPORT int64_t fl_shm_receive(void* handle, int from, void* data, uint64_t by
     return region(handle).mail.receive(from, data, bytes, slice_ns);
 }
 
-// The rank that the last failure or pause was about; how many steps a rank has published; whether the others wait for
-// it.
+// Three diagnostics: the rank that the last failure or timeout waited for, the number of steps that a rank has
+// published, and whether this rank's next step needs data of a rank.
 FL_EXPORT int64_t fl_shm_culprit(void* handle) { return region(handle).memory.culprit(); }
 FL_EXPORT uint64_t fl_shm_progress(void* handle, int rank) {
   return !is_rank(handle, rank) ? 0 : region(handle).collectives.published_by(rank);

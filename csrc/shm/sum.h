@@ -1,4 +1,5 @@
-// Sums and maxima over the ranks' slots, in rank order, 16-bit types with an fp32 accumulator; for collectives.h.
+// Sums and maxima over the ranks' slots, for collectives.h. Ranks are added in rank order. 16-bit types have an fp32
+// accumulator.
 
 #pragma once
 
@@ -40,7 +41,7 @@ inline T widen(T x) {
     return x;
 }
 
-inline void narrow(float value, Bfloat16& out) {  // to nearest even; a NaN stays one
+inline void narrow(float value, Bfloat16& out) {  // round to nearest even; a NaN stays a NaN
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -23,7 +23,7 @@ ATTENTION = "attention"
 PASSES = "norms, activation, residual"
 SENDING = "tp communication"
 EXCHANGE = "cp communication"
-ADDING = "adding weight gradients"  # in every microbatch of a step but the first, which writes without adding
+ADDING = "adding weight gradients"  # in every microbatch of a step except the first, which overwrites
 EMBEDDING = "embedding"
 HEAD = "head"
 LOSS = "cross-entropy"
@@ -78,12 +78,12 @@ class Under(Enum):
     """The work that overlaps a collective and hides a part of its time."""
 
     NOTHING = "nothing"
-    PRODUCT = "the product that it feeds or drains"
-    GRADIENT = "another gradient's product, about as long"
-    HEAD = "the head's product, which is far longer"
-    ATTENTION = "attention to what is there already"
+    PRODUCT = "the product that uses its result or computes its input"
+    GRADIENT = "the product of another gradient, of about the same length"
+    HEAD = "the product of the output head, which is far longer"
+    ATTENTION = "attention to keys and values that have already arrived"
     SHARED = "the shared expert"
-    OTHER = "the other microbatch, where the schedule plays pairs"
+    OTHER = "the other microbatch, if the schedule runs pairs"
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def matrices_of(parameter: Parameter, by_group: bool = False) -> list[Matrices]:
     result = []
     for piece in parameter.pieces or (None,):
         assert piece is None or not isinstance(how, Split) or piece.dim != how.dim, (
-            f"{parameter.name}: tp cuts across its pieces"
+            f"{parameter.name}: tp splits the dimension of its pieces"
         )
         shape = piece.shape_in(parameter.shape) if piece else parameter.shape
         result.append(Matrices(piece, prod(shape[:leading]), prod(shape[leading:last]), shape[last], split))

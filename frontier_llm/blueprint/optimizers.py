@@ -109,7 +109,7 @@ def declare(rule: OptimizerRule) -> None:
 def optimizer_rule(name: str) -> OptimizerRule:
     """Return the rule of an `optimizer.name`. Raises ConfigError with the nearest names if there is none."""
     if name not in _RULES:
-        raise ConfigError(f"{name!r} is no optimizer", suggest(name, _RULES), "optimizer.name")
+        raise ConfigError(f"{name!r} is not an optimizer", suggest(name, _RULES), "optimizer.name")
     return _RULES[name]
 
 

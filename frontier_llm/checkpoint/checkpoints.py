@@ -133,7 +133,7 @@ class Checkpoints:
             self.failures_in_row += 1
             if self.failures_in_row > 1 or isinstance(error, Superseded):
                 raise
-            log.info(f"a save failed, training goes on and stops if the next one fails too\n{error}")
+            log.info(f"a save failed; training continues, and stops if the next save fails too\n{error}")
 
     def close(self, verify: bool = True) -> None:
         """Finish the save in progress as `finish` does, and release the run directory."""
@@ -157,13 +157,13 @@ class Checkpoints:
         )
         damage: list[Problem] = []
         if latest and folder.step_of(self.directory / latest) not in steps:
-            damage.append(Problem(str(self.directory / latest), f"is not there, though {folder.LATEST} names it"))
+            damage.append(Problem(str(self.directory / latest), f"does not exist, although {folder.LATEST} names it"))
             if strict:
                 raise DamagedCheckpoint(damage)
             log.info(str(damage[0]))
         progress = self._load_first(steps, damage, strict)
         if progress is None and damage:
-            fix = "restore one from a copy, or start anew with another train.run_dir"
+            fix = "restore one from a copy, or start a new run with another train.run_dir"
             raise CheckpointError([*damage, Problem(str(self.directory), "no checkpoint is intact", fix)])
         if progress is None:
             log.info(f"no checkpoint in {self.directory}: starting from step 0")
@@ -203,8 +203,8 @@ class Checkpoints:
         updates = manifest.progress.optimizer_updates
         if manifest.optimizer != self.facts.optimizer:
             log.info(
-                f"only the weights are taken from {path.name}: {self.facts.optimizer} has no use for what "
-                f"{manifest.optimizer} keeps"
+                f"only the weights are loaded from {path.name}: the optimizer is {self.facts.optimizer}, and the saved "
+                f"optimizer state is of {manifest.optimizer}"
             )
             updates = 0
         self._optimizer.updates = updates
@@ -220,7 +220,9 @@ class Checkpoints:
                 if strict:
                     raise
                 damage.extend(error.problems)
-                log.info("\n".join([f"{path.name} is damaged; trying the one before it", *map(str, error.problems)]))
+                log.info(
+                    "\n".join([f"{path.name} is damaged; loading the checkpoint before it", *map(str, error.problems)])
+                )
         return None
 
     def _at_most(self, step: int) -> list[int]:
@@ -264,8 +266,9 @@ class Checkpoints:
             log.info(f"differs from the checkpoint: {change}")
         if manifest.progress.position is None and manifest.progress.step:
             log.info(
-                f"{where} has version {manifest.version}: how much of each dataset it has read follows from its step; "
-                "what earlier changes of batch, weights or data skipped or read twice is not recorded"
+                f"{where} has format version {manifest.version}: the position in each dataset is computed from the "
+                f"step. "
+                "Data that earlier changes of batch, weights or data skipped or read twice is not recorded"
             )
 
     def _delete_newer(self, progress: Progress) -> None:

@@ -42,7 +42,7 @@ def step_of(path: Path) -> int:
     step = named_step(path.name)
     if step is None:
         raise CheckpointError(
-            "is not the name of a checkpoint", fix="name a folder such as checkpoints/step_00000100", where=str(path)
+            "is not the name of a checkpoint", fix="give a folder such as checkpoints/step_00000100", where=str(path)
         )
     return step
 
@@ -100,7 +100,7 @@ def _deleted(path: Path) -> bool:
         hit("checkpoint.delete_renamed")
         delete_tree(path)
     except OSError as error:
-        log.warn(f"cannot delete {path.name}: {error.strerror}; it takes space but is not used any more")
+        log.warn(f"cannot delete {path.name}: {error.strerror}; it uses disk space, but is not used any more")
         return False
     return True
 
@@ -204,7 +204,9 @@ def read_manifest(path: Path) -> tuple[Manifest, bytes]:
         raise DamagedCheckpoint(error.problem) from error
     manifest = parse(content, str(where))
     if manifest.progress.step != step:
-        raise DamagedCheckpoint(f"is of step {manifest.progress.step}, its folder of step {step}", where=str(where))
+        raise DamagedCheckpoint(
+            f"is of step {manifest.progress.step}, but its folder is named for step {step}", where=str(where)
+        )
     return manifest, content
 
 
@@ -230,9 +232,9 @@ def writing(where: Path, needed_bytes: int) -> Iterator[None]:
             existing = next(path for path in (where, *where.parents) if path.exists())
             free = os.statvfs(existing)
             free_bytes = format_bytes(free.f_bavail * free.f_frsize)
-            what += f"; needs {format_bytes(needed_bytes)}, {free_bytes} and {free.f_favail} files are free"
+            what += f"; it needs {format_bytes(needed_bytes)}, and {free_bytes} and {free.f_favail} files are free"
             fix = (
-                "free space or raise the quota or ulimit -f; lower train.keep_checkpoints; the checkpoints before "
+                "free space, raise the quota or ulimit -f, or lower train.keep_checkpoints; the checkpoints before "
                 "this one are untouched"
             )
         raise CheckpointError(what, fix, str(where)) from error

@@ -115,8 +115,8 @@ def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) 
     if step <= begin or after["train.steps"] <= before["train.steps"]:
         return ""
     return (
-        f"the learning rate fell from step {begin} on and now rises again; to go on without that, start from a "
-        f"checkpoint before it"
+        f"the learning rate has decayed since step {begin} and now rises again; to avoid that, start from a "
+        f"checkpoint before step {begin}"
     )
 
 
@@ -207,11 +207,11 @@ def config_changes(
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
     notes = {
         "train.steps": _lost_decay(steps_before, steps_after, step),
-        "optimizer.name": "only the weights would be taken",
+        "optimizer.name": "only the weights would be loaded",
     }
     if "train.steps" in mathematics:
         notes["train.steps"] = (
-            "the learning rate of every step follows the run's length while optimizer.decay_steps is null"
+            "the learning rate of every step depends on train.steps while optimizer.decay_steps is null"
         )
     changes = []
     for key in keys:
@@ -221,7 +221,8 @@ def config_changes(
             counts = _under(key, mathematics) and not _under(key, _HARMLESS) and not (key == "data.train" and same_data)
             if key == "data.seed" and counts:
                 note = (
-                    "each source keeps the order that the first seed drew for it; --restart-source PATH draws another"
+                    "each source keeps the order of the first seed; --restart-source PATH gives it the order of the "
+                    "new seed"
                 )
                 changes.append(Change(key, was, now, counts, note, allowable=False))
                 continue
@@ -240,7 +241,7 @@ def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bo
     Another path is a change of the configuration and is not returned here.
     """
     return [
-        Change("data.train", saved[path][:12], identity[:12], begun, f"the tokens of {path} are others")
+        Change("data.train", saved[path][:12], identity[:12], begun, f"the tokens of {path} have changed")
         for path, identity in current.items()
         if saved.get(path, identity) != identity
     ]
@@ -307,7 +308,7 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
         ways = ["restore the values"]
         if all(change.allowable for change in refused):
             ways.append(f"add {flags}")
-        fix = f"{', '.join(ways)}, or start anew with another train.run_dir"  # shown once, with the last problem
+        fix = f"{', '.join(ways)}, or start a new run with another train.run_dir"  # shown once, with the last problem
         raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
     # an unchanged key is accepted, because its change may already be part of the last save
     check_allowable(allowed)

@@ -37,7 +37,9 @@ def find(path: Path) -> list[Path]:
     checkpoints = folder.checkpoints_at(path)
     if not checkpoints:
         raise CheckpointError(
-            "holds no complete checkpoint", "name a run directory, its checkpoints folder or a step_… folder", str(path)
+            "contains no complete checkpoint",
+            "give a run directory, its checkpoints folder or a step_… folder",
+            str(path),
         )
     return checkpoints[::-1]
 

@@ -53,7 +53,9 @@ def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict
     saved_shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
     index = {tensor.name: number for number, tensor in enumerate(manifest.tensors)}
     problems = [
-        Problem(name, f"the model has {shape}, the checkpoint {saved_shapes.get(name, 'nothing of that name')}")
+        Problem(
+            name, f"has the shape {shape} in the model and {saved_shapes.get(name, 'does not exist')} in the checkpoint"
+        )
         for name, shape in dict.fromkeys((piece.name, piece.global_shape) for piece in needed)
         if saved_shapes.get(name) != shape
     ]
@@ -75,7 +77,7 @@ def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict
     if any(missing.values()):
         names = sorted({piece.name for piece in needed if missing[id(piece)]})
         raise DamagedCheckpoint(
-            f"the rectangles of {', '.join(names[:5])} overlap or leave holes",
+            f"the rectangles of {', '.join(names[:5])} overlap or leave gaps",
             where="manifest.json",
         )
     return transfers
@@ -158,8 +160,11 @@ def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int,
     targets = Targets(needed, masters_only=not same_optimizer)
     kinds = {tensor.name: manifest.kinds_of(tensor) for tensor in manifest.tensors}
     if same_optimizer and (other := [part.name for part in needed if kinds[part.name] != tuple(part.tensors)]):
-        what = f"{manifest.optimizer} keeps other states of {other[0]} than {', '.join(kinds[other[0]])}"
-        raise CheckpointError(what, "take the version of the optimizer that wrote it", str(path))
+        what = (
+            f"its states of {other[0]} are {', '.join(kinds[other[0]])}; this version of {manifest.optimizer} has "
+            f"others"
+        )
+        raise CheckpointError(what, "use the version of the optimizer that wrote the checkpoint", str(path))
     for number in range(len(manifest.shards)):
         wanted = transfers.get(number, {})
         try:

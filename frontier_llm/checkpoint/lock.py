@@ -99,15 +99,15 @@ class RunLock:
             dead = process_start(holder.pid) != holder.process_start or holder.pid == mine.pid
             when = "its process is gone" if dead else "its process is alive"
         elif is_ahead(silent_s):
-            when = f"its clock is {-silent_s:,.0f} s ahead"
+            when = f"its last heartbeat is {-silent_s:,.0f} s in the future"
             log.warn(f"{holder.describe()}: {when}; watching for its heartbeat for {STALE_AFTER_S:.0f} s")
             dead = watched_dead(path)
-            when += f", and {'no' if dead else 'a'} heartbeat has come"
+            when += f", and {'no' if dead else 'a'} new heartbeat was seen"
         else:
             dead = silent_s > STALE_AFTER_S
-            when = f"its last sign of life is {silent_s:.0f} s old"
+            when = f"its last heartbeat is {silent_s:.0f} s old"
         if not dead:
-            fix = f"wait until it ends, or give this run another train.run_dir; {how_to_free(path)}"
+            fix = f"wait until that process ends, or set another train.run_dir; {how_to_free(path)}"
             if holder.host != mine.host and not is_ahead(silent_s):
                 fix += f", or start again in {max(1.0, STALE_AFTER_S - silent_s):.0f} s"
             raise CheckpointError(f"is in use by {holder.describe()}; {when}", fix, str(self._folder.parent))
@@ -126,7 +126,7 @@ class RunLock:
             who = holder.describe() if holder else "another start of the run"
             raise Superseded(
                 f"incarnation {self.incarnation} has been replaced by {who} and must not write any more",
-                "end this process; the newer one goes on",
+                "end this process; the newer start continues the run",
                 str(self._folder.parent),
             )
 

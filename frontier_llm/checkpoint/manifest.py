@@ -43,8 +43,8 @@ MAX_PLUGINS = 1_000
 _MAX_DIMS = 8
 MAX_STEPS = 10**12  # limit for a run; also the bound of train.steps
 _IMPOSSIBLE = (
-    "no run can be there in its data: restore the checkpoint from a copy, or go on from an older one by "
-    "moving this one away"
+    "no run can have this position in its data: restore the checkpoint from a copy, or move it away to continue "
+    "from an older one"
 )
 _SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.safetensors")
 
@@ -190,12 +190,12 @@ def parse(content: bytes, where: str) -> Manifest:
     """
     if len(content) > lifted_bound(MAX_MANIFEST_BYTES):
         raise DamagedCheckpoint(
-            f"has more bytes than any manifest ({lifted_bound(MAX_MANIFEST_BYTES)})", LIFT_HINT, where
+            f"has more bytes than the limit of {lifted_bound(MAX_MANIFEST_BYTES)}", LIFT_HINT, where
         )
     values = sum(map(content.count, (b",", b"[", b"{")))
     if values > lifted_bound(MAX_MANIFEST_VALUES):
         raise DamagedCheckpoint(
-            f"lists {values} values, more than any manifest ({lifted_bound(MAX_MANIFEST_VALUES)})", LIFT_HINT, where
+            f"lists {values} values, more than the limit of {lifted_bound(MAX_MANIFEST_VALUES)}", LIFT_HINT, where
         )
     try:
         manifest = Manifest.model_validate_json(content)
@@ -223,7 +223,7 @@ def _refuse_other_version(error: ValidationError, where: str) -> None:
     if not versions or type(versions[0]) is not int:
         return
     version = versions[0]
-    what = f"has format version {version}, and this frontier_llm reads versions {' and '.join(map(str, READ_VERSIONS))}"
+    what = f"has format version {version}, but this frontier_llm reads versions {' and '.join(map(str, READ_VERSIONS))}"
     fix = "use the frontier_llm that wrote it, or a newer one"
     if version < READ_VERSIONS[0]:
         fix = (
@@ -241,7 +241,9 @@ def _name_problems(manifest: Manifest) -> list[str]:
     files = [shard.file for shard in manifest.shards]
     problems = [f"{file!r} is not the name of a shard" for file in files if not _SHARD_NAME.fullmatch(file)]
     if manifest.block_bytes % MIN_BLOCK_BYTES or not 0 < manifest.block_bytes <= MAX_BLOCK_BYTES:
-        problems.append(f"block_bytes is {manifest.block_bytes}")
+        problems.append(
+            f"block_bytes is {manifest.block_bytes}, not a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
+        )
     problems += _kind_problems(manifest)
     if config_digest(manifest.config) != manifest.config_sha256:
         problems.append("config_sha256 is not the digest of config")
@@ -254,7 +256,7 @@ def _kind_problems(manifest: Manifest) -> list[str]:
         **{tensor.name: tensor.kinds for tensor in manifest.tensors if tensor.kinds},
     }
     return [
-        f"kinds of {owner} are {kinds}"
+        f"the kinds of {owner} are {kinds}, which no optimizer writes"
         for owner, kinds in listed.items()
         if (kinds[0] != MASTER and kinds != (STATISTIC,))
         or len(set(kinds)) < len(kinds)
@@ -267,7 +269,7 @@ def _piece_problems(manifest: Manifest) -> list[str]:
     for shard in manifest.shards:
         for tensor, offset, shape in shard.pieces:
             if tensor >= len(shapes):
-                return [f"{shard.file} has a piece of tensor {tensor} of {len(shapes)}"]
+                return [f"{shard.file} has a piece of tensor {tensor}, but there are only {len(shapes)} tensors"]
             whole = shapes[tensor]
             if not (len(whole) == len(offset) == len(shape) and all(map(le, map(add, offset, shape), whole))):
                 return [
@@ -278,7 +280,7 @@ def _piece_problems(manifest: Manifest) -> list[str]:
             <= sum(prod(piece.shape) * len(piece.kinds) for piece in manifest.pieces_of(shard))
             * ITEM_BYTES[manifest.dtype]
         ):
-            return [f"{shard.file} is too small, {shard.bytes} bytes, for its pieces"]
+            return [f"{shard.file} has {shard.bytes} bytes, too few for its pieces"]
     return []
 
 
@@ -322,7 +324,7 @@ def _policy_problems(progress: Progress) -> list[str]:
     if not isinstance(rewinds, list) or not all(
         isinstance(entry, dict) and _is_done(entry.get("step"), progress) for entry in rewinds
     ):
-        problems.append(f"policy.rewinds is not a list of rewinds to one of {progress.step} steps")
+        problems.append(f"policy.rewinds is not a list of rewinds to a step up to {progress.step}")
     return problems
 
 
@@ -353,12 +355,10 @@ def _coverage_problems(manifest: Manifest) -> list[str]:
         for number, offset, shape in shard.pieces:
             boxes[len(shape)].append((1, number, *offset, *map(add, offset, shape)))
     if (corners := sum(len(rows) << dims for dims, rows in boxes.items())) > lifted_bound(MAX_CORNERS):
-        return [
-            f"has pieces with {corners} corners, more than any checkpoint ({lifted_bound(MAX_CORNERS)}); {LIFT_HINT}"
-        ]
+        return [f"has pieces with {corners} corners, more than the limit of {lifted_bound(MAX_CORNERS)}; {LIFT_HINT}"]
     wrong = sorted(number for dims, rows in boxes.items() for number in _uncovered(np.array(rows, np.int64), dims))
     return [
-        f"{manifest.tensors[n].name} {manifest.tensors[n].shape} has pieces that overlap or leave a hole"
+        f"{manifest.tensors[n].name} {manifest.tensors[n].shape} has pieces that overlap or leave a gap"
         for n in wrong[:10]
     ]
 

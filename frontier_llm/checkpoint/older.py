@@ -101,14 +101,14 @@ def position_of(manifest: Manifest, datasets: Mapping[str, Dataset]) -> Position
     except ValidationError as error:
         fix = "resume it once with the version of frontier_llm that wrote it"
         raise CheckpointError(
-            "its configuration cannot be read, so its position in the data is not known",
+            "its configuration cannot be read, so its position in the data is unknown",
             fix,
         ) from error
     known = {path: Dataset(identity, _tokens(identity, datasets)) for path, identity in manifest.data.items()}
     try:
         return _counted(run, progress.step, _rewinds(progress.policy), _Known({**datasets, **known}))
     except (ValidationError, LookupError, TypeError, ValueError) as error:
-        what = f"its steps and rewinds cannot be true: {type(error).__name__}"
+        what = f"its steps and rewinds contradict each other: {type(error).__name__}"
         raise CheckpointError(what, "restore the checkpoint from a copy", "progress.policy.rewinds") from error
 
 

@@ -147,7 +147,10 @@ class Save:
         stage = self._stage
         self._stage = SaveStage.OVER
         if stage > SaveStage.COMMIT and not isinstance(failure, Superseded):
-            head = f"{stage.name.lower()} after step {self._progress.step}: nothing is deleted"
+            head = (
+                f"the checkpoint of step {self._progress.step} is saved, but its stage {stage.name.lower()} failed: "
+                "no older checkpoint is deleted"
+            )
             log.info("\n".join([head, *map(str, failure.problems)]))
             return
         if self._checkpoints.world.rank == 0:
@@ -181,7 +184,7 @@ class Save:
             listing = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
             raise CheckpointError(
                 f"weights are not finite: {listing}; the step is not saved",
-                "go on from the newest checkpoint with a lower optimizer.lr; see decisions.jsonl",
+                "continue from the newest checkpoint with a lower optimizer.lr; see decisions.jsonl",
                 f"step {self._progress.step}",
             )
         path = self._building / snapshot.file
@@ -226,4 +229,4 @@ class Save:
             try:
                 folder.delete_checkpoint(checkpoints.directory, step, checkpoints.facts.incarnation)
             except OSError as error:
-                log.warn(f"cannot delete {name}: {error.strerror}; it stays")
+                log.warn(f"cannot delete {name}: {error.strerror}; it stays on disk")

@@ -109,7 +109,7 @@ def layout_of(manifest: Manifest, shard: Shard, where: Path) -> ShardLayout:
     layout = shard_layout(manifest.pieces_of(shard), manifest.dtype, manifest.progress.step, shard.file)
     if shard.bytes != layout.total_bytes:
         raise DamagedCheckpoint(
-            f"has {shard.bytes} bytes by the manifest, its pieces need {layout.total_bytes}",
+            f"has {shard.bytes} bytes in the manifest, but its pieces need {layout.total_bytes}",
             where=str(where),
         )
     return layout
@@ -177,7 +177,7 @@ def opened(path: Path, expected_bytes: int, head: bytes) -> Iterator[int]:
     try:
         size = os.fstat(descriptor).st_size
         if size != expected_bytes:
-            raise DamagedCheckpoint(f"has {size} bytes, the manifest says {expected_bytes}", where=str(path))
+            raise DamagedCheckpoint(f"has {size} bytes, but {expected_bytes} in the manifest", where=str(path))
         beginning = bytearray(len(head))
         read_exactly(descriptor, path, 0, memoryview(beginning))
         if beginning != head:
@@ -200,7 +200,7 @@ def read_exactly(descriptor: int, path: Path, start: int, buffer: memoryview) ->
                 where=str(path),
             ) from error
         if count == 0:
-            raise DamagedCheckpoint(f"ends at byte {start + done}", where=str(path))
+            raise DamagedCheckpoint(f"is truncated: it ends at byte {start + done}", where=str(path))
         done += count
 
 
@@ -229,7 +229,7 @@ def verify(
         names = list(dict.fromkeys(piece.name for piece in manifest.pieces_of(shard)))
         listing = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise DamagedCheckpoint(
-            f"is damaged: digest {digest}, expected {shard.sha256}; it holds {listing}",
+            f"is damaged: digest {digest}, expected {shard.sha256}; it contains {listing}",
             where=str(path),
         )
 

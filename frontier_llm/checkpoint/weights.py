@@ -47,7 +47,7 @@ from frontier_llm.topology.buckets import packed
 from frontier_llm.topology.rectangles import Rectangle
 from frontier_llm.units import format_count
 
-DAMAGE_FIX = "restore the file from a copy, or take another checkpoint; --no-verify reads it as it is"
+DAMAGE_FIX = "restore the file from a copy, or use another checkpoint; --no-verify reads it without checks"
 
 
 class WeightSource(Protocol):
@@ -131,10 +131,12 @@ class CheckpointWeights:
         This is checked before anything is built or allocated.
         """
         where = f"{self.path}/manifest.json: config"
-        fix = "the checkpoint was damaged or forged: take another one"
+        fix = "the checkpoint was damaged or forged: use another one"
         if model.layers > len(self.tensors):
             raise CheckpointError(
-                f"claims {model.layers:,} layers, the checkpoint has {len(self.tensors):,} tensors", fix, where
+                f"has {model.layers:,} layers, more than the {len(self.tensors):,} tensors of the checkpoint",
+                fix,
+                where,
             )
         claimed = model_parameters(model)
         held = {name: tensor.shape for name, tensor in self.tensors.items()}
@@ -150,11 +152,14 @@ class CheckpointWeights:
         present = sum(prod(held[name]) for name in [*claimed, *unknown] if name in held)
         if other:
             name = other[0]
-            is_held = f"is {held[name]}" if name in held else "is not there"
-            difference = f"{name} would be {claimed[name].shape} and {is_held}"
+            is_held = f"is {held[name]}" if name in held else "is missing"
+            difference = f"{name} should have the shape {claimed[name].shape}, but {is_held}"
         else:
-            difference = f"{unknown[0]} is no part of the model that it describes"
-        what = f"claims {format_count(total)} parameters, the tensors hold {format_count(present)}: {difference}"
+            difference = f"{unknown[0]} is not part of this model"
+        what = (
+            f"is a model of {format_count(total)} parameters, but the tensors have {format_count(present)}: "
+            f"{difference}"
+        )
         raise CheckpointError(what, fix, where)
 
     @property
@@ -179,7 +184,7 @@ class CheckpointWeights:
                 missing -= common.numel
         if missing:
             raise CheckpointError(
-                f"{missing} elements of {name} are in no shard", where=str(self.path), fix="take another checkpoint"
+                f"{missing} elements of {name} are in no shard", where=str(self.path), fix="use another checkpoint"
             )
         return result
 
@@ -187,7 +192,7 @@ class CheckpointWeights:
         """Return part [offset, offset + shape) of a master on the CPU, in fp32 (fp64 for an fp64 run)."""
         if name not in self.tensors:
             raise CheckpointError(
-                f"holds no tensor {name}", where=str(self.path), fix="it belongs to a model of another shape"
+                f"has no tensor {name}", where=str(self.path), fix="use a checkpoint of the same model"
             )
         return torch.from_numpy(self.read(name, MASTER, Rectangle(tuple(offset), tuple(shape))))
 
@@ -200,7 +205,7 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
     directory = checkpoints_folder(config.train)
     steps = folder.named_steps(directory)
     if steps:
-        what = f"holds {folder.step_name(steps[0])} already"
+        what = f"already contains {folder.step_name(steps[0])}"
         raise CheckpointError(what, where=str(directory), fix="import into a new train.run_dir")
     dtype: DtypeName = "F64" if config.precision.dtype == "fp64" else "F32"
     rule = optimizer_rule(config.optimizer.name)
@@ -265,7 +270,7 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
     return [
         Problem(
             f"model.{field}",
-            f"is {written(ours[field])}, the weights are of a model with {written(theirs[field])}",
+            f"is {written(ours[field])}, but the weights are of a model with {written(theirs[field])}",
             f"set model.{field}={written(theirs[field])}",
         )
         for field in ours

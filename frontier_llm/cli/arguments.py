@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         message = message.replace(", key=value", "")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
-            fix = f"{near} instead of {choice[1]}" if near else ""
+            fix = f"write {near} instead of {choice[1]}" if near else ""
         self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix or f'{self.prog} --help'}\n")
 
     def refuse(self, words: list[str], typed: list[str]) -> NoReturn:
@@ -244,7 +244,9 @@ def dataset_prefix(text: str) -> str:
     """Return a dataset's path without .bin/.idx. Shell completion can leave such an ending."""
     path = re.sub(r"\.(?:bin|idx)?$", "", text)
     if not path or path.endswith("/"):
-        raise argparse.ArgumentTypeError(f"{text!r} names no file; give a path without .bin/.idx, e.g. {path}data")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the name of a file; give a path without .bin/.idx, e.g. {path}data"
+        )
     return path
 
 

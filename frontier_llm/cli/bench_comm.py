@@ -91,7 +91,7 @@ def comm(args: argparse.Namespace) -> int:
 
         if place is None:
             raise LayoutError(
-                "a layout of one rank moves nothing",
+                "a layout of one rank communicates nothing",
                 "add e.g. parallel.tensor=2, or start it with srun",
                 "bench comm",
             )
@@ -161,7 +161,7 @@ def _write_files(
         except ValueError as error:
             raise LayoutError(
                 str(error),
-                "measure a layout whose tensor degree fits a node",
+                "measure a layout whose tensor-parallel ranks fit into a node",
                 "--emit-machine",
             ) from error
         base = config.machine
@@ -210,7 +210,7 @@ def _piece_lines(pieces: list[PiecesTime]) -> Iterator[str]:
         alone = f"{format_seconds(one.product_s)} product and {format_seconds(one.collective_s)} {one.operation} each"
         yield (
             f"a tp product in {one.pieces} pieces of {alone}: {format_seconds(one.together_s)} together, "
-            f"{100 * one.overlap:.0f} % hid"
+            f"{100 * one.overlap:.0f} % hidden"
         )
 
 

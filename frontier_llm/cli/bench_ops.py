@@ -57,7 +57,7 @@ def ops(args: argparse.Namespace) -> int:
     from frontier_llm.training.device import keep_freed_memory
 
     if args.device == "cuda" and not torch.cuda.is_available():
-        fix = "check the module, the container and ROCR_VISIBLE_DEVICES, or take --device cpu"
+        fix = "check the module, the container and ROCR_VISIBLE_DEVICES, or use --device cpu"
         raise BackendError("torch sees no GPU", fix, "--device cuda")
     if args.device == "cpu":
         keep_freed_memory()  # as in training

@@ -85,14 +85,14 @@ def _profile_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if profile.range[-1] > steps:
         yield Problem(
             where="train.profile.steps",
-            what=f"{profile.steps} is not over when the run ends after {steps}",
-            fix=f"end at {steps}",
+            what=f"{profile.steps} ends after the last step of the run, {steps}",
+            fix=f"end the range at {steps}",
         )
     if missing := [rank for rank in profile.ranks if rank >= world_size]:
         yield Problem(
             where="train.profile.ranks",
             what=f"the run has no rank {missing[0]}",
-            fix=f"name ranks of 0 to {world_size - 1}",
+            fix=f"name ranks from 0 to {world_size - 1}",
         )
 
 
@@ -101,11 +101,13 @@ def _best_problems(config: RunConfig) -> Iterator[Problem]:
     best = config.train.keep_best
     sets = list(config.data.held_out)
     if best is not None and best not in sets:
-        yield Problem(where="train.keep_best", what=f"{best!r} is no held-out set of this run", fix=suggest(best, sets))
+        yield Problem(
+            where="train.keep_best", what=f"{best!r} is not a held-out set of this run", fix=suggest(best, sets)
+        )
     elif best is not None and not config.train.eval_interval:
         yield Problem(
             where="train.keep_best",
-            what="there is one evaluation, at the end, and nothing to choose from",
+            what="the run has only one evaluation, at its end, so there is no choice of checkpoints",
             fix="set train.eval_interval=100",
         )
 
@@ -116,8 +118,8 @@ def _task_problems(config: RunConfig) -> Iterator[Problem]:
 
     tasks = config.train.eval_tasks
     if tasks and config.data.tokenizer is None:
-        fix = "set data.tokenizer to the one that made the data"
-        yield Problem(where="train.eval_tasks", what="questions are text, and the run names no tokenizer", fix=fix)
+        fix = "set data.tokenizer to the tokenizer that made the data"
+        yield Problem(where="train.eval_tasks", what="questions are text, but the run has no tokenizer", fix=fix)
     for name, task in tasks.items():
         try:
             requests(read_task(name, task.path, task.limit), task.shots)
@@ -140,7 +142,7 @@ def check_start(config: RunConfig, world_size: int) -> None:
     stop = Path(config.train.run_dir) / STOP_FILE
     if stop.exists():  # only checked here: in a job, the supervisor handles the file
         raise ConfigError(
-            "ends a run at its next step, and has been here since before this start",
+            "exists, so the run would end after its next step",
             f"rm {stop}",
             str(stop),
         )
@@ -160,9 +162,9 @@ def check_start(config: RunConfig, world_size: int) -> None:
         what = (
             f"weights, gradients and optimizer state of {plural(world_size, 'rank')} take {format_bytes(needed_bytes)}"
         )
-        fix = "take a smaller model, or a machine for it: frontier-llm plan --run RUN --machine frontier"
+        fix = "use a smaller model, or find a larger machine: frontier-llm plan --run RUN --machine frontier"
         raise ConfigError(
-            f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU",
+            f"{what}, but this computer has {format_bytes(held_bytes)} of free memory and no GPU",
             fix,
             "model",
         )
@@ -180,7 +182,7 @@ def _check_driver(config: RunConfig) -> None:
     if any(Path(file).exists() for file in needed):
         return
     raise ConfigError(
-        f"is {device}, which means a GPU on machine={config.machine}, and this computer has none "
+        f"is {device}, which means a GPU on machine={config.machine}, but this computer has none "
         f"({' and '.join(needed)} missing)",
         "set machine=local for this computer, or train.device=cpu, or submit the run to nodes that have the GPU",
         "train.device",
@@ -244,7 +246,7 @@ def _named_file_problems(config: RunConfig) -> Iterator[Problem]:
 def _run_dir_problems(run_dir: Path) -> list[Problem]:
     others = run_dir / "config.yaml"
     if others.is_file() and not any((run_dir / name).exists() for name in ("plan.json", "checkpoints")):
-        what = f"{others} is not from a run, and a run there would overwrite it"
+        what = f"{others} does not belong to a run, and a run there would overwrite it"
         return [Problem(where="train.run_dir", what=what, fix="rename that file, or choose another directory")]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -293,7 +295,7 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
         Problem(
             where="train.run_dir",
             what=f"logs and the first {plural(count, 'checkpoint')} need {format_bytes(needed_bytes)} and "
-            f"{needed_files} files; {where} has {format_bytes(free_bytes)} and {free_files} files free",
+            f"{needed_files} files, but {where} has {format_bytes(free_bytes)} and {free_files} files free",
             fix="free space, raise the quota, or choose another train.run_dir",
         )
     ]

@@ -97,7 +97,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
 
     if not args.output.endswith((".model", ".json")):
         raise DataError(
-            f"--output {args.output} names no kind",
+            f"--output {args.output} has no ending that names a kind of tokenizer",
             fix="end it in .model (sentencepiece) or .json (Hugging Face)",
         )
     train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
@@ -108,17 +108,19 @@ def _tokenizer(args: argparse.Namespace) -> int:
     trained = train(texts, beside, args.vocab_size, args.sample_mib << 20)
     if beside != output:
         if beside.read_bytes() != output.read_bytes():
-            fix = f"keep both: the new one is {beside}; or add --overwrite"
-            raise DataError("is another tokenizer, which datasets may have been made with", where=args.output, fix=fix)
+            fix = f"use {beside}, to which the new one was written, or add --overwrite"
+            raise DataError(
+                "is already another tokenizer, with which datasets may have been made", where=args.output, fix=fix
+            )
         beside.unlink()
     if trained.vocab_size < args.vocab_size:
         log.warn(
-            f"the text yields no more than {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size "
-            f"accordingly"
+            f"the text gives only {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size accordingly"
         )
     if trained.vocab_size > args.vocab_size:
         log.warn(
-            f"{args.vocab_size} ids are too few for every byte and the end of a document: it has {trained.vocab_size}"
+            f"{args.vocab_size} ids are too few for every byte and the end of a document: the tokenizer has "
+            f"{trained.vocab_size}"
         )
     print(f"{output}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}")
     return 0
@@ -329,7 +331,7 @@ def _scan_lines(scans: Sequence[IdScan]) -> Iterator[str]:
     for one in scans:
         if one.outside is not None:
             yield (
-                f"{one.prefix}: {one.outside}, outside of the vocabulary of {_known(one.vocab_size)}; train with "
+                f"{one.prefix}: {one.outside}, which is outside the vocabulary of {_known(one.vocab_size)}; train with "
                 f"the tokenizer that made the data"
             )
 

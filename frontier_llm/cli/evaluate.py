@@ -110,7 +110,7 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.output} cannot be written",
             where="--output",
-            fix="give a file in a directory that is there and writable",
+            fix="give a file in a directory that exists and is writable",
         )
     for _, task, pool in _tasks(args):
         requests(task, args.shots, pool)
@@ -145,7 +145,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     # everything that is missing is refused before the weights are read
     datasets = args.data or ([] if args.task else _validation(opened.run))
     if args.needles and not datasets:
-        raise ConfigError("needles are hidden in held-out text", where="--needles", fix="give --data PREFIX")
+        raise ConfigError(
+            "needles are hidden in held-out text, and none is given", where="--needles", fix="give --data PREFIX"
+        )
     if not datasets and not args.task:
         raise ConfigError("there is nothing to evaluate", fix="give --data PREFIX or --task NAME=FILE")
     tokenizer = open_tokenizer(opened, args.tokenizer) if args.task or args.tokenizer or opened.tokenizer_spec else None

@@ -139,7 +139,7 @@ def _generate(args: argparse.Namespace) -> int:
             layout = degrees(args)
             raise LayoutError(
                 f"{model.mesh.world.size} ranks are more than tensor {layout.tensor} x pipeline {layout.pipeline}",
-                fix="start as many",
+                fix="start the product of both as the number of ranks",
             )
         live = prints and not args.json and len(prompts) == 1
         if live:

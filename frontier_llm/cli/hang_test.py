@@ -44,7 +44,9 @@ def hang_test(args: argparse.Namespace) -> int:
             "start it once on the node, without a launcher's ranks: srun -N1 -n1 --gpus-per-node=8 frontier-llm "
             "bench comm RUN --hang-test"
         )
-        raise LayoutError("the hang test starts and ends ranks of its own", fix, "--hang-test")
+        raise LayoutError(
+            "the hang test starts its own ranks, but a launcher has started this process", fix, "--hang-test"
+        )
     if world_size < 2:
         raise LayoutError("a layout of one rank communicates nothing", "add e.g. parallel.pipeline=2", "--hang-test")
 
@@ -99,7 +101,7 @@ def _report(args: argparse.Namespace, config: RunConfig, verdicts: list[Verdict]
         write_machine(args.emit_machine, {**content, "in_flight": {"mode": mode, "tag": "measured", "source": source}})
         log.info(f"wrote {args.emit_machine}: machine={args.emit_machine} makes comm.in_flight=auto mean {mode}")
     rows: list[dict[str, Any]] = [{**asdict(verdict), "safe": verdict.safe} for verdict in verdicts]
-    last = f"comm.in_flight: {mode}" if mode else "no mode is safe here: see the ranks' last lines above"
+    last = f"comm.in_flight: {mode}" if mode else "no mode is safe here: see the last lines of the ranks above"
     show(
         args,
         {"modes": rows, "in_flight": mode, "source": source},

@@ -70,7 +70,7 @@ def _check(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise BackendError(
             "torch sees no GPU to check",
-            "run it where there is one; python -m tests.harness.check_gfx90a simulates gfx90a",
+            "run it on a machine with a GPU; python -m tests.harness.check_gfx90a simulates gfx90a",
             "ops check",
         )
     results = []
@@ -120,7 +120,7 @@ def _list(args: argparse.Namespace) -> int:
     def lines() -> Iterator[str]:
         yield processor
         for device in ("cpu", "cuda"):
-            yield f"{device} ({args.dtype}); * is what auto takes"
+            yield f"{device} ({args.dtype}); * marks what auto selects"
             here = (row for row in rows if row["device"] == device)
             cells = (
                 (f"{'*' if row['chosen'] else ' '} {row['op']}", row["backend"], row["deterministic"], row["status"])
@@ -186,7 +186,7 @@ def _tune(args: argparse.Namespace) -> int:
     from frontier_llm.experiments.measure.attention_choice import tune
 
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise BackendError("torch sees no GPU", "run it where there is one, or take --device cpu", "ops tune")
+        raise BackendError("torch sees no GPU", "run it on a machine with a GPU, or use --device cpu", "ops tune")
     report = tune(args.output, model, args.micro_batch, args.dtype, args.device)
 
     def lines() -> Iterator[str]:

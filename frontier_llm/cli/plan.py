@@ -206,7 +206,7 @@ def _plan(args: argparse.Namespace) -> int:
     fixed = parse_fixed(args.fix)
     nodes = args.nodes or _smallest(model, machine, numbers)
     if nodes > numbers.nodes:
-        print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
+        print(f"note: {machine.name} has {numbers.nodes} nodes; the plan assumes {nodes}", file=sys.stderr)
     batch = base.batch.global_batch if base else _global_batch(settings) or default_global_batch(model, nodes)
     shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else _state_choices(settings)
     outcome = search(

@@ -115,7 +115,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     tool = open_tool_job(root, run, overrides, site=load_site(args.site), spares=args.spares) if args.in_job else None
     config = resolve_precision(load_run(run, tool.overrides if tool else overrides))
     if args.site is None and tool is None:
-        raise ConfigError("which site's nodes are these?", "e.g. --site frontier", "--site")
+        raise ConfigError("no site is given", "give the site of the nodes, e.g. --site frontier", "--site")
     site = tool.ranks.site if tool else load_site(args.site)
     try:
         nodes = [int(count) for count in args.nodes.split(",")]
@@ -144,7 +144,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     log.info(
         "dry run: nothing is written or queued"
         if args.dry_run
-        else f"when they have run: frontier-llm scaling report {root}"
+        else f"after the runs: frontier-llm scaling report {root}"
     )
     return 0
 
@@ -181,7 +181,8 @@ def _run_here(
 
     if points[-1].nodes > launcher.nodes:
         what = (
-            f"the largest point takes {points[-1].nodes} nodes; this allocation has {launcher.nodes} beside its spares"
+            f"the largest point needs {points[-1].nodes} nodes, but this allocation has only {launcher.nodes} that are "
+            "not spares"
         )
         raise ConfigError(what, f"sbatch --nodes={points[-1].nodes + args.spares}", "--nodes")
     priced = forecasts([(steps_of(point, _own_steps(args, point.config)), None) for point in points])

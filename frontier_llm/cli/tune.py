@@ -202,7 +202,7 @@ def _local_ranks(args: argparse.Namespace) -> Launcher:
             f"sbatch --nodes={nodes} slurm/tune.sbatch --max-node-hours {args.max_node_hours:g}; --dry-run "
             f"shows the space"
         )
-        raise ConfigError(f"{nodes} nodes, and this is no allocation", fix, "--nodes")
+        raise ConfigError(f"is {nodes}, but this process is not inside an allocation", fix, "--nodes")
     return LocalRanks(nodes * (args.ranks or devices), nodes)
 
 
@@ -252,10 +252,10 @@ def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> st
     trial_s = START_S + args.steps * plans[0].step_s
     left = max(0.0, args.max_node_hours - used)
     return (
-        f"{plural(len(plans), 'layout')} of {search.space.legal} that fit, {format_seconds(plans[0].step_s)} to "
+        f"{plural(len(plans), 'layout')} of {search.space.legal} legal ones fit, {format_seconds(plans[0].step_s)} to "
         f"{format_seconds(max(plan.step_s for plan in plans))} per step (predicted)\n"
-        f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} while "
-        f"starts are not yet measured, "
+        f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} "
+        f"(start assumed, until one is measured), "
         f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.max_node_hours:.3g} node-hours are used\n"
         f"cost: {plural(nodes, 'node')} for at most {left / nodes * 60:,.0f} minutes of trials, {left:.3g} node-hours\n"
         f"cost: trials write {written(search.space.config, 0, root)}"

@@ -109,12 +109,14 @@ class Cost:
         if (chain := self.chain()) is not None:
             lines.append(
                 f"cost: at most {plural(chain[0], 'job')} of {self.slice_hours:.3g} h, {chain[1]:,.0f} node-hours, "
-                f"if steps are as predicted"
+                f"if steps take as long as predicted"
             )
         if max_node_hours is not None:
             lines.append(f"cost: the run saves and ends when {max_node_hours:,.1f} node-hours are used")
         elif self.chained:
-            lines.append("cost: no limit is set (--max-node-hours, or job.max_node_hours=H after a script)")
+            lines.append(
+                "cost: no limit of node-hours is set (--max-node-hours, or job.max_node_hours=H after a script)"
+            )
         return "\n".join(lines)
 
 
@@ -201,9 +203,9 @@ def unsaved_problems(config: RunConfig) -> Iterator[Problem]:
     is_synthetic = all(phase.config.data.train == "synthetic" for phase in phases_of(config))
     if not saves_nothing(config.train) or (is_synthetic and steps <= UNSAVED_STEPS):
         return
-    data = "synthetic data" if is_synthetic else "data of your own"
+    data = "synthetic data" if is_synthetic else "your own data"
     what = (
-        f"{plural(steps, 'step')} on {data}, and no checkpoint is written "
+        f"no checkpoint is written in {plural(steps, 'step')} on {data} "
         f"(save_interval={config.train.save_interval}, save_final=false)"
     )
     fix = f"set train.save_final=true and train.save_interval=N, or run at most {UNSAVED_STEPS} steps on synthetic data"
@@ -218,8 +220,8 @@ def unfinished_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Prob
         return
     minutes = math.ceil((START_S + cost.steps * cost.step_s + cost.warning_s) / 60)
     what = (
-        f"{plural(cost.steps, 'step')} and the start take about {minutes} minutes (predicted), "
-        f"longer than the walltime of {60 * (cost.slice_hours or 0):.0f}, and nothing is saved"
+        f"{60 * (cost.slice_hours or 0):.0f} minutes are too short: {plural(cost.steps, 'step')} and the start take "
+        f"about {minutes} minutes (predicted), and nothing is saved"
     )
     yield Problem("--time", what, f"{submit.more_time(request, minutes)}; or fewer train.steps")
 
@@ -230,11 +232,11 @@ def synthetic_problems(config: RunConfig, cost: Cost) -> Iterator[Problem]:
         return
     if cost.node_hours > CHEAP_NODE_HOURS:
         what = (
-            f"{config.train.steps} steps on synthetic data, about {cost.node_hours:,.0f} node-hours, teach a "
-            f"model nothing"
+            f"{config.train.steps} steps on synthetic data take about {cost.node_hours:,.0f} node-hours, and the "
+            f"model learns nothing"
         )
         fix = (
-            f"data.train=[{{path: PREFIX}}], at most train.steps={BENCHMARK_STEPS} for a benchmark, or "
+            f"set data.train=[{{path: PREFIX}}], or at most train.steps={BENCHMARK_STEPS} for a benchmark, or "
             f"data.allow_synthetic=true"
         )
         yield Problem("data.train", what, fix)
@@ -264,7 +266,8 @@ def scratch_note(request: submit.JobRequest) -> str:
     directory = request.job.directory
     if scratch is None or directory.is_relative_to(scratch):
         return ""
-    return f"{directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / directory.name}"
+    fix = f"set train.run_dir={scratch / directory.name}"
+    return f"the run directory {directory} is not on {scratch}, which the site provides for checkpoints; {fix}"
 
 
 def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
@@ -281,10 +284,10 @@ def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
     if held_tb <= 0.8 * quota_tb:  # 20 % stay for data, logs and other runs
         return ""
     return (
-        f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are "
-        f"{held_tb:.0f} TB at the same time; "
-        f"a project may keep {quota_tb:.0f} TB on {request.site.name}'s scratch unless it has asked for more "
-        f"(train.keep_checkpoints, train.keep_every)"
+        f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB exist at the "
+        f"same time, {held_tb:.0f} TB in total; the scratch quota of a project on {request.site.name} is "
+        f"{quota_tb:.0f} TB unless the site has raised it. Lower train.keep_checkpoints or raise train.keep_every "
+        "to store less"
     )
 
 
@@ -294,11 +297,9 @@ def start_note(request: submit.JobRequest) -> str:
     if elsewhere or request.site.bind != "gcd" or request.job.all_nodes <= MANY_NODES:
         return ""
     return (
-        f"{request.job.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}: on "
-        f"Frontier eight took 51 s from "
-        "Orion, 4 min from NFS and 2 s from their own disks. Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz "
-        "(docs/frontier.md, section 1) or "
-        "FRONTIER_LLM_CONTAINER"
+        f"{request.job.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}, "
+        "which can be slow: on Frontier, 8 nodes took 51 s from Orion, 4 min from NFS and 2 s from their own disks. "
+        "Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz (docs/frontier.md, section 1) or FRONTIER_LLM_CONTAINER"
     )
 
 
@@ -312,13 +313,13 @@ def device_note(request: submit.JobRequest) -> str:
         return ""
     if request.config.train.device == "cpu":
         return (
-            f"train.device=cpu leaves the GPUs of {request.site.name} idle, and the job is charged for them; take "
-            f"the key out, or set train.device=auto"
+            f"train.device=cpu leaves the GPUs of {request.site.name} idle, and the job is charged for them; remove "
+            f"the key, or set train.device=auto"
         )
     if dtype in ("fp32", "fp64"):  # MI250X: 95.7 TFLOP/s of matrices in both, 383 in bf16 (AMD's data sheet)
         return (
-            f"precision.dtype={dtype} has a quarter of the matrix rate of bf16 on {request.site.name} and larger "
-            f"activations; set precision.dtype=bf16"
+            f"precision.dtype={dtype} has a quarter of the matrix rate of bf16 on {request.site.name}, and needs "
+            f"more memory for activations; set precision.dtype=bf16"
         )
     return ""
 
@@ -344,9 +345,9 @@ def admit_job(run: BatchRun) -> None:
     log.info(cost.describe(job.max_node_hours))
     if not saves_nothing(run.config.train) and job.warning_s < request.step_s:
         log.warn(
-            f"ranks are told to save {job.warning_s:.0f} s before the walltime, but a step takes about "
-            f"{request.step_s:.0f} s "
-            "(predicted): the last save may not end in time. Raise sbatch --signal=USR1@N and job.warning_s=N"
+            f"the last save may not end in time: ranks are warned {job.warning_s:.0f} s before the end of the "
+            f"walltime, but a step takes about {request.step_s:.0f} s (predicted). "
+            "Raise sbatch --signal=USR1@N and job.warning_s=N"
         )
     for note in advice(request):
         log.warn(note)

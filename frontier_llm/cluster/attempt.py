@@ -193,8 +193,8 @@ def run_step(step: JobStep) -> Outcome:
         with suppress(subprocess.TimeoutExpired):
             process.wait(ENDING_S)
         what = (
-            f"the ranks had not ended after {step.deadline_s:.0f} s, all the time they had; let Slurm warn them "
-            f"earlier (--signal)"
+            f"the ranks did not end in the {step.deadline_s:.0f} s that the walltime left; let Slurm warn them earlier "
+            f"(sbatch --signal=USR1@N and job.warning_s=N)"
         )
         return Outcome(1, Failure(what, Evidence.ENDS, "walltime"))
     finally:
@@ -276,12 +276,13 @@ def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], l
             rank = named[0]
             evidence = Evidence.ENDS
     if rank is None:
-        what = next((line for line in messages if "error" in line), f"srun ended with {exit_code}")
+        what = next((line for line in messages if "error" in line), f"srun ended with exit code {exit_code}")
         return Outcome(exit_code, Failure(what, Evidence.ENDS, message=tuple(messages[-10:])), peers_only=True)
-    fate = fates.get(rank, Fate("", f"srun ended with {exit_code}"))
+    fate = fates.get(rank, Fate("", f"srun ended with exit code {exit_code}"))
     if secondary and rank not in killed:
         silent = not fate.host or any(_SILENT_NODE in line for line in messages)
-        what = f"rank {rank} on {fate.host or 'an unknown host'} lost a peer, and no rank says why"
+        lost = f"rank {rank} on {fate.host or 'an unknown host'} lost the connection to another rank"
+        what = f"{lost}, and no rank recorded the cause"
         return Outcome(exit_code, Failure(what, Evidence.LOGS, message=message), peers_only=silent)
     last_words = () if secondary else conclusion(message)
     failure = Failure(

@@ -150,7 +150,8 @@ def settings_of_variables(names: Collection[str] = ALL_SETTINGS, *, notice: bool
             settings[setting.name] = setting.parse(text, setting.variable)
             if notice:
                 log.warn(
-                    f"{setting.variable} is still read; new name: job.{setting.name}={text} after the script's name"
+                    f"{setting.variable} is an old name; instead, write job.{setting.name}={text} "
+                    f"after the script's name"
                 )
     return settings
 
@@ -161,7 +162,7 @@ def _note_ignored_variables(job: Job) -> None:
         text = environ(setting.variable) if setting.variable else None
         value = getattr(job, setting.name)
         if text and setting.parse(text, setting.variable) != value:
-            log.warn(f"{setting.variable}={text} is not read: {job.directory / FILE} has {setting.name} {value}")
+            log.warn(f"{setting.variable}={text} is ignored, because {job.directory / FILE} has {setting.name} {value}")
 
 
 def open_batch(words: Sequence[str], program: tuple[str, ...] = TRAIN, continuation: str | None = None) -> BatchRun:
@@ -214,19 +215,19 @@ def _open_recorded(
     """
     path = str(job.directory / FILE)
     if job.site != site.name:
-        raise FrontierError(f"site is {job.site}, and this job runs on {site.name}", "submit the run here", path)
+        raise FrontierError(f"site is {job.site}, but this job runs on {site.name}", "submit the run here", path)
     have = len(allocation.nodes)
     if have < job.nodes:
-        what = f"nodes is {job.nodes}, and this allocation has {have}"
+        what = f"nodes is {job.nodes}, but this allocation has only {have}"
         raise FrontierError(what, f"sbatch --nodes={job.all_nodes}, or submit the run again", path)
     if have != job.all_nodes:
-        log.warn(f"{path} has nodes {job.nodes} and spares {job.spares}; this allocation has {have} nodes")
+        log.warn(f"this allocation has {have} nodes, but {path} has nodes {job.nodes} and spares {job.spares}")
     _note_ignored_variables(job)
     more_words, more_flags = split_flags(["", *words])
     config = resolve_precision(as_it_stands(load_run(job.words[0], (*job.words[1:], *more_words[1:]))))
     if Path(config.train.run_dir).resolve() != job.directory.resolve():
-        what = f"train.run_dir is {config.train.run_dir}, and this is the job of {job.run_dir}"
-        raise FrontierError(what, "submit a run of its own", path)
+        what = f"train.run_dir is {config.train.run_dir}, but this job trains in {job.run_dir}"
+        raise FrontierError(what, "leave train.run_dir out, or submit the other directory as a separate run", path)
     return BatchRun(
         job=replace(job, **settings),
         config=config,
@@ -262,14 +263,20 @@ def working_nodes(settings: Mapping[str, Any], allocated: int) -> int:
     """Return the number of nodes that are not spares. Raises FrontierError if there are none."""
     spares: int = settings.get("spares", 0)
     if spares >= allocated:
-        raise FrontierError(f"{spares} of {allocated} nodes", "keep at least one to work", "job.spares")
+        raise FrontierError(
+            f"is {spares}, and the allocation has {allocated} nodes",
+            "leave at least one node that is not a spare",
+            "job.spares",
+        )
     return allocated - spares
 
 
 def _refuse_layout(run: BatchRun) -> None:
     per_node = run.allocation.tasks_per_node
     if problems := plan_problems(run.config, run.job.nodes * per_node):
-        ranks = Problem("nodes", f"{run.job.nodes} x {per_node} ranks", "sbatch --nodes=N")
+        ranks = Problem(
+            "nodes", f"this job has {run.job.nodes} x {per_node} ranks", "sbatch --nodes=N changes the number of nodes"
+        )
         raise LayoutError([*problems, ranks])
 
 
@@ -293,7 +300,7 @@ def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
             continue
         name = word.partition("=")[0]
         if name not in TRAIN_FLAGS:
-            raise FrontierError(f"{word} cannot stand after the script's name", suggest(name, TRAIN_FLAGS), "job")
+            raise FrontierError(f"{word} is not allowed after the script's name", suggest(name, TRAIN_FLAGS), "job")
         values = 0 if "=" in word else TRAIN_FLAGS[name]
         if len(rest) < values:
             raise FrontierError("needs the name of a key", f"write {name} train.steps", name)
@@ -301,5 +308,7 @@ def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
         for _ in range(values):
             flags.append(rest.pop(0))
     if not others:
-        raise FrontierError("no run file is named", "sbatch slurm/train_small.sbatch does", "job")
+        raise FrontierError(
+            "no run file is named", "start a script that names one, for example sbatch slurm/train_small.sbatch", "job"
+        )
     return tuple(others), tuple(flags)

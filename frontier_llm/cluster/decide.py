@@ -143,7 +143,7 @@ def decide(job: Job, history: History, now: Now) -> Decision:
     """Return the next action of the supervisor of `job`."""
     last = history.last if history.is_own else None
     if last is not None and last.cause == "refused":
-        what = "the ranks refused this run, so that it is not started again"
+        what = "the ranks refused to start this run, so it is not started again"
         return GiveUp(Problem("", what, f"see {job.directory / FAILURE_FILE}"), last.exit_code or 2)
     if reason := reason_to_end(job, history, now.stop_requested):
         return Done(reason)
@@ -166,12 +166,12 @@ def reason_to_end(job: Job, history: History, stop_requested: bool) -> str:
             return f"finished: step {step} of {history.target_step}"
         return "finished, without a final checkpoint (train.save_final=false)"
     if stop_requested:
-        return f"stopped at step {step} by {job.directory / STOP_FILE}; delete it to go on"
+        return f"stopped at step {step} by {job.directory / STOP_FILE}; delete the file to continue"
     if job.max_node_hours is not None and budget_left_s(job, history) <= job.warning_s:
         used = f"{history.node_hours:,.1f} of {job.max_node_hours:,.1f} node-hours are used"
         return (
-            f"stopped at step {step}: {used}, and a further start would not save in time; a higher "
-            f"job.max_node_hours goes on"
+            f"stopped at step {step}: {used}, and a further start would not save in time; raise "
+            f"job.max_node_hours to continue"
         )
     return ""
 
@@ -194,9 +194,9 @@ def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
 
 def _short_walltime(job: Job, left_s: float) -> Problem:
     """Return the problem of a job whose warning is already due. Its ranks would only load and save again."""
-    what = f"{left_s:.0f} s of walltime, but ranks are told to save {job.warning_s:.0f} s before its end"
+    what = f"only {left_s:.0f} s are left, but ranks are warned to save {job.warning_s:.0f} s before its end"
     minutes = -(-2 * int(job.warning_s) // 60)
-    fix = f"sbatch --time={minutes} or more; or lower --signal and job.warning_s, both, if a step and a save need less"
+    fix = f"sbatch --time={minutes} or more; or, if a step and a save take less, lower both --signal and job.warning_s"
     return Problem("walltime", what, fix)
 
 
@@ -204,16 +204,17 @@ def _give_up_crash_loop(job: Job, history: History, last: Attempt) -> GiveUp:
     step = history.saved_step
     if last.cause in ("interrupted", "finished"):
         what = (
-            f"three starts in a row were told to stop before they had saved a further step, the last at step {step}: "
-            f"giving up"
+            f"three starts in a row had to stop before they saved a further step, the last at step {step}: the run is "
+            f"not started again"
         )
         fix = (
-            f"give more walltime (sbatch --time) than its warning leads by: --signal=USR1@N of the script, and "
+            f"request more walltime (sbatch --time) than the warning time: --signal=USR1@N of the script, and "
             f"job.warning_s, here {job.warning_s:.0f} s"
         )
         return GiveUp(Problem("requeue", what, fix), 2)
     see = job.directory / FAILURE_FILE
-    return GiveUp(Problem("", f"three attempts ended at step {step}: giving up; see {see}"), last.exit_code or 1)
+    what = f"three attempts in a row ended at step {step}, so the run is not started again; see {see}"
+    return GiveUp(Problem("", what), last.exit_code or 1)
 
 
 def _failed_start_problem(job: Job, history: History) -> Problem | None:
@@ -225,14 +226,16 @@ def _failed_start_problem(job: Job, history: History) -> Problem | None:
     see = job.directory / FAILURE_FILE
     count = len(history.failed_starts)
     if history.repeats_a_fault:
-        what = f"{CRASH_LOOP} starts in a row failed before their first step with the same error: giving up"
+        what = (
+            f"{CRASH_LOOP} starts in a row failed before their first step with the same error: the run is not restarted"
+        )
         return Problem("", what, f"see {see}")
     used = history.failed_start_node_hours
     if count == 0 or used < job.failed_start_limit:
         return None
     what = (
-        f"{count} starts in a row failed before their first step and used {used:,.1f} node-hours, the limit is "
-        f"{job.failed_start_limit:,.1f}: giving up"
+        f"{count} starts in a row failed before their first step and used {used:,.1f} node-hours, and the "
+        f"limit is {job.failed_start_limit:,.1f}, so the run is not started again"
     )
     return Problem("", what, f"see {see}; job.failed_start_node_hours=H sets another limit")
 
@@ -244,9 +247,9 @@ def _next_job(job: Job, history: History, now: Now, reason: str) -> Decision:
     if job.continuation == "never":
         if last is not None and not last.failed:
             return Done("not continued: job.continuation is never", avoid)
-        what = f"the run is not done and not continued, because job.continuation is never ({reason})"
+        what = f"the run is not finished, and not continued because job.continuation is never ({reason})"
         exit_code = 1 if last is None else last.exit_code or 1
-        return GiveUp(Problem("", what, "start it again; it goes on from its newest checkpoint"), exit_code, avoid)
+        return GiveUp(Problem("", what, "start it again; it continues from its newest checkpoint"), exit_code, avoid)
     # a requeued job can get the same nodes again, but a new job can exclude them
     if job.continuation == "requeue" and history.untrusted_hosts.isdisjoint(now.nodes):
         return Requeue(reason, avoid)
@@ -259,7 +262,9 @@ def _start(job: Job, history: History, now: Now) -> Decision:
     unusable = {*now.unhealthy, *history.untrusted_hosts} & {*now.nodes}
     usable = [node for node in now.nodes if node not in unusable]
     if len(usable) < job.nodes:
-        reason = f"{hostlist.compress(sorted(unusable))} failed; {len(usable)} nodes are left of the {job.nodes} needed"
+        reason = (
+            f"{hostlist.compress(sorted(unusable))} failed; only {len(usable)} of the {job.nodes} needed nodes are left"
+        )
         decision = _next_job(job, history, now, reason)
         return replace(decision, avoid=avoid)
     bad = {*history.bad_hosts, *avoid}

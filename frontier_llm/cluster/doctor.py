@@ -31,10 +31,10 @@ SLOW_WRITE_S = 5.0  # time to write 1 MiB.
 TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
 SRUN_GRACE_S = 5.0
 NO_GCD = (
-    "a login node has none: ask inside an allocation (salloc); there, exclude the node and tell the site "
-    "(rocm-smi shows its GCDs)"
+    "a login node has no GCDs: run this inside an allocation (salloc); if a compute node has none, exclude it and "
+    "report it to the site (rocm-smi shows its GCDs)"
 )
-BROKEN = "exclude the node, and tell the site (rocm-smi there)"
+BROKEN = "exclude the node, and report it to the site (rocm-smi on the node shows its GCDs)"
 MIN_LOCAL_BYTES = 4 * GIB  # space for the Python environment and the MIOpen cache
 
 
@@ -111,7 +111,7 @@ class Report:
             ]
         lines += [f"error: {problem}" for problem in self.installation]
         if self.bad_hosts:
-            lines.append(f"leave the bad nodes out: --exclude={hostlist.compress(self.bad_hosts)}")
+            lines.append(f"exclude the bad nodes: --exclude={hostlist.compress(self.bad_hosts)}")
         return "\n".join(lines)
 
 
@@ -122,7 +122,7 @@ def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, tim
     """
     started_s = time.monotonic()
     if nodes:
-        log.info(f"asking {len(nodes)} nodes, for at most {timeout_s:.0f} s")
+        log.info(f"examining {len(nodes)} nodes, for at most {timeout_s:.0f} s")
         facts, skew_s = ask_nodes(settings, nodes, timeout_s)
     else:
         own = probe(settings)
@@ -206,7 +206,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         complaints.seek(0)
         message = complaints.read().strip()[-500:]
     if not facts:
-        raise FrontierError(f"no node answered: {message}", f"try srun {python} -V on the nodes", "doctor")
+        raise FrontierError(f"no node responded: {message}", f"try srun {python} -V on the nodes", "doctor")
     middle = statistics.median(offsets.values())  # the delay of the output, and the error of this host's own clock
     return facts, {host: offset - middle for host, offset in offsets.items()}
 
@@ -238,15 +238,15 @@ def judge(
     architecture = load_machine(site.machine).device.architecture
     for host in nodes:
         if host not in facts:
-            hosts[NodeFinding("node", (), "did not answer", "exclude it, and tell the site")].append(host)
+            hosts[NodeFinding("node", (), "did not respond", "exclude it, and report it to the site")].append(host)
             continue
         for finding in _findings(site, facts[host], skew_s.get(host, 0.0), needed_bytes, len(nodes) > 1):
             hosts[finding].append(host)
         for finding in _variable_findings(architecture, facts[host]):
             hosts[finding].append(host)
     for name, expected, value, others in different_values(facts):
-        remedy = "load the same modules in the job script; no settings in ~/.bashrc"
-        hosts[NodeFinding("environment", (), f"{name} is {value!r}, elsewhere {expected!r}", remedy)] += others
+        remedy = "load the modules in the job script, and remove settings from ~/.bashrc"
+        hosts[NodeFinding("environment", (), f"{name} is {value!r}, but {expected!r} on other nodes", remedy)] += others
     return [replace(finding, hosts=tuple(names)) for finding, names in hosts.items()]
 
 
@@ -256,8 +256,8 @@ def _findings(site: Site, fact: Facts, skew_s: float, needed_bytes: int, network
     yield from _network_findings(site, fact, networked)
     yield from _storage_findings(fact, needed_bytes)
     if abs(skew_s) > MAX_SKEW_S:
-        remedy = "exclude it; the site's time service (chronyc tracking) is at fault"
-        yield NodeFinding("clock", (), f"{skew_s:+.1f} s from the other nodes", remedy)
+        remedy = "exclude it, and report it to the site: its time service is at fault (chronyc tracking)"
+        yield NodeFinding("clock", (), f"differs by {skew_s:+.1f} s from the other nodes", remedy)
 
 
 def _variable_findings(architecture: str | None, fact: Facts) -> Iterator[NodeFinding]:
@@ -275,20 +275,20 @@ def _gcd_findings(site: Site, fact: Facts) -> Iterator[NodeFinding]:
     if is_bound and len(memory) != site.gpus_per_node:
         if fact.gcds_refused:
             what = (
-                f"cannot tell: the driver shows {len(memory)} of {site.gpus_per_node} and refuses "
-                f"{fact.gcds_refused} entries"
+                f"unknown: the driver shows {len(memory)} of {site.gpus_per_node} and denies access to "
+                f"{fact.gcds_refused}"
             )
-            remedy = "look from a step that has the node's GPUs (srun --gpus-per-node)"
+            remedy = f"run this in a step that has the node's GPUs (srun --gpus-per-node={site.gpus_per_node})"
             yield NodeFinding("GCDs", (), what, remedy, fatal=False)
         else:
             what = f"{len(memory)} of {site.gpus_per_node} are visible"
             yield NodeFinding("GCDs", (), what, BROKEN if memory else NO_GCD)
     if weak:
-        what = f"{len(weak)} GCDs show {min(weak)} GiB, below {MIN_GCD_GIB:.0f}"
-        yield NodeFinding("GCD memory", (), what, "exclude the node: a GCD has lost memory")
+        what = f"{min(weak)} GiB at the least, {MIN_GCD_GIB:.0f} GiB needed ({len(weak)} GCDs have less)"
+        yield NodeFinding("GCD memory", (), what, "exclude the node: a GCD has lost memory or is in use")
     if is_bound and fact.cores < wanted:
-        remedy = f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive"
-        yield NodeFinding("cores", (), f"{fact.cores} usable, {wanted} wanted", remedy)
+        remedy = f"request --cpus-per-task={site.cpus_per_task} and --exclusive"
+        yield NodeFinding("cores", (), f"{fact.cores} usable, {wanted} needed", remedy)
 
 
 def _network_findings(site: Site, fact: Facts, networked: bool) -> Iterator[NodeFinding]:
@@ -298,7 +298,7 @@ def _network_findings(site: Site, fact: Facts, networked: bool) -> Iterator[Node
     """
     if fact.interfaces_down:
         what = f"{', '.join(fact.interfaces_down)} down or missing"
-        yield NodeFinding("network", (), what, "exclude the node, and tell the site")
+        yield NodeFinding("network", (), what, "exclude the node, and report it to the site")
     if fact.provider_error:
         remedy = "a job of one node does not need it; to test it: --network=single_node_vni"
         if networked:
@@ -307,7 +307,7 @@ def _network_findings(site: Site, fact: Facts, networked: bool) -> Iterator[Node
         is_fatal = networked and fact.provider_error != NO_FI_INFO
         yield NodeFinding("libfabric", (), what, remedy, fatal=is_fatal)
     if fact.plugin_error:
-        what = f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)"
+        what = f"{fact.plugin_error}; RCCL would silently use TCP (308 ms instead of 19 ms for 1 GiB)"
         remedy = "module load rccl-net-plugin, or bind the plugin into the container"
         yield NodeFinding("RCCL plugin", (), what, remedy, fatal=networked)
 
@@ -319,18 +319,20 @@ def _storage_findings(fact: Facts, needed_bytes: int) -> Iterator[NodeFinding]:
     elif fact.run_dir_free_bytes < needed_bytes:
         free = format_bytes(fact.run_dir_free_bytes)
         what = f"{free} free, {format_bytes(needed_bytes)} needed for two checkpoints"
-        remedy = "free space, ask for quota, or choose another train.run_dir"
+        remedy = "free space, request a larger quota, or choose another train.run_dir"
         yield NodeFinding("run directory", (), what, remedy)
     elif fact.run_dir_write_s > SLOW_WRITE_S:
-        what = f"{fact.run_dir_write_s:.1f} s to write 1 MiB"
-        yield NodeFinding("run directory", (), what, "another filesystem; tell the site", fatal=False)
+        what = f"writing 1 MiB takes {fact.run_dir_write_s:.1f} s, more than {SLOW_WRITE_S:.0f} s"
+        yield NodeFinding(
+            "run directory", (), what, "choose another file system, and report it to the site", fatal=False
+        )
     if fact.node_local_error:
-        remedy = "ask for nodes with a local disk (--constraint=nvme)"
+        remedy = "request nodes with a local disk (--constraint=nvme)"
         yield NodeFinding("local disk", (), fact.node_local_error, remedy)
     elif fact.node_local_free_bytes < MIN_LOCAL_BYTES:
         free = format_bytes(fact.node_local_free_bytes)
-        what = f"{free} free of the {format_bytes(MIN_LOCAL_BYTES)} for environment and caches"
-        yield NodeFinding("local disk", (), what, "clean it, or exclude the node")
+        what = f"{free} free, {format_bytes(MIN_LOCAL_BYTES)} needed for environment and caches"
+        yield NodeFinding("local disk", (), what, "delete files there, or exclude the node")
 
 
 def different_values(facts: Mapping[str, Facts]) -> Iterator[tuple[str, str, str, list[str]]]:

@@ -61,7 +61,7 @@ class RankExit:
     def how(self) -> str:
         """Text such as 'killed by SIGKILL' or 'exit code 1'."""
         if self.signal == "SIGBUS":
-            return "killed by SIGBUS (a mapped file was cut while it was in use, or its disk failed)"
+            return "killed by SIGBUS (a mapped file was truncated while it was in use, or its disk failed)"
         return f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
 
     def describe(self) -> str:

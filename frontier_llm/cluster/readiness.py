@@ -68,9 +68,9 @@ def why_not_here(site: Site) -> str:
     """Return the reason why this machine cannot check the installation at the site. '' on the site itself."""
     name = slurm.cluster_name()
     if name is None:
-        return f"not checkable here: no Slurm answers, so this is no login node of {site.name}"
+        return f"not checkable here: Slurm does not respond, so this is not a login node of {site.name}"
     if site.cluster is not None and name != site.cluster:
-        return f"not checkable here: this is cluster {name}, and {site.name} is cluster {site.cluster}"
+        return f"not checkable here: this is cluster {name}, but {site.name} is cluster {site.cluster}"
     return ""
 
 
@@ -84,12 +84,16 @@ def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: 
     open_points: list[str] = []
     if archive := environ("FRONTIER_LLM_ENV_ARCHIVE"):
         open_points.append(
-            f"{archive} is unpacked in the job: checked here is the environment that is active, of which it should "
-            f"be a copy"
+            f"{archive} is unpacked only in the job: the check uses the active environment, and the archive should be "
+            f"a copy of it"
         )
         if not Path(archive).is_file():
             return Readiness(
-                (Problem("FRONTIER_LLM_ENV_ARCHIVE", f"no file {archive}", f"conda-pack makes it ({ARCHIVE_PAGE})"),)
+                (
+                    Problem(
+                        "FRONTIER_LLM_ENV_ARCHIVE", f"no file {archive}", f"create it with conda-pack ({ARCHIVE_PAGE})"
+                    ),
+                )
             )
     return Readiness(_problems_as_rank(site, config, directory, variables), tuple(open_points))
 
@@ -97,7 +101,7 @@ def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: 
 def installation_problems(site: Site, config: RunConfig | None, directory: Path) -> Readiness:
     """Return the result for `doctor`: in the environment that launch/job.sh has made, or else through job.sh."""
     if reason := why_not_here(site):
-        return Readiness(open_points=(f"what is installed is {reason}",), is_checkable=False)
+        return Readiness(open_points=(f"the installation is {reason}",), is_checkable=False)
     if environ("FRONTIER_LLM_SITE") != site.name or environ("FRONTIER_LLM_ROOT") is None:
         return Readiness(_problems_as_rank(site, config, directory, {"FRONTIER_LLM_PYTHON": rank_python()}))
     try:
@@ -146,7 +150,7 @@ def refuse_unready(run: BatchRun) -> None:
     name = slurm.cluster_name()
     site = run.site
     if site.cluster is not None and name is not None and name != site.cluster:
-        what = f"this job runs on cluster {name}; {site.name} is cluster {site.cluster}"
+        what = f"this job runs on cluster {name}, but {site.name} is cluster {site.cluster}"
         raise ConfigError(
             what, "export FRONTIER_LLM_SITE=NAME, or correct `cluster:` in the site file", "FRONTIER_LLM_SITE"
         )
@@ -202,7 +206,7 @@ def _op_groups(config: RunConfig) -> list[str]:
 def _torch_problems(facts: Installation, site: Site, device: Device, on_gpus: bool) -> Iterator[Problem]:
     torch = facts.torch
     install = (
-        f"activate the environment that has the site's torch, or install it ({INSTALL_PAGE}), or export "
+        f"activate the environment that has the site's torch, or install torch ({INSTALL_PAGE}), or export "
         f"FRONTIER_LLM_PYTHON"
     )
     if torch.error:
@@ -216,8 +220,8 @@ def _torch_problems(facts: Installation, site: Site, device: Device, on_gpus: bo
             install,
         )
     if on_gpus and torch.vendor != device.vendor:
-        what = f"{facts.executable} has {torch.describe()}; {site.name} has {device.vendor} GPUs ({device.name})"
-        yield Problem("torch", what, f"{install}; to compute on CPUs all the same: train.device=cpu")
+        what = f"{facts.executable} has {torch.describe()}, but {site.name} has {device.vendor} GPUs ({device.name})"
+        yield Problem("torch", what, f"{install}; to train on CPUs instead, set train.device=cpu")
 
 
 def _library_problems(facts: Installation) -> Iterator[Problem]:
@@ -228,10 +232,12 @@ def _library_problems(facts: Installation) -> Iterator[Problem]:
             found.setdefault(error.replace(name, "").strip(), []).append(name)
     for error, names in found.items():
         yield Problem(
-            f"{facts.package}/_native", f"{', '.join(names)} {error}", f"with {facts.executable}: {BUILD_COMMAND}"
+            f"{facts.package}/_native", f"{', '.join(names)} {error}", f"run with {facts.executable}: {BUILD_COMMAND}"
         )
     if facts.built_for and facts.built_for != facts.torch.version:
-        what = f"{TORCH_OPS} was built for torch {facts.built_for}; {facts.executable} has torch {facts.torch.version}"
+        what = (
+            f"{TORCH_OPS} was built for torch {facts.built_for}, but {facts.executable} has torch {facts.torch.version}"
+        )
         yield Problem(f"{facts.package}/_native", what, f"build it again with this torch: {BUILD_COMMAND}")
 
 
@@ -239,23 +245,21 @@ def _provider_problems(facts: Installation, config: RunConfig) -> Iterator[Probl
     for group in _op_groups(config):
         wanted = getattr(config.ops, group)
         if error := facts.providers.get(wanted, ""):
-            yield Problem(
-                f"ops.{group}={wanted}", error, f"install it where {facts.executable} finds it, or ops.{group}=auto"
-            )
+            yield Problem(f"ops.{group}={wanted}", error, f"install it for {facts.executable}, or set ops.{group}=auto")
 
 
 def _kernel_problems(facts: Installation) -> Iterator[Problem]:
     assert facts.kernels is not None
     others = [name for name in facts.kernels.built if name != facts.kernels.architecture]
     for problem in facts.kernels.problems:
-        beside = f"; built are those for {', '.join(others)}" if others and not facts.kernels.digest else ""
+        beside = f"; only those for {', '.join(others)} are built" if others and not facts.kernels.digest else ""
         yield Problem(problem.where, problem.what + beside, problem.fix)
 
 
 def _input_problems(facts: Installation, site: Site, config: RunConfig, directory: Path) -> Iterator[Problem]:
     if site.run_roots and not any(directory.is_relative_to(Path(root).resolve()) for root in site.run_roots):
-        what = f"{directory} is not on {' or '.join(site.run_roots)}, where {site.name} wants what jobs write"
-        yield Problem("train.run_dir", what, f"train.run_dir={_example(site)}")
+        what = f"{directory} is not on {' or '.join(site.run_roots)}, where {site.name} requires jobs to write"
+        yield Problem("train.run_dir", what, f"set train.run_dir={_example(site)}")
     if facts.inputs is None:
         return
     yield from facts.inputs.problems
@@ -269,8 +273,10 @@ def _input_problems(facts: Installation, site: Site, config: RunConfig, director
     needed_bytes = saves * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     if not facts.inputs.run_dir_error and facts.inputs.run_dir_free_bytes < needed_bytes:
         free = format_bytes(facts.inputs.run_dir_free_bytes)
-        what = f"{free} are free at {directory}, and two checkpoints of this run take {format_bytes(needed_bytes)}"
-        yield Problem("train.run_dir", what, "free space there, ask for quota, or choose another train.run_dir")
+        what = f"only {free} are free at {directory}, but two checkpoints need {format_bytes(needed_bytes)}"
+        yield Problem(
+            "train.run_dir", what, "free space there, request a larger quota, or choose another train.run_dir"
+        )
 
 
 def _example(site: Site) -> str:

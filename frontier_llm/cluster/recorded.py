@@ -51,8 +51,8 @@ def before_step(run_dir: Path, step: int) -> tuple[Position, int]:
     trained = max((row["step"] for row in rows(run_dir) if row.get("kind") == "step"), default=0)
     if not 1 <= step <= trained:
         raise DataError(
-            f"step {step} is not one of the {trained} steps that were trained",
-            "name one of them",
+            f"step {step} was not trained: the run has trained {trained} steps, counted from 1",
+            "name a step that was trained",
             str(run_dir),
         )
     known = [row for row in rows(run_dir) if row.get("kind") == "data" and row["step"] < step]
@@ -62,8 +62,10 @@ def before_step(run_dir: Path, step: int) -> tuple[Position, int]:
         batch = int(row["global_batch"])
         return position.advance(batch, step - 1 - int(row["step"])), batch
     except (LookupError, TypeError, ValueError) as error:
-        what = "metrics.jsonl does not say what was read then"
-        raise DataError(what, "runs record it since checkpoints have version 4", str(run_dir)) from error
+        what = f"metrics.jsonl has no record of the samples that step {step} has read"
+        raise DataError(
+            what, "name a run that records its samples: one whose checkpoints have version 4 or newer", str(run_dir)
+        ) from error
 
 
 def steps_done(run_dir: Path) -> Stretches:

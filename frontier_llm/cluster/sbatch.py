@@ -119,7 +119,7 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "strong_scaling",
-        "One point of the strong series: sbatch -N NODES; the global batch stays",
+        "One point of the strong series: sbatch -N NODES; the global batch is constant",
         "configs/runs/strong_scaling.yaml",
         128,
         minutes=120,  # ten steps from 128 nodes on, eight from 64; below, reduce the batch or use --partition=extended
@@ -128,7 +128,7 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "weak_series",
-        "A whole weak series in one allocation, smallest point first: sbatch -N NODES; words: --nodes 16,32,64 "
+        "A weak series in one allocation, smallest point first: sbatch -N NODES; arguments: --nodes 16,32,64 "
         "[--spares N]",
         "configs/runs/weak_scaling.yaml",
         64,
@@ -138,7 +138,7 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "strong_series",
-        "A whole strong series in one allocation, smallest point first: sbatch -N NODES; words: --nodes 64,128,256 "
+        "A strong series in one allocation, smallest point first: sbatch -N NODES; arguments: --nodes 64,128,256 "
         "[--spares N]",
         "configs/runs/strong_scaling.yaml",
         256,
@@ -148,7 +148,7 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "tune",
-        "The fastest layout of GPT 22B, by trials of ten steps; queue it again: slurm/tune.sbatch --max-node-hours H",
+        "Search the fastest layout of GPT 22B with trials of ten steps; again: slurm/tune.sbatch --max-node-hours H",
         "configs/runs/train_22b.yaml",
         16,
         program="frontier_llm.cli.main",
@@ -204,7 +204,7 @@ def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
     ]
     if bad:
         raise ConfigError(
-            f"not a plain word: {', '.join(bad)}",
+            f"characters that are not allowed: {', '.join(bad)}",
             "use letters, digits and . , : / + = @ % [ ] -",
             f"sbatch options of {site.name}",
         )
@@ -242,7 +242,7 @@ def render_site(site: Site) -> str:
     lines += [f"module use {shlex.quote(path)}" for path in site.module_paths]
     lines += [_module_load(module) for module in site.modules]
     if site.modules:
-        reason = "# launch/job.sh: what is so now was not exported by the user"
+        reason = "# launch/job.sh takes these values for the modules', not the user's"
         lines.append(f'FRONTIER_LLM_FROM_MODULES="$(export -p)" {reason}')
     if site.unset:
         lines.append("unset " + " ".join(_names(site.unset, "unset")))

@@ -222,9 +222,9 @@ def request_problems(
     if site.account == "required" and not account:
         yield Problem("--account", f"{site.name} charges every job to a project", "pass -A PROJECT (e.g. -A ABC123)")
     if nodes < 1:
-        yield Problem("--nodes", f"{nodes} nodes", "at least 1")
+        yield Problem("--nodes", f"is {nodes}", "pass 1 or more")
     if minutes is not None and minutes < 1:
-        yield Problem("--time", "no time at all", "leave it out for the longest that the site allows")
+        yield Problem("--time", "is less than a minute", "leave it out to get the longest walltime of the site")
     if partition is not None and site.partitions and partition not in site.partitions:
         yield Problem("--partition", f"{site.name} has no partition {partition!r}", suggest(partition, site.partitions))
         return
@@ -233,8 +233,8 @@ def request_problems(
     longest = site.max_minutes(nodes, partition)
     if limits and longest is None:
         most = limits[-1].max_nodes
-        yield Problem("--nodes", f"{nodes} nodes; {name} takes at most {most}", f"--nodes {most}")
+        yield Problem("--nodes", f"is {nodes}, but {name} allows at most {most} nodes", f"--nodes {most}")
     elif longest is not None and minutes is not None and minutes > longest:
-        what = f"{format_walltime(minutes)}; {name} runs jobs of {nodes} nodes for at most {format_walltime(longest)}"
+        what = f"{format_walltime(minutes)}, but {name} allows at most {format_walltime(longest)} for {nodes} nodes"
         shorter = f"--time {format_walltime(longest)}, and let the job continue itself"
         yield Problem("--time", what, "; ".join([shorter, *longer_jobs(site, nodes, minutes, partition)]))

@@ -32,7 +32,7 @@ ACTIVE = frozenset(
 )
 _NO_CLUSTER = re.compile(r"configuration source|Unable to contact slurm controller|Could not establish")
 _AWAY = re.compile(
-    r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|did not answer "
+    r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|did not respond "
     r"within"
 )
 # a controller restarts within minutes, which must not end a run of 384 nodes
@@ -58,8 +58,8 @@ class Allocation:
         missing = [name for name in needed if environ(name) is None]
         if missing:
             raise FrontierError(
-                f"{', '.join(missing)} not set",
-                "start this with sbatch, with --ntasks-per-node",
+                f"variables that are not set: {', '.join(missing)}",
+                "start this with sbatch and its option --ntasks-per-node",
                 "job",
             )
         return cls(
@@ -91,18 +91,18 @@ def call(
         )
     except FileNotFoundError as error:
         raise FrontierError(
-            f"there is no {command[0]} here",
+            f"{command[0]} is not on PATH",
             "run this on a login node of a Slurm cluster",
             command[0],
         ) from error
     except subprocess.TimeoutExpired as error:
         raise FrontierError(
-            f"{command[0]} did not answer within {timeout_s:.0f} s",
-            "try again when the Slurm controller answers",
+            f"{command[0]} did not respond within {timeout_s:.0f} s",
+            "try again when the Slurm controller responds",
             command[0],
         ) from error
     if done.returncode:
-        complaint = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
+        complaint = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]
         fix = "run this where Slurm's commands work (try sinfo)" if _NO_CLUSTER.search(done.stderr) else ""
         raise FrontierError(complaint[-1] if fix else "\n".join(complaint), fix, " ".join(command[:3]))
     return done.stdout
@@ -123,7 +123,7 @@ def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
                 raise
             if not warned:
                 log.warn(
-                    f"the Slurm controller does not answer {command[0]}; asking again for {patience_s / 60:.0f} minutes"
+                    f"the Slurm controller does not respond to {command[0]}; retrying for {patience_s / 60:.0f} minutes"
                 )
             warned = True
             time.sleep(PAUSE_S)

@@ -104,7 +104,7 @@ class RunParts:
         value = section.get(key)
         if value is None or is_sound(value):
             return value
-        self.damage.append(f"config.yaml: {name}.{key} is {value!r}")
+        self.damage.append(f"config.yaml: {name}.{key} has the invalid value {value!r}")
         return None
 
     def _relative(self, problem: Problem) -> str:
@@ -121,10 +121,12 @@ def read_status(directory: Path) -> Status:
     """
     if not directory.is_dir():
         raise FrontierError(
-            "no such run directory", "give the path of a run directory, or none for all under runs/", str(directory)
+            "no such run directory", "give the path of a run directory, or no path for all under runs/", str(directory)
         )
     if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
-        raise FrontierError("holds no run", f"a run has one of {', '.join(RUN_MARKS)}", str(directory))
+        raise FrontierError(
+            "is not a run directory", f"a run directory has one of {', '.join(RUN_MARKS)}", str(directory)
+        )
     parts = RunParts(directory)
     rows = parts.read(run_dir.steps, list[dict[str, Any]]())
     last = rows[-1] if rows else {}
@@ -225,7 +227,7 @@ def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Probl
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             what = f"cannot be shown: {type(error).__name__}: {error}"
             problems.append(
-                Problem(str(directory), what, "report this with the files of the run directory's top level")
+                Problem(str(directory), what, "report this, with the files at the top level of the run directory")
             )
     return statuses, problems
 
@@ -266,7 +268,9 @@ def _note_clock(parts: RunParts, living: Holder | None) -> None:
     ahead_s = -parts.read(lambda _: silence_s(path), 0.0)
     if is_ahead(-ahead_s):
         what = f"the last heartbeat of {living.describe()} is {ahead_s:,.0f} s in the future"
-        parts.note(Problem(str(path), what, "the next start watches it for a minute and takes over if none comes"))
+        parts.note(
+            Problem(str(path), what, "the next start waits a minute for a new one, and takes over if none is written")
+        )
 
 
 def _checkpoint(parts: RunParts) -> tuple[int, float | None]:

@@ -90,13 +90,13 @@ def _speed(status: Status) -> str:
 
 def _waits(axis: str, row: dict[str, int]) -> str:
     median, most = (format_seconds(row[key] * 1e-6) for key in ("p50_us", "p99_us"))
-    return f"{axis} half below {median}, 99 % below {most} of {row['calls']:,} calls"
+    return f"{axis} median {median}, 99th percentile {most}, {row['calls']:,} calls"
 
 
 def _slow(slow: Slow, excluded: bool) -> str:
     times = "once" if slow.times == 1 else f"{slow.times} times"
-    proposal = "" if excluded else f"; --exclude={slow.host} leaves it out"
-    return f"{slow.host} {times}, at step {slow.last_step:,} by a factor of {slow.slowdown:.1f}{proposal}"
+    proposal = "" if excluded else f"; exclude it with --exclude={slow.host}"
+    return f"{slow.host} {times}, last at step {slow.last_step:,} by a factor of {slow.slowdown:.1f}{proposal}"
 
 
 def _time_left(status: Status) -> str:

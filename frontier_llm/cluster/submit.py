@@ -142,8 +142,8 @@ def _whole_node_problems(request: JobRequest) -> Iterator[Problem]:
     nodes = request.job.nodes
     if nodes not in (valid := whole_replicas(nodes, per_node, parallel.model_ranks)):
         what = (
-            f"{plural(nodes, 'node')} of {per_node} ranks are no whole replicas of tensor "
-            f"{parallel.tensor} x pipeline {parallel.pipeline}"
+            f"{plural(nodes, 'node')} of {per_node} ranks cannot be divided into replicas of tensor "
+            f"{parallel.tensor} x pipeline {parallel.pipeline} ranks"
         )
         yield Problem("--nodes", what, f"--nodes {' or '.join(map(str, valid))}, or change the degrees")
 
@@ -160,19 +160,19 @@ def problems(request: JobRequest) -> Iterator[Problem]:
         )
     if request.slice_minutes is not None and 2 * job.warning_s > 60 * request.slice_minutes:
         what = (
-            f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(job.warning_s)} before "
-            f"its end"
+            f"{format_walltime(request.slice_minutes)} is too short: ranks are warned to save "
+            f"{format_seconds(job.warning_s)} before its end, and it must be at least twice as long"
         )
         yield Problem("--time", what, more_time(request, -(-2 * int(job.warning_s) // 60)))
     if request.qos in site.unchained_qos and job.continuation != "never":
-        what = f"{site.name} forbids jobs under {request.qos} to continue themselves"
+        what = f"{site.name} does not allow jobs with QOS {request.qos} to continue themselves"
         yield Problem("--qos", what, "add --continue-with never")
     yield from option_problems(job.sbatch)
     if job.spares < 0:
-        yield Problem("--spares", f"{job.spares} nodes", "0 or more")
+        yield Problem("--spares", f"is {job.spares}", "pass 0 or more")
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
         if value is not None and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            yield Problem(flag, f"{value!r} is not a name", "letters, digits, - _ .")
+            yield Problem(flag, f"{value!r} has characters that are not allowed", "use letters, digits, - _ .")
 
 
 def before_maintenance(request: JobRequest, now_unix_s: float, maintenance: slurm.Maintenance | None) -> JobRequest:
@@ -198,7 +198,7 @@ def more_time(request: JobRequest, minutes: int) -> str:
     if longest is None or minutes <= longest:
         return f"--time {format_walltime(minutes)} or more"
     elsewhere = longer_jobs(request.site, nodes, minutes, request.partition)
-    return "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
+    return "; or ".join(["make steps shorter by a smaller batch.global_batch", *elsewhere])
 
 
 def prepare(request: JobRequest) -> Submission:
@@ -309,8 +309,8 @@ def _refuse_busy(request: JobRequest) -> None:
     busy = []
     for job_id in jobs(request.job.directory):
         if slurm.is_active(job_id):
-            what = f"job {job_id} already runs or waits for {request.job.directory}"
-            busy.append(Problem("train.run_dir", what, f"scancel {job_id}, or another run_dir"))
+            what = f"job {job_id} already runs or is queued for {request.job.directory}"
+            busy.append(Problem("train.run_dir", what, f"scancel {job_id}, or set another train.run_dir"))
     limit = request.site.max_queued_jobs
     if limit is not None:
         mine = len(slurm.call(["squeue", "--me", "--noheader", "--format=%A"]).split())
@@ -318,8 +318,8 @@ def _refuse_busy(request: JobRequest) -> None:
             busy.append(
                 Problem(
                     "queue",
-                    f"{mine} of your jobs are queued; {request.site.name} takes {limit}",
-                    "wait, or scancel some",
+                    f"{mine} of your jobs are queued, and {request.site.name} allows {limit}",
+                    "wait, or cancel some with scancel",
                 )
             )
     if busy:
@@ -331,7 +331,7 @@ def describe(request: JobRequest, submission: Submission) -> str:
     job = request.job
     nodes = f"{job.nodes} + {job.spares} spare nodes" if job.spares else plural(job.nodes, "node")
     minutes = request.shortened_minutes or request.slice_minutes
-    walltime = f", {format_walltime(minutes)} each slice" if minutes else ""
+    walltime = f", {format_walltime(minutes)} per job" if minutes else ""
     outcome = f"->  job {submission.job_id}" if submission.job_id else "(not run)"
     return "\n".join(
         [

@@ -207,7 +207,7 @@ def requeue(job_id: str) -> None:
     sys.stderr.flush()
     slurm.requeue(job_id)
     time.sleep(120)
-    raise FrontierError(f"job {job_id} was requeued but is still here", "scancel it", "scontrol requeue")
+    raise FrontierError(f"job {job_id} was requeued, but Slurm did not end it", f"scancel {job_id}", "scontrol requeue")
 
 
 def queue_successor(run: BatchRun) -> None:
@@ -229,7 +229,7 @@ def queue_successor(run: BatchRun) -> None:
                 f"submit again, with sbatch --exclude={excluded} or with frontier-llm submit, which "
                 f"excludes them itself"
             )
-        raise FrontierError(f"there is no {script}", fix, "successor")
+        raise FrontierError(f"cannot queue the next job: there is no {script}", fix, "successor")
     warning_s = measured_warning_s(run.directory) or round(run.job.warning_s)
     options = {
         **as_options(run.job.sbatch),
@@ -257,7 +257,7 @@ def refuse_second_holder(run: BatchRun) -> None:
     if slurm.job_fields(other["job_id"]).get("JobState") in slurm.ACTIVE - {"PENDING"}:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other["since_unix_s"]))
         raise FrontierError(
-            f"job {other['job_id']} on {other['host']} has been running it since {since}",
+            f"job {other['job_id']} on {other['host']} has been training there since {since}",
             f"scancel {other['job_id']}, or choose another train.run_dir",
             str(run.directory),
         )
@@ -270,8 +270,8 @@ def _warn_of_records(run: BatchRun) -> None:
     needed_s = measured_warning_s(run.directory)
     if needed_s is not None and needed_s > run.job.warning_s:
         log.warn(
-            f"a step and a save have taken so long that {run.job.warning_s:.0f} s before the walltime is late: "
-            f"--signal=USR1@{needed_s}"
+            f"a warning {run.job.warning_s:.0f} s before the end of the walltime is too late, because a step and a "
+            f"save have taken longer: use --signal=USR1@{needed_s}"
         )
 
 

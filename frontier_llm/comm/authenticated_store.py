@@ -86,10 +86,10 @@ def receive_parts(connection: socket.socket) -> Parts:
     """Receive a list of byte strings. Raises OSError if the peer is gone or its message is empty or too large."""
     (count,) = struct.unpack("<I", exactly(connection, 4))
     if not 0 < count <= MOST_PARTS:
-        raise ConnectionError(f"a message of {count} parts")
+        raise ConnectionError(f"received a message of {count} parts, expected 1 to {MOST_PARTS}")
     lengths = struct.unpack(f"<{count}Q", exactly(connection, 8 * count))
     if sum(lengths) > MOST_BYTES:
-        raise ConnectionError(f"a message of {sum(lengths)} bytes")
+        raise ConnectionError(f"received a message of {sum(lengths)} bytes, expected at most {MOST_BYTES}")
     return [exactly(connection, length) for length in lengths]
 
 
@@ -125,7 +125,7 @@ class AuthenticatedStore(dist.Store):
             except (OSError, UnauthenticatedPeer) as error:
                 if not patient or time.monotonic() > deadline_s:
                     raise dist.DistStoreError(
-                        f"no store of this job within {timeout_s if patient else 0:g} s: {error}"
+                        f"cannot connect to the job's store within {timeout_s if patient else 0:g} s: {error}"
                     ) from error
                 time.sleep(0.01)
 
@@ -139,7 +139,7 @@ class AuthenticatedStore(dist.Store):
                 # a connection that fails is not used again: a late answer would be taken for the next request's
                 status, *values = receive_parts(connection)
             except (OSError, UnauthenticatedPeer) as error:
-                raise dist.DistStoreError(f"the store of this job is gone: {error}") from error
+                raise dist.DistStoreError(f"lost the connection to the job's store: {error}") from error
             self._idle.append(connection)
         if status != b"ok":
             raise dist.DistStoreError(values[0].decode(errors="replace"))

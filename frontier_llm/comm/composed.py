@@ -140,6 +140,6 @@ def start_exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axi
     Both tensors are contiguous. The ledger counts one send and one recv.
     """
     group = axis.group
-    assert group is not None, "an axis of one rank has no one to exchange with"
+    assert group is not None, "an axis of one rank has no peer"
     axis.ledger.add(axis.name, "send", outgoing.nbytes).finished = True
     return Started(axis, "recv", incoming.nbytes, lambda: group.exchange(outgoing, to, incoming, source))

@@ -149,7 +149,7 @@ class TorchGroup:
             )
             fix = (
                 "failure.json in the run directory names the rank that failed first; raise train.timeout_s only if "
-                "it is merely slow"
+                "that rank is only slow"
             )
             return RankFailure(f"{place} {others}, failed: {str(error).splitlines()[0]}", fix=fix)
 

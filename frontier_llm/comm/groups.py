@@ -79,7 +79,7 @@ def _require(backend: str) -> None:
     if not dist.is_backend_available(backend):
         raise BackendError(
             f"this torch was built without {backend}",
-            "choose comm.backend=auto, or install a torch that has it",
+            "set comm.backend=auto, or install a torch that has it",
             "comm.backend",
         )
 
@@ -133,7 +133,9 @@ class _Groups:
         if rail.size == 1:
             return flat
         if apart:
-            self._log(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; rows go once to each node")
+            self._log(
+                f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; each row is sent once to each node"
+            )
             return replace(flat, nodes=rail.size, levels=(node, rail))
         self._log(
             f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; its algorithms come from comm.algorithms"
@@ -206,13 +208,15 @@ class _Groups:
             self._log(f"comm: {backend} through torch.distributed")
             return TorchGroup(process_group, ranks, name)
         descriptor = None
-        reason = f"{backend} serves it, and only CPU ranks share memory"
+        reason = f"it uses {backend}, and only CPU ranks with gloo can share memory"
         if backend == "gloo":
             descriptor, reason = share_memory(process_group, rank, len(ranks))
         if descriptor is None:
             if self._comm.transport == "shm":
                 raise BackendError(
-                    f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm"
+                    f"axis {name} cannot use shared memory: {reason}",
+                    "set comm.transport=auto or comm.transport=torch",
+                    "comm",
                 )
             self._log(f"comm: {backend} sockets for axis {name}: {reason}")
             return TorchGroup(process_group, ranks, name)
@@ -336,7 +340,7 @@ def _open_channel(axis: Axis, pairs: Sequence[tuple[int, int]], device: torch.de
     order, so there is no circular wait.
     """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    assert axis.group is not None, "an axis of one rank has no one to talk to"
+    assert axis.group is not None, "an axis of one rank has no peer"
     for sender, receiver in pairs:
         if axis.rank == sender:
             axis.group.send(byte, receiver).wait()

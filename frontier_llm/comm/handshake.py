@@ -54,7 +54,7 @@ def require_proof(connection: socket.socket, secret: bytes) -> None:
     theirs = answer[:CHALLENGE_BYTES]
     proof = answer[CHALLENGE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"rank", challenge, theirs)):
-        raise UnauthenticatedPeer("it does not know the job's secret")
+        raise UnauthenticatedPeer("the peer does not have the job's secret")
     connection.sendall(_proof(secret, b"server", theirs, challenge))
     connection.settimeout(None)
 
@@ -69,7 +69,7 @@ def give_proof(connection: socket.socket, secret: bytes) -> None:
     challenge = _receive(connection, CHALLENGE_BYTES, until_s, GREETING)
     connection.sendall(GREETING + ours + _proof(secret, b"rank", challenge, ours))
     if not hmac.compare_digest(_receive(connection, PROOF_BYTES, until_s), _proof(secret, b"server", ours, challenge)):
-        raise UnauthenticatedPeer("who listens there does not know the job's secret")
+        raise UnauthenticatedPeer("the server at this address does not have the job's secret")
     connection.settimeout(None)
 
 
@@ -79,7 +79,7 @@ def exactly(connection: socket.socket, size: int) -> bytes:
     while len(received) < size:
         piece = connection.recv(size - len(received))
         if not piece:
-            raise ConnectionError("closed by the other side")
+            raise ConnectionError("the peer closed the connection")
         received += piece
     return bytes(received)
 
@@ -95,10 +95,10 @@ def _receive(connection: socket.socket, size: int, until_s: float, greeting: byt
         connection.settimeout(max(until_s - time.monotonic(), 0.001))
         piece = connection.recv(len(greeting) + size - len(received))
         if not piece:
-            raise ConnectionError("closed by the other side")
+            raise ConnectionError("the peer closed the connection")
         received += piece
         if not received.startswith(greeting[: len(received)]):
-            raise UnauthenticatedPeer("it does not speak the protocol of this rendezvous")
+            raise UnauthenticatedPeer("the peer uses another protocol")
     return received[len(greeting) :]
 
 
@@ -152,7 +152,7 @@ class Handshake:
             self._admit(connection)
         except (UnauthenticatedPeer, OSError) as error:
             connection.close()
-            self._refused(who, "it said nothing" if isinstance(error, TimeoutError) else str(error))
+            self._refused(who, "the peer sent nothing" if isinstance(error, TimeoutError) else str(error))
         else:
             self._serve(connection)
         finally:
@@ -161,5 +161,5 @@ class Handshake:
     def _refused(self, who: str, why: str) -> None:
         self._lines += 1
         if self._lines <= MOST_LINES:
-            last = "; further ones are refused without a line" if self._lines == MOST_LINES else ""
-            log.warn(f"refused an unauthenticated peer at {self._where}, from {who}: {why}{last}")
+            last = "; further ones are refused without a message" if self._lines == MOST_LINES else ""
+            log.warn(f"refused an unauthenticated connection to {self._where} from {who}: {why}{last}")

@@ -70,7 +70,7 @@ class Heartbeats:
             if not is_closed:
                 self._library.fl_heartbeat_update(self._sender, f'{text}, "posts": '.encode())
             if is_closed or self._library.fl_heartbeat_failed(self._sender):
-                raise dist.DistStoreError("heartbeats cannot be sent: the store of this job is gone")
+                raise dist.DistStoreError("heartbeats cannot be sent: the job's store has ended")
 
     @property
     def sent(self) -> int:

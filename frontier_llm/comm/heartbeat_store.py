@@ -69,14 +69,16 @@ class HeartbeatStore:
         while not self._store.check([key]):
             if time.monotonic() > deadline_s:
                 heartbeats.close()
-                self._fall_back(rank, heartbeat, "this torch's store does not take them")
+                self._fall_back(rank, heartbeat, "the store of this torch does not accept them")
                 return
             time.sleep(0.005)
         self._heartbeats = heartbeats
 
     def _fall_back(self, rank: int, heartbeat: dict[str, Any], why: str) -> None:
         if rank == 0:
-            log.warn(f"heartbeats come from Python, and stop while the main thread holds the interpreter lock: {why}")
+            log.warn(
+                f"heartbeats are sent from Python and stop while the main thread holds the interpreter lock: {why}"
+            )
         self._address = None
         self._post_from_python(rank, heartbeat)
 

@@ -94,15 +94,15 @@ def open_memory(path: str) -> int:
     """
     match = _REGION.fullmatch(path)
     if match is None:
-        raise PermissionError(errno.EPERM, "is no shared region", path)
+        raise PermissionError(errno.EPERM, "not a shared-memory region: expected a path /proc/PID/fd/NUMBER", path)
     where = os.open(path, os.O_PATH | os.O_CLOEXEC)  # O_PATH allows fstat, but no reading or writing
     try:
         status = os.fstat(where)
         process = os.stat(f"/proc/{match[1]}")
         if not stat.S_ISREG(status.st_mode) or status.st_nlink or status.st_dev != MEMORY_DIR.stat().st_dev:
-            raise PermissionError(errno.EPERM, "is no shared region", path)
+            raise PermissionError(errno.EPERM, f"not a shared-memory region: not an unnamed file in {MEMORY_DIR}", path)
         if {status.st_uid, process.st_uid} != {os.getuid()} or stat.S_IMODE(status.st_mode) & 0o077:
-            raise PermissionError(errno.EPERM, "is not this user's alone", path)
+            raise PermissionError(errno.EPERM, "belongs to another user or is accessible to other users", path)
         return os.open(f"/proc/self/fd/{where}", os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.close(where)
@@ -141,4 +141,4 @@ def share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, 
         return descriptor, ""
     if descriptor is not None:
         os.close(descriptor)
-    return None, reason or ("a peer cannot open it" if together else "its ranks are on several hosts")
+    return None, reason or ("another rank cannot open it" if together else "its ranks are on several hosts")

@@ -41,7 +41,7 @@ class Sends:
     def start(self, x: Tensor, channel: Axis, to: int) -> None:
         """Send a contiguous tensor to axis rank `to`."""
         group = channel.group
-        assert group is not None, "an axis of one rank has no one to send to"
+        assert group is not None, "an axis of one rank has no peer to send to"
         queue = self._outstanding[channel.name]
         while queue and (len(queue) >= self._limit or queue[0].is_done()):
             queue.popleft().wait()
@@ -60,5 +60,5 @@ def post_receive(
     """Post a receive from axis rank `source`. It overlaps with the compute until `wait()`."""
     group = channel.group
     buffer = torch.empty(shape, dtype=dtype, device=device)
-    assert group is not None, "an axis of one rank has no one to receive from"
+    assert group is not None, "an axis of one rank has no peer to receive from"
     return Receive(buffer, Started(channel, "recv", buffer.nbytes, lambda: group.receive(buffer, source)))

@@ -190,7 +190,9 @@ def _join_torch(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
             return _Joined(store, "torch", functools.partial(_connect_torch, address), address)
         except (OSError, ValueError, dist.DistStoreError) as error:
             if time.monotonic() > deadline_s:
-                raise dist.DistStoreError(f"no store of this job within {timeout_s:g} s: {error}") from error
+                raise dist.DistStoreError(
+                    f"cannot connect to the job's store within {timeout_s:g} s: {error}"
+                ) from error
             time.sleep(RETRY_S)
 
 
@@ -217,7 +219,9 @@ def _connect_torch(address: tuple[str, int], timeout_s: float) -> dist.Store:
     try:
         return connecting.result(timeout_s)
     except TimeoutError:
-        raise dist.DistStoreError(f"{host}:{port} does not answer as torch's store within {timeout_s:g} s") from None
+        raise dist.DistStoreError(
+            f"{host}:{port} does not respond as torch's TCPStore within {timeout_s:g} s"
+        ) from None
 
 
 def _check_token(store: dist.Store, meeting: Meeting, deadline_s: float) -> None:
@@ -233,7 +237,7 @@ def _join_authenticated(rank: int, world_size: int, meeting: Meeting, timeout_s:
         if problem is not None:
             raise BackendError(
                 f"rank 0: {problem}",
-                "have the hard limit raised (ulimit -Hn), or set comm.store=torch",
+                "ask the site to raise the hard limit of open files (ulimit -Hn), or set comm.store=torch",
                 "comm.store",
             )
         serve, close = open_server()

@@ -258,7 +258,7 @@ class ShmGroup:
         if status == _DEAD:
             raise RankFailure(
                 f"{us}: {peer} has died or left",
-                fix="its own log says why; look for the first rank that failed",
+                fix="read the log of this rank, and find the rank that failed first",
             )
         if status == _PENDING:
             everyone = range(len(self._ranks))
@@ -272,19 +272,17 @@ class ShmGroup:
             )
         if status == _MISMATCH:
             raise RankFailure(
-                f"{us}: {peer} is in another operation, or has another shape or dtype",
-                fix="ranks must make the same calls",
+                f"{us}: {peer} calls another operation, or passes another shape or dtype",
+                fix="all ranks of an axis must make the same calls in the same order",
             )
         if status == _NO_SPACE:
-            raise BackendError(f"{us}: no room in {MEMORY_DIR}", self._room_fix(), "comm")
+            raise BackendError(f"{us}: not enough free space in {MEMORY_DIR}", self._room_fix(), "comm")
         raise AssertionError(f"{us}: status {status}")
 
     @staticmethod
     def _room_fix() -> str:
         free_mib = os.statvfs(MEMORY_DIR).f_bavail * os.statvfs(MEMORY_DIR).f_frsize >> 20
-        return (
-            f"{MEMORY_DIR} has {free_mib} MiB free: enlarge it (docker: --shm-size=2g), or choose the transport 'torch'"
-        )
+        return f"{MEMORY_DIR} has {free_mib} MiB free: enlarge it (docker: --shm-size=2g), or set comm.transport=torch"
 
 
 def _pieces(x: Tensor) -> list[tuple[int, int]]:

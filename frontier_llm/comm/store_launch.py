@@ -69,14 +69,14 @@ class StoreProcess:
         `timeout_s`.
         """
         said = self._read_answer(timeout_s)
-        last = said.splitlines()[-1] if said else "it said nothing"
+        last = said.splitlines()[-1] if said else "no message"
         if not last.startswith("{"):
             raise dist.DistStoreError(f"the store's process did not start: {last}")
         answer = json.loads(last)
         if "problem" in answer:
             raise BackendError(
                 str(answer["problem"]),
-                "have the hard limit raised (ulimit -Hn), or use fewer ranks",
+                "ask the site to raise the hard limit of open files (ulimit -Hn), or use fewer ranks",
                 "comm.store",
             )
         return int(answer["port"])
@@ -92,7 +92,7 @@ class StoreProcess:
         while True:
             left_s = max(deadline_s - time.monotonic(), 0.0)
             if not waiting.poll(1000 * left_s):
-                raise dist.DistStoreError(f"the store's process has not started within {timeout_s:g} s")
+                raise dist.DistStoreError(f"the store's process did not start within {timeout_s:g} s")
             piece = os.read(descriptor, 65536)
             said += piece
             if not piece:  # closed: the answer is complete, or the process has ended

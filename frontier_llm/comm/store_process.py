@@ -33,8 +33,8 @@ def raise_open_file_limit(connections: int) -> str | None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         return (
-            f"a process may open {hard} files here, and the store needs {needed}: up to {connections} connections "
-            f"and its own files"
+            f"the store needs {needed} open files, but the hard limit is {hard}: it opens up to {connections} "
+            f"connections and its own files"
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -56,7 +56,7 @@ def check_transport(in_use: TransportInUse, host: str) -> None:
     if in_use.network in ("Socket", "IB", ""):
         what = f"RCCL uses {in_use.network or 'a network that its log does not name'} between nodes, not libfabric"
         fix = (
-            "module load rccl-net-plugin (or put aws-ofi-nccl on LD_LIBRARY_PATH); frontier-llm doctor says what "
+            "module load rccl-net-plugin (or put aws-ofi-nccl on LD_LIBRARY_PATH); frontier-llm doctor shows what "
             "is missing"
         )
     elif in_use.provider != PROVIDER:
@@ -68,8 +68,8 @@ def check_transport(in_use: TransportInUse, host: str) -> None:
             f"through host memory"
         )
         fix = (
-            "bind each rank to its GCD (launch/bind_gcd.sh); on Frontier export NCCL_NET_GDR_LEVEL=PHB, which "
-            "hangs on LUMI"
+            "bind each rank to its GCD (launch/bind_gcd.sh); on Frontier, export NCCL_NET_GDR_LEVEL=PHB (on LUMI "
+            "it hangs)"
         )
     else:
         return

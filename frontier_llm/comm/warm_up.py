@@ -21,10 +21,9 @@ from frontier_llm.run.threads import in_daemon
 # ends the process without naming the group.
 LIMIT_S = 180.0
 _REMEDY = (
-    "start again: such hangs come and go. Again the same group: leave out a node that is in it (slurm --exclude), "
-    "see that the network's plugin "
-    "is loaded (frontier-llm doctor), and on Slingshot that FI_MR_CACHE_MONITOR is what docs/lumi.md says; LIMIT: "
-    "train.timeout_s"
+    "start again, because such hangs are intermittent. If the same group hangs again, exclude one of its nodes "
+    "(sbatch --exclude), check that the network's plugin is loaded (frontier-llm doctor), and on Slingshot that "
+    "FI_MR_CACHE_MONITOR has the value in docs/lumi.md. For LIMIT, raise train.timeout_s"
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.units import strict_json
 
 # Without build isolation, DeepSpeed is built against the installed torch and does not replace it.
 INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
@@ -19,7 +20,7 @@ INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
 # DeepSpeed features that this program implements itself, or that would change the training result. The value names the
 # replacement.
 _ELSEWHERE = {
-    "optimizer": "optimizer.* (by this program's own kernels)",
+    "optimizer": "optimizer.* (this program's own kernels)",
     "scheduler": "optimizer.schedule",
     "bfloat16": "precision.dtype",
     "amp": "precision.dtype",
@@ -29,24 +30,24 @@ _ELSEWHERE = {
     "pipeline": "parallel.pipeline",
     "sequence_parallel_size": "parallel.sequence_parallel",
     "data_parallel_size": "parallel.data",
-    "expert_parallel": "nothing: there are no experts here",
+    "expert_parallel": "none (the engine deepspeed trains no experts)",
     "activation_checkpointing": "train.recompute",
-    "gradient_allreduce_op": "nothing: the loss is divided by the global number of tokens",
-    "prescale_gradients": "nothing: the loss is divided by the global number of tokens",
-    "gradient_predivide_factor": "nothing: the loss is divided by the global number of tokens",
-    "sparse_gradients": "nothing: gradients are dense",
-    "checkpoint": "train.save_interval: checkpoints are this program's own, for every engine",
-    "elasticity": "nothing: a run resumes on any number of ranks",
-    "compile": "nothing: kernels are built ahead of time",
-    "hybrid_engine": "nothing",
-    "compression_training": "nothing",
+    "gradient_allreduce_op": "none (the loss is divided by the global number of tokens)",
+    "prescale_gradients": "none (the loss is divided by the global number of tokens)",
+    "gradient_predivide_factor": "none (the loss is divided by the global number of tokens)",
+    "sparse_gradients": "none (gradients are dense)",
+    "checkpoint": "train.save_interval (every engine writes this program's own checkpoints)",
+    "elasticity": "none (a run resumes on any number of ranks)",
+    "compile": "none (kernels are built ahead of time)",
+    "hybrid_engine": "none",
+    "compression_training": "none",
     "data_efficiency": "data.*",
     "curriculum_learning": "data.*",
-    "zero_optimization.zenflow": "nothing: asynchronous updates give other losses",
+    "zero_optimization.zenflow": "none (asynchronous updates change the losses)",
     "zero_optimization.elastic_checkpoint": "train.save_interval",
-    "zero_optimization.round_robin_gradients": "nothing: with it DeepSpeed says wrongly where a parameter's state "
-    "lies, which checkpoints must know",
-    "zero_optimization.mics_shard_size": "nothing: the optimizer state is split over all of dp",
+    "zero_optimization.round_robin_gradients": "none (with it, DeepSpeed reports a wrong place of a parameter's "
+    "state, and checkpoints would be wrong)",
+    "zero_optimization.mics_shard_size": "none (the optimizer state is split over all of dp)",
 }
 
 
@@ -61,8 +62,8 @@ def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
     problems = [
         Problem(
             where=f"{where}: {key}",
-            what="is not DeepSpeed's to decide here",
-            fix=f"remove it; its place is {_ELSEWHERE[key]}",
+            what="cannot be set in the DeepSpeed file",
+            fix=f"remove it; replacement: {_ELSEWHERE[key]}",
         )
         for key, value in _leaves(given)
         if key in _ELSEWHERE and not _is_off(value)
@@ -70,14 +71,22 @@ def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
     problems += [
         Problem(
             where=f"{where}: {key}",
-            what=f"is {value!r}, the run file says {ours[key][0]!r}",
-            fix=f"remove it or make it agree with {ours[key][1]}",
+            what=(
+                f"is {strict_json(value, indent=None)}, but the run file requires "
+                f"{strict_json(ours[key][0], indent=None)}"
+            ),
+            fix=(
+                f"remove it, or set it to {strict_json(ours[key][0], indent=None)}; that value follows from "
+                f"{ours[key][1]}"
+            ),
         )
         for key, value in _leaves(given)
         if key in ours and value not in ("auto", ours[key][0])
     ]
     problems += [
-        Problem(where=f"{where}: {key}", what="nvme: checkpoints are written from memory", fix='use "device": "cpu"')
+        Problem(
+            where=f"{where}: {key}", what="is nvme, but checkpoints need the state in memory", fix='use "device": "cpu"'
+        )
         for key, value in _leaves(given)
         if isinstance(value, dict) and value.get("device") == "nvme"
     ]
@@ -114,7 +123,7 @@ def _ours(config: RunConfig, microbatches: int) -> dict[str, tuple[Any, str]]:
         "fp16.enabled": (False, "precision.dtype"),
         "zero_optimization.overlap_comm": (
             False,
-            "parallel.zero=1: gradients are handed over once, after the last backward",
+            "parallel.zero=1 (DeepSpeed receives the gradients once, after the last backward)",
         ),
     }
 
@@ -132,13 +141,17 @@ def _read(path: str | None) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"cannot be read: {error.strerror}",
-            "name a DeepSpeed JSON file",
+            "give the path of a DeepSpeed JSON file",
             f"optimizer.deepspeed_config: {path}",
         ) from error
     except ValueError as error:
-        raise ConfigError(f"is not JSON: {error}", where=path) from error
+        raise ConfigError(f"is not JSON: {error}", "correct it, or remove optimizer.deepspeed_config", path) from error
     if not isinstance(content, dict) or not isinstance(content.get("zero_optimization", {}), dict):
-        raise ConfigError("is not a DeepSpeed configuration: an object of settings is expected", where=path)
+        raise ConfigError(
+            "is not a DeepSpeed configuration: a JSON object of settings is expected",
+            "correct it, or remove optimizer.deepspeed_config",
+            path,
+        )
     return content
 
 

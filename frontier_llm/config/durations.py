@@ -144,7 +144,7 @@ def _of_run(
         value = _value(content, section, key)
         if len({size for _, size in planned}) > 1 and isinstance(value, str) and "step" not in value:
             raise ConfigError(
-                f"{value!r}, but the steps of the run's phases differ in size",
+                f"is given as {value!r}, but the phases have steps of different sizes",
                 "give it in steps",
                 f"{section}.{key}",
             )
@@ -203,17 +203,17 @@ def _steps(where: str, value: Any, stretches: Iterable[tuple[int, int]], data: A
 def _epoch(where: str, data: Any) -> int:
     """Return the number of tokens in the datasets of a blend, ignoring weights."""
     if data is None or data == "synthetic":
-        raise ConfigError("counts epochs, and synthetic data has none", "give it in steps or tokens", where)
+        raise ConfigError("is given in epochs, but synthetic data has no epochs", "give it in steps or tokens", where)
     sources = data if isinstance(data, (list, tuple)) else [data]
     total = 0
     for path in [source if isinstance(source, str) else _get(source, "path") for source in sources]:
         try:
             total += stored_tokens(str(path))
         except (OSError, ValueError, KeyError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "is no Megatron dataset"
+            reason = error.strerror if isinstance(error, OSError) else "it is not a Megatron dataset"
             raise ConfigError(
-                f"counts epochs of {path}: {reason}",
-                "make the data first, or give it in steps or tokens",
+                f"is given in epochs, but the dataset {path} cannot be read: {reason}",
+                "create the dataset first, or give it in steps or tokens",
                 where,
             ) from error
     return total

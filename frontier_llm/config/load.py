@@ -47,7 +47,7 @@ def available(kind: str) -> list[str]:
 def _new_name(name: str, kind: str) -> str:
     """Return the name that replaces a former one. Logs a notice once per process."""
     new = RENAMED[kind][name]
-    log.info(f"{kind[:-1]} {name!r} is now called {new!r}: write {new} where {name} is written")
+    log.info(f"{kind[:-1]} {name!r} has the new name {new!r}: write {new} instead of {name}")
     return new
 
 
@@ -71,10 +71,10 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     if os.path.isfile(f"{name}.yaml"):
         fix = f"did you mean {name}.yaml?"
     elif os.path.isfile(name):
-        fix = f"{name} is there, but a {kind[:-1]} file is YAML: let its name end in .yaml"
+        fix = f"{name} exists, but the name of a {kind[:-1]} file must end in .yaml: rename it"
     elif kind == "runs" and name in available("models"):
         fix = (
-            f"{name} is a model: name a run that trains it, or write a run file with `model: {name}`; runs: "
+            f"{name} is a model, not a run: use a run that trains it, or write a run file with `model: {name}`; runs: "
             f"{', '.join(shipped)}"
         )
     raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=fix)
@@ -96,8 +96,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
             fix="check that the file is UTF-8 YAML and readable",
         ) from error
     if not isinstance(content, dict):
-        held = "nothing" if content is None else f"a {type(content).__name__}"
-        raise ConfigError(f"holds {held}, not a mapping", where=str(path), fix="write `key: value` lines")
+        found = "is empty" if content is None else f"contains a {type(content).__name__}"
+        raise ConfigError(f"{found}, but a mapping is expected", where=str(path), fix="write `key: value` lines")
     return content
 
 
@@ -106,7 +106,7 @@ def _parse(text: str) -> Any:
     MAXIMUM_NODES values.
     """
     if len(text) > MAXIMUM_BYTES:
-        raise ConfigError(f"holds more than {MAXIMUM_BYTES} bytes", "write less: no file of ours needs a tenth of it")
+        raise ConfigError(f"has more bytes than the limit of {MAXIMUM_BYTES}", "check that this is the correct file")
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
@@ -114,8 +114,8 @@ def _parse(text: str) -> Any:
             return None
         if _unfolded(node, {}) > MAXIMUM_NODES:
             raise ConfigError(
-                f"holds more than {MAXIMUM_NODES} values when its aliases are unfolded",
-                "write fewer values, or no aliases",
+                f"has more than {MAXIMUM_NODES} values after its YAML aliases are expanded",
+                "write fewer values, or remove the aliases",
             )
         return loader.construct_document(node)
     finally:
@@ -178,7 +178,7 @@ def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, fi
     files.append(path)
     if path in files[:-1]:
         raise ConfigError(
-            f"`base:` goes in a circle: {' -> '.join(map(str, files))}",
+            f"`base:` is circular: {' -> '.join(map(str, files))}",
             fix="remove one of these `base:` lines",
         )
     below = _on_its_bases(_expanded(path), kind, path.parent, files)
@@ -222,8 +222,8 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 problems.append(
                     Problem(
                         where=word,
-                        what=f"{parent!r} is already given a value that has no keys",
-                        fix="drop one of the two",
+                        what=f"sets a key of {parent!r}, which another argument sets to a value without keys",
+                        fix="remove one of the two arguments",
                     )
                 )
                 target = {}
@@ -371,7 +371,7 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
             ]
         ) from None
     if "validated" in (merged.get("optimizer") or {}):
-        log.info("optimizer.validated has no effect any more, and the losses stay the same: remove the key")
+        log.info("optimizer.validated has no effect any more: remove the key (the losses stay the same)")
     import_plugins(config.plugins)
     return config
 

@@ -116,7 +116,7 @@ def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], o
             continue
         match = _match(plugin, available)
         if match is None:
-            what = f"needs the plugin {plugin}, and neither --plugin nor a run file of yours names it"
+            what = f"needs the plugin {plugin}, which neither --plugin nor your run file names"
             problems.append(
                 Problem(where=where, what=what, fix=f"read that file, then add --plugin {_likely_path(plugin)}")
             )
@@ -162,7 +162,8 @@ def _placed(name: str, directory: Path, where: str) -> str:
         return str(path)
     relative = os.path.relpath(elsewhere, directory.resolve())
     log.info(
-        f"{where}: plugins: {name} is not beside that file and is taken from the working directory; write {relative}"
+        f"{where}: plugins: {name} is not in the folder of that file; the copy in the working directory is used. "
+        f"To keep it, write {relative}"
     )
     return str(elsewhere)
 
@@ -216,7 +217,7 @@ def _module_path(name: str) -> Path:
     module = next(iter(points)).module if points else name
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise ImportError(f"no module named {module!r} with a file")
+        raise ImportError(f"there is no module {module!r} with a source file")
     return Path(spec.origin).resolve()
 
 
@@ -259,7 +260,7 @@ def _import_file(path: Path) -> None:
     loader = _LoaderOfBytes(path)
     spec = importlib.util.spec_from_file_location(str(path), path, loader=loader)
     if spec is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[str(path)] = module
     try:

@@ -263,7 +263,7 @@ class ProfileConfig(Section):
     def _rising(cls, value: str) -> str:
         first, _, last = value.partition("-")
         if last and int(last) < int(first):
-            raise ValueError(f"goes backwards; write {last}-{first}")
+            raise ValueError(f"must not end before it starts; write {last}-{first}")
         return value
 
     @property
@@ -320,7 +320,8 @@ def recompute_modes(value: Any) -> str:
     modes = [str(word).strip() for word in words]
     if not modes or set(modes) - set(RECOMPUTE):
         raise ValueError(
-            "must be none, selective or full, or a list of them, which repeats through each virtual stage's layers"
+            "must be none, selective or full, or a list of them, which is repeated over the layers of each virtual "
+            "stage"
         )
     return ",".join(modes)
 

@@ -22,5 +22,5 @@ def stored_tokens(prefix: str) -> int:
     with Path(f"{prefix}.idx").open("rb") as file:
         head = file.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise ValueError("is no Megatron .idx file")
+        raise ValueError("is not a Megatron .idx file")
     return Path(f"{prefix}.bin").stat().st_size // int(DTYPE_NAMES[HEADER.unpack(head)[2]][1])

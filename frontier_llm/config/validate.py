@@ -32,8 +32,11 @@ def model_problems(model: ModelConfig) -> Iterator[Problem]:
     if model.position == "rope" and (rotary_dim(model) % 2 or not rotary_dim(model)):
         yield Problem(
             where="model.rope_fraction",
-            what=f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, not an even number of them",
-            fix="choose a fraction that gives 2 or more, an even number",
+            what=(
+                f"rotates {rotary_dim(model)} of {model.dim_per_head} dims of each head, not an even number of 2 or "
+                f"more"
+            ),
+            fix="choose a fraction that gives an even number of dims, at least 2",
         )
     if model.rope_scaling is not None:
         yield from _scaling_problems(model, model.rope_scaling)
@@ -48,14 +51,16 @@ def model_problems(model: ModelConfig) -> Iterator[Problem]:
     if model.norm == "layernorm" and model.norm_plus_one:
         yield Problem(
             where="model.norm_plus_one",
-            what="layernorm's weight stands alone",
+            what="is true, but only rmsnorm can add 1 to its weight, and the norm is layernorm",
             fix="set norm_plus_one: false or norm: rmsnorm",
         )
     if model.full_attention_every and model.sliding_window is None:
         yield Problem(
             where="model.full_attention_every",
-            what="there is no window that the other layers would have",
-            fix="set sliding_window, or leave it out",
+            what=(
+                f"is {model.full_attention_every}, but model.sliding_window is not set: every layer has full attention"
+            ),
+            fix="set model.sliding_window, or remove full_attention_every",
         )
 
 
@@ -63,26 +68,26 @@ def _scaling_problems(model: ModelConfig, scaling: RopeScaling) -> Iterator[Prob
     if scaling.kind in ("llama3", "yarn") and scaling.original_sequence_length is None:
         yield Problem(
             where="model.rope_scaling.original_sequence_length",
-            what=f"{scaling.kind} is relative to the context of before, which is not given",
+            what=f"is not set, but {scaling.kind} needs the context length that the model was trained with before",
             fix=f"set it, e.g. {model.sequence_length // 4}",
         )
     if scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
         yield Problem(
             where="model.rope_scaling",
             what=f"beta_fast {scaling.beta_fast} is not above beta_slow {scaling.beta_slow}",
-            fix="YaRN has 32 and 1",
+            fix="set beta_fast: 32 and beta_slow: 1, as in YaRN",
         )
     if scaling.kind == "ntk" and rotary_dim(model) <= 2:
         yield Problem(
             where="model.rope_scaling.kind",
-            what="ntk has nothing to spread with a single rotation",
+            what="ntk needs more than one rotation per head, and this model has only one",
             fix="use linear",
         )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         yield Problem(
             where="model.rope_scaling",
             what=f"high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}",
-            fix="Llama 3.1 has 1 and 4",
+            fix="set low_freq_factor: 1 and high_freq_factor: 4, as in Llama 3.1",
         )
 
 
@@ -90,19 +95,19 @@ def _moe_problems(model: ModelConfig, moe: MoeConfig) -> Iterator[Problem]:
     if moe.top_k > moe.experts:
         yield Problem(
             where="model.moe.top_k",
-            what=f"{moe.top_k} of {moe.experts} experts",
+            what=f"{moe.top_k} is more than the {moe.experts} experts",
             fix=f"set top_k to {moe.experts} or fewer",
         )
     if moe.dense_layers >= model.layers:
         yield Problem(
             where="model.moe.dense_layers",
-            what=f"{moe.dense_layers} of {model.layers} layers are dense, so that none has experts",
-            fix=f"set it to {model.layers - 1} or fewer, or leave moe out",
+            what=f"{moe.dense_layers} of {model.layers} layers are dense, so no layer has experts",
+            fix=f"set it to {model.layers - 1} or fewer, or remove model.moe",
         )
     if moe.shared_gate and not moe.shared_hidden:
         yield Problem(
             where="model.moe.shared_gate",
-            what="there is no shared expert",
+            what="is true, but there is no shared expert (moe.shared_hidden is 0)",
             fix="set moe.shared_hidden, or shared_gate: false",
         )
 
@@ -115,7 +120,7 @@ def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
     if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
         yield Problem(
             where="optimizer.min_lr",
-            what=f"{optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}, so that the learning rate would rise",
+            what=f"{optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}, so the learning rate would rise",
             fix=f"set optimizer.min_lr={optimizer.lr / 10:g}, a tenth, or 0",
         )
 
@@ -128,8 +133,8 @@ def phase_note(config: RunConfig) -> str:
         return ""
     total = sum(phase.steps for phase in config.train.phases)
     return (
-        f"train.steps={config.train.steps} ends the run in phase {reached} of {written}; leave train.steps out, "
-        f"or set it to the {total} steps of all"
+        f"train.steps={config.train.steps} ends the run in phase {reached} of {written}; remove train.steps, "
+        f"or set it to {total}, the sum of all phases"
     )
 
 
@@ -140,8 +145,8 @@ def warmup_note(config: RunConfig) -> str:
     if warmup < steps:
         return ""
     return (
-        f"optimizer.warmup_steps={warmup} is not over when the run ends at train.steps={steps}: the learning rate "
-        f"only ever rises; "
+        f"optimizer.warmup_steps={warmup} is not less than train.steps={steps}, so the learning rate rises during the "
+        f"complete run; "
         f"set e.g. optimizer.warmup_steps={steps // 10}"
     )
 
@@ -163,9 +168,9 @@ def fp16_note(precision: PrecisionConfig, flushes_fp16: bool) -> str:
     if precision.initial_loss_scale is None:
         scale = ""
     else:
-        scale = "; else leave precision.initial_loss_scale out, so that it follows the batch"
+        scale = "; with fp16, remove precision.initial_loss_scale, so that the scale follows the batch"
     return (
-        "precision.dtype=fp16: MI250X's matrix products take numbers below 6.1e-5 for zero, small gradients among "
-        "them (docs/numerics.md). "
+        "precision.dtype=fp16: MI250X's matrix products treat numbers below 6.1e-5 as zero, including small "
+        "gradients (docs/numerics.md). "
         f"precision.dtype=bf16 is as fast and has no such limit{scale}"
     )

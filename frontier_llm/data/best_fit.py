@@ -120,7 +120,7 @@ class PackedSamples:
             raise DataError(
                 FAILURES[-2],
                 where=dataset.prefix,
-                fix="delete the cache directory named in data.cache_dir",
+                fix="delete the folder data.cache_dir; by default this is index_cache/ beside the dataset",
             )
         _, offsets, sizes, document_bytes = out
         return _Window(starts, offsets, sizes, document_bytes // dataset.dtype.itemsize + offsets)

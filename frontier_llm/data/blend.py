@@ -34,7 +34,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     if bad or not weights:
         raise DataError(
             f"blend weights must be positive numbers, found {list(weights)}",
-            fix="remove the source, or give it a weight > 0",
+            fix="give each source a weight above 0, or remove it",
         )
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
@@ -51,8 +51,8 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
         rounded[source] += 1
     if 0 in rounded:
         source = rounded.index(0)
-        what = f"weight {weights[source]} is less than one sample in {2 * MAXIMUM_PERIOD} of the blend"
-        raise DataError(what, fix="leave the source out, or give it more weight")
+        what = f"weight {weights[source]} is too small: it is less than one sample in {2 * MAXIMUM_PERIOD} of the blend"
+        raise DataError(what, fix="remove the source, or increase its weight")
     return rounded
 
 
@@ -62,7 +62,9 @@ class Blend:
     def __init__(self, counts: Sequence[int]) -> None:
         """`counts`: samples of each source per period."""
         if len(counts) > MAXIMUM_SOURCES:
-            raise DataError(f"{len(counts)} sources in one blend", fix=f"join datasets; at most {MAXIMUM_SOURCES}")
+            raise DataError(
+                f"{len(counts)} sources in one blend, more than {MAXIMUM_SOURCES}", fix="join some of the datasets"
+            )
         self.counts = tuple(counts)
         self.period = sum(counts)
         self._source = np.zeros(self.period, np.uint16)

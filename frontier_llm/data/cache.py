@@ -47,7 +47,7 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
     except OSError as error:
         fix = "set data.cache_dir to a directory you can write"
         raise DataError(f"cannot write: {error.strerror or error}", where=str(path), fix=fix) from error
-    fix = f"delete {path}; it is made anew"
+    fix = f"delete {path}; the next start creates it again"
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     # a .npy header is a Python literal; errors of tokenize, ast and NumPy have no common base
@@ -97,7 +97,7 @@ def is_alive(lock: Path) -> bool:
             time.sleep(POLL_S)
             if lock.stat().st_mtime_ns != touched_ns:
                 return True
-        log.warn(f"{lock}: no sign of life for {STALE_S:.0f} s, taking over")
+        log.warn(f"{lock}: its holder has not renewed it for {STALE_S:.0f} s; this process takes the lock")
     return False
 
 

@@ -27,12 +27,12 @@ def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> Datase
         return None
     meta = read_meta(prefix)
     if meta is not None and meta.inputs_digest == digest and IndexedDataset(prefix).token_count == meta.tokens:
-        log.info(f"{prefix}: already made from these inputs, {format_count(meta.tokens)} tokens")
+        log.info(f"{prefix}: already exists with {format_count(meta.tokens)} tokens from these inputs; nothing to do")
         return meta
     if not overwrite:
         fix = "choose another --output, or add --overwrite to replace it"
         raise DataError(
-            "is a dataset made from other inputs, or with another tokenizer or options",
+            "already exists, and was made from other inputs or with another tokenizer or other options",
             where=str(prefix),
             fix=fix,
         )
@@ -56,7 +56,9 @@ def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
                     return
             if is_alive(lock):
                 host, pid, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?")[:3]
-                what = f"process {pid} on {host} is making it from {'the same' if other == digest else 'other'} inputs"
+                what = (
+                    f"process {pid} on {host} is writing it, from {'the same' if other == digest else 'other'} inputs"
+                )
                 raise DataError(
                     what,
                     where=str(lock.with_suffix("")),

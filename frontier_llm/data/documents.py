@@ -24,9 +24,9 @@ from frontier_llm.errors import DataError, suggest
 from frontier_llm.units import format_bytes
 
 BLOCK_BYTES = 1 << 20
-ARRAY_HINT = "; a file with one large JSON value? It takes one object per line: jq -c '.[]' FILE > FILE.jsonl"
+ARRAY_HINT = "; if the file is one large JSON array, convert it to one object per line: jq -c '.[]' FILE > FILE.jsonl"
 DAMAGE_FIX = (
-    "mend the input (iconv -f LATIN1 -t UTF-8 for text in another encoding), or leave such inputs out with "
+    "repair the input (iconv -f LATIN1 -t UTF-8 converts text in another encoding), or skip damaged inputs with "
     "--skip-damaged"
 )
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -73,7 +73,7 @@ class _Unpacked(io.RawIOBase):
         try:
             data = self._content.read1(len(buffer))
         except (OSError, EOFError, zlib.error) as error:
-            self.damage = f"is damaged or truncated, the rest is left out: {error}"
+            self.damage = f"is damaged or truncated, so the rest is skipped: {error}"
             return 0
         buffer[: len(data)] = data
         return len(data)
@@ -95,7 +95,7 @@ def read(
     held in memory. A parquet page or row group of more than GROUP_OF_LARGEST times `max_bytes` is damage too.
     """
     if prompt_key is not None and piece.kind != "jsonl":
-        yield Damage(_name(piece), f"is no JSONL, and has no field {prompt_key!r} beside its text (--prompt-key)")
+        yield Damage(_name(piece), f"is not JSONL, so it has no field {prompt_key!r} for --prompt-key")
         return
     if piece.kind in ("parquet", "mds"):
         yield from (
@@ -153,7 +153,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError includes UnicodeDecodeError
         spans_lines = line.lstrip()[:1] in (b"[", b"{") and line.rstrip()[-1:] in (b"[", b"{", b",")
-        raise DataError(f"is no JSON: {error}{ARRAY_HINT if spans_lines else ''}") from error
+        raise DataError(f"is not JSON: {error}{ARRAY_HINT if spans_lines else ''}") from error
     if not isinstance(record, dict):
         raise DataError(f"is a JSON {type(record).__name__}, not an object")
     return record
@@ -178,7 +178,7 @@ def _usable(text: object, text_key: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{text_key!r} holds half a surrogate pair at character {error.start}") from error
+        raise DataError(f"{text_key!r} has an unpaired UTF-16 surrogate at character {error.start}") from error
     return text
 
 
@@ -253,7 +253,7 @@ def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[by
         yield line
         if unpacked and not ends:
             unpacked.damage = (
-                f"unpacks to one line of more than {format_bytes(max_bytes + PASSED_BYTES)}, the rest is left out"
+                f"unpacks to one line of more than {format_bytes(max_bytes + PASSED_BYTES)}, so the rest is skipped"
             )
             return
 

@@ -41,7 +41,9 @@ def dataset_files(url: str) -> list[str]:
     name, _, query = url.removeprefix(DATASET).partition("?")
     chosen = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := [key for key in chosen if key not in PARTS]:
-        raise DataError(f"{unknown[0]!r} is no part of a dataset", where=url, fix=suggest(unknown[0], PARTS))
+        raise DataError(
+            f"unknown parameter {unknown[0]!r} after the ? of the dataset", where=url, fix=suggest(unknown[0], PARTS)
+        )
     subset = chosen.get("subset")
     split = chosen.get("split", "train")
     revision = chosen.get("revision")
@@ -57,8 +59,9 @@ def dataset_files(url: str) -> list[str]:
         ) from None
     except Exception as error:  # errors of datasets, huggingface_hub and the network library have no common base
         fix = (
-            f"{name} is no directory here; of the Hub: check the name, the network, and HF_TOKEN where it is "
-            f"private or gated"
+            f"{name} is not a local directory; for a dataset of the Hub, check the name, the network, and HF_TOKEN "
+            f"if it "
+            f"is private or gated"
         )
         raise UnreachableError(f"cannot be opened: {reason_of(error)}", where=url, fix=fix) from None
     if split not in splits:
@@ -81,10 +84,13 @@ def tokenizer_directory(spec: str) -> Path:
         info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if file.rfilename in (*FILES, CONFIG)}
         if not sizes.keys() & set(FILES):
-            raise DataError(f"has none of {', '.join(FILES)}", where=spec, fix="name a repository with a tokenizer")
+            raise DataError(
+                f"has none of the files {', '.join(FILES)}", where=spec, fix="give a repository with a tokenizer"
+            )
         if max(sizes.values()) > lifted_bound(MAXIMUM_BYTES):
             raise DataError(
-                f"has a file of more than {format_bytes(lifted_bound(MAXIMUM_BYTES))}, which no tokenizer has",
+                f"has a file of {format_bytes(max(sizes.values()))}, more than the limit of "
+                f"{format_bytes(lifted_bound(MAXIMUM_BYTES))} for a tokenizer",
                 where=spec,
                 fix=LIFT_HINT,
             )
@@ -96,10 +102,11 @@ def tokenizer_directory(spec: str) -> Path:
         if cached is not None:
             return cached
         fix = (
-            "check the name, the network, and HF_TOKEN where it is private or gated; without a network, fetch it "
-            "elsewhere into this HF_HOME"
+            "check the name, the network, and HF_TOKEN if it is private or gated; without a network, fetch it into "
+            "this "
+            "HF_HOME on a machine that has one"
         )
-        fix += " (`frontier-llm data tokenize` and `hf download` do)"
+        fix += " (with `frontier-llm data tokenize` or `hf download`)"
         raise UnreachableError(f"cannot be fetched: {reason_of(error)}", where=spec, fix=fix) from None
 
 

@@ -68,7 +68,7 @@ def import_tokens(
             if unfinished:
                 writer.end_document()
             if not writer.token_count:
-                raise DataError("the inputs hold no tokens", where=str(prefix), fix="check the input paths")
+                raise DataError("the inputs contain no tokens", where=str(prefix), fix="check the input paths")
         # the text's size is not known, so text_bytes is 0 and no bits per byte are reported
         counts = codec.vocab_size, codec.eod, writer.document_count, writer.token_count
         meta = DatasetMeta(
@@ -101,15 +101,18 @@ def _blocks(
     for array in arrays:
         if array.dtype.kind not in "iu":
             raise DataError(
-                f"holds {array.dtype}, not token ids",
+                f"has values of type {array.dtype}, not token ids",
                 where=str(path),
-                fix="name the files or the --column of the tokens",
+                fix="give the files with the tokens, or their column with --column",
             )
         for start in range(0, array.size, BLOCK_TOKENS):
             block = array[start : start + BLOCK_TOKENS]
             bad = np.flatnonzero((block < 0) | (block >= vocab_size))
             if bad.size:
-                what = f"token {position + start + int(bad[0])} is {block[bad[0]]}, the vocabulary has {vocab_size}"
+                what = (
+                    f"token {position + start + int(bad[0])} has the id {block[bad[0]]}, but the vocabulary has "
+                    f"{vocab_size} ids"
+                )
                 raise DataError(
                     what,
                     where=str(path),
@@ -124,7 +127,11 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
     with path.open("rb") as content:
         if content.read(6) == b"\x93NUMPY":
             if isinstance(path, RemoteFile):
-                raise DataError("has a header", where=str(path), fix="download it first, and give its path")
+                raise DataError(
+                    "is a remote .npy file, which cannot be read block by block",
+                    where=str(path),
+                    fix="download it first, and give its path",
+                )
             try:
                 array = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
             # a .npy header is a Python literal; errors of tokenize, ast and NumPy have no common base
@@ -134,15 +141,17 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
             return
         if dtype is None:
             raise DataError(
-                "has no header that says its type",
+                "has no header, so the type of its tokens is unknown",
                 where=str(path),
                 fix="add --dtype uint16 (or uint32, int32, int64)",
             )
         wanted = np.dtype(dtype).newbyteorder("<")
         size = path.stat().st_size
         if size % wanted.itemsize:
-            what = f"its {size} bytes are no whole number of {dtype} tokens"
-            raise DataError(what, where=str(path), fix="give the right --dtype, or copy it again: it may be truncated")
+            what = f"its {size} bytes are not a whole number of {dtype} tokens"
+            raise DataError(
+                what, where=str(path), fix="give the correct --dtype, or copy the file again: it may be truncated"
+            )
         content.seek(0)
         while data := content.read(BLOCK_TOKENS * wanted.itemsize):
             yield np.frombuffer(data, wanted)

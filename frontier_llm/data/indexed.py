@@ -94,7 +94,7 @@ class IndexedDataset:
                 18,
                 wanted,
                 f"{self._map.size} bytes",
-                "the file is truncated or was written in part; make it anew",
+                "the file is truncated or incomplete; copy it again, or create it again",
             )
         self._offsets = offsets
         bin_bytes = bin_path(prefix).stat().st_size
@@ -149,7 +149,8 @@ class IndexedDataset:
             raise _unreadable(path, error) from error
         if size_bytes < self._map.size:
             fix = (
-                "the file was cut while it was in use; restore it and start again: the run goes on from its checkpoint"
+                "the file was truncated while it was in use; restore it and start again: the run continues from its "
+                "checkpoint"
             )
             raise _damaged(path, size_bytes, f"{self._map.size} bytes, as at the start", f"{size_bytes}", fix)
         return self._map
@@ -165,17 +166,19 @@ class IndexedDataset:
                 offsets[2],
                 wanted,
                 f"{first_document} to {last_document}",
-                "the index is damaged; make it anew",
+                "the index is damaged; copy it again, or create it again",
             )
         end_bytes = 0
         if self.sequence_count:
             end_bytes = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if bin_bytes != end_bytes:
-            fix = "the two files are not of one dataset, or .bin was copied in part; copy or tokenize again"
+            fix = (
+                "the two files belong to different datasets, or .bin is incomplete; copy both again, or tokenize again"
+            )
             raise _damaged(
                 bin_path(self.prefix),
                 min(bin_bytes, end_bytes),
-                f"{end_bytes} bytes, as {path.name} says",
+                f"{end_bytes} bytes, as recorded in {path.name}",
                 f"{bin_bytes}",
                 fix,
             )
@@ -219,7 +222,13 @@ class IndexedDataset:
         self.scanned = True
 
     def _bad_entry(self, offset: int, expected: str, entry: np.integer[Any]) -> DataError:
-        return _damaged(idx_path(self.prefix), offset, expected, str(entry), "the index is damaged; make it anew")
+        return _damaged(
+            idx_path(self.prefix),
+            offset,
+            expected,
+            str(entry),
+            "the index is damaged; copy it again, or create it again",
+        )
 
     def place_of(self, token: int) -> str:
         """Return the place of a token of `tokens`, for a message: 'document 3, token 17', counted from 0."""
@@ -245,7 +254,9 @@ class IndexedDataset:
     def check_token_ids(self) -> None:
         """Raise DataError if the dataset's values are not integers."""
         if self.dtype.kind not in "iu":
-            raise DataError(f"holds {self.dtype} values, not token ids", where=self.prefix, fix="give a token dataset")
+            raise DataError(
+                f"has values of type {self.dtype}, not token ids", where=self.prefix, fix="give a token dataset"
+            )
 
     def learnt(self, start: int, count: int) -> NDArray[np.bool_]:
         """Return for each of the tokens [start, start + count) whether it is learnt. Sequences of mode 1 are not
@@ -277,7 +288,7 @@ class IndexedDataset:
         except OSError as error:
             raise _unreadable(bin_path(self.prefix), error) from error
         if not inside or len(data) != count * size:
-            fix = "the file changed under the run, or its index is damaged; restore both"
+            fix = "the file was changed during the run, or its index is damaged; restore both"
             raise _damaged(bin_path(self.prefix), start * size, f"{count * size} bytes", f"{len(data)}", fix)
         return np.frombuffer(data, self.dtype)
 
@@ -349,7 +360,7 @@ def _require_files(prefix: str) -> None:
     if near:
         fix = f"did you mean {near!r}?"
     else:
-        fix = "give the path without .bin/.idx; make one with `frontier-llm data tokenize`"
+        fix = "give the path without .bin/.idx, or create the dataset with `frontier-llm data tokenize`"
     if prefix.endswith((".bin", ".idx")):
         fix = f"give the path without its ending: {prefix[:-4]}"
     raise DataError(
@@ -366,14 +377,14 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]
         what = "is a legacy TNTIDX index (fairseq's cached format, before Megatron's MMIDIDX)"
         raise DataError(what, where=str(path), fix="tokenize the text again with `frontier-llm data tokenize`")
     if not head.startswith(MAGIC):
-        raise _damaged(path, 0, f"magic {MAGIC!r}", repr(head[:9]), "this is no Megatron .idx file; check the path")
+        raise _damaged(path, 0, f"magic {MAGIC!r}", repr(head[:9]), "this is not a Megatron .idx file; check the path")
     if len(head) < HEADER.size:
         raise _damaged(
             path,
             len(head),
             f"a header of {HEADER.size} bytes",
             f"{len(head)} bytes",
-            "the file is truncated; make it anew",
+            "the file is truncated; copy it again, or create it again",
         )
     _, version, code, sequences, documents = HEADER.unpack(head)
     rules = [
@@ -388,7 +399,7 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]
                 offset,
                 expected,
                 str(value),
-                "the header is damaged or of a newer format; make the file anew",
+                "the header is damaged or has a newer format; copy the file again, or create it again",
             )
     return code, sequences, documents
 

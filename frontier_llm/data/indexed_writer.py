@@ -67,9 +67,9 @@ class IndexedWriter:
         converted = array.astype(self.dtype.newbyteorder("<"), copy=False)
         if array.size and array.dtype != self.dtype and not np.array_equal(converted, array):
             raise DataError(
-                f"tokens up to {array.max()} do not fit {self.dtype}",
+                f"token ids up to {array.max()} do not fit {self.dtype}",
                 where=self.prefix,
-                fix="use optimal_dtype(vocab_size)",
+                fix="write the dataset with a larger dtype (optimal_dtype(vocab_size))",
             )
         self._bin.write(converted.tobytes())
         self._lengths.write(struct.pack("<i", array.size))
@@ -98,9 +98,9 @@ class IndexedWriter:
         """Append all documents of another dataset by streaming. Raises DataError if its dtype differs."""
         if other.dtype.newbyteorder("=") != self.dtype.newbyteorder("="):
             raise DataError(
-                f"is {other.dtype}, not {self.dtype}",
+                f"has tokens of type {other.dtype}, not {self.dtype}",
                 where=other.prefix,
-                fix="join datasets of one tokenizer only",
+                fix="join only datasets of the same tokenizer",
             )
         documents = (self._documents, other.document_indices[1:], self.sequence_count)
         modes = np.broadcast_to(np.zeros(1, np.int8), other.sequence_count) if other.modes is None else other.modes

@@ -29,7 +29,7 @@ MAXIMUM_BYTES = 128 << 20
 MAXIMUM_FOOTER_BYTES = 32 << 20  # Limit for a parquet file, enough for about 100,000 column chunks.
 BUFFER_BYTES = 1 << 20  # Part of a parquet column read at a time. pyarrow's default is all of a row group.
 DATASET = "dataset://"  # Prefix of a dataset on the Hugging Face Hub (hub.py).
-TOO_LARGE = "holds more than {}; if that is right, give a larger --max-mib"
+TOO_LARGE = "has more than {}; if the input is correct, give a larger --max-mib"
 
 Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
 
@@ -83,19 +83,19 @@ def find_inputs(
         elif not inside:
             if path.startswith(DATASET):
                 separator = "&" if "?" in path else "?"
-                others = f"{known}; of a dataset of the Hub try {path}{separator}revision=refs/convert/parquet"
+                others = f"{known}; for a dataset of the Hub, try {path}{separator}revision=refs/convert/parquet"
             else:
                 others = known
-            problems.append(Problem(where=str(located(path)), what=f"holds no {content} files", fix=others))
+            problems.append(Problem(where=str(located(path)), what=f"contains no {content} files", fix=others))
         elif len(inside) < len(files):
             other = next(file.name for file in files if file not in inside)
             log.info(
-                f"{located(path)}: read {plural(len(inside), 'file')}, left {len(files) - len(inside)} of other "
+                f"{located(path)}: reading {plural(len(inside), 'file')}, ignoring {len(files) - len(inside)} of other "
                 f"kinds, e.g. {other}"
             )
         inputs += inside
     if problems or not inputs:
-        raise DataError(problems or "none given", where="inputs", fix=f"name files or directories of {content}")
+        raise DataError(problems or "none given", where="inputs", fix=f"give files or directories of {content}")
     return inputs
 
 
@@ -168,7 +168,7 @@ def open_parquet(path: str | Path) -> Any:
     with place.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 8, 0))
         if (footer := int.from_bytes(file.read(4), "little")) > MAXIMUM_FOOTER_BYTES:
-            raise ValueError(f"a footer of {footer} bytes, more than {MAXIMUM_FOOTER_BYTES}")
+            raise ValueError(f"its footer has {footer} bytes, more than the limit of {MAXIMUM_FOOTER_BYTES}")
     return _pyarrow("pyarrow.parquet", place).ParquetFile(_readable(place), buffer_size=BUFFER_BYTES)
 
 

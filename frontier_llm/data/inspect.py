@@ -46,7 +46,7 @@ def inspect(
     codec = load_tokenizer(spec) if spec else None
     if codec is not None and meta is not None and codec.digest != meta.tokenizer_digest:
         raise DataError(
-            f"did not make {prefix}: that was {meta.tokenizer}",
+            f"is not the tokenizer of {prefix}, which was made with {meta.tokenizer}",
             where=codec.name,
             fix=f"give --tokenizer {meta.tokenizer}",
         )
@@ -170,7 +170,7 @@ def _histogram(dataset: IndexedDataset) -> np.ndarray[Any, np.dtype[np.int64]]:
             raise DataError(
                 f"at byte {offset}: token id {chunk.min()} is negative",
                 where=str(bin_path(dataset.prefix)),
-                fix="tokenize again",
+                fix="tokenize the text again",
             )
         more = np.bincount(chunk, minlength=counts.size)
         more[: counts.size] += counts

@@ -140,9 +140,11 @@ class Batches:
         if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
             row, place = np.argwhere((tokens >= self.vocab_size) | (tokens < 0))[0]
             origin = self.samples.origin(ids[row], int(place))
-            what = f"sample {ids[row]} holds token {tokens[row, place]}, the vocabulary has {self.vocab_size}"
+            what = (
+                f"sample {ids[row]} has the token id {tokens[row, place]}, but the vocabulary has {self.vocab_size} ids"
+            )
             fix = (
-                "train with the tokenizer that made the data, or raise model.vocab_size; `frontier-llm data check` "
+                "train with the tokenizer that made the data, or increase model.vocab_size; `frontier-llm data check` "
                 "finds all such datasets"
             )
             raise DataError(what, fix, "" if origin is None else str(origin))
@@ -308,16 +310,16 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
         return Problem(
             where=_key(split),
             what="is an empty list",
-            fix="name a dataset" + (", or write null" if split != "train" else ""),
+            fix="give a dataset" + (", or write null" if split != "train" else ""),
         )
     for path in paths:
         if re.match(r"[\d.]+ \S", path):
             fix = f"{_key(split)}=[{{path: PREFIX, weight: {path.split()[0]}}}, …]"
-            return Problem(where=_key(split), what=f"{path!r} is a blend as Megatron writes it", fix=fix)
+            return Problem(where=_key(split), what=f"{path!r} is a blend in Megatron's notation", fix=fix)
         if closest(path.lower(), ["synthetic"]) and not idx_path(path).exists():
             return Problem(
                 where=_key(split),
-                what=f"{path!r} is no dataset",
+                what=f"there is no dataset {path!r}",
                 fix=f"did you mean {_key(split)}=synthetic?",
             )
     return None
@@ -335,17 +337,15 @@ def _too_short(run: RunConfig, split: str, samples: SampleStream) -> list[Proble
     problems = [
         Problem(
             where=_key(split),
-            what=f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1",
-            fix="give more data",
+            what=f"{dataset.prefix} has {dataset.token_count} tokens, less than one sequence of {S} + 1",
+            fix="give more data, or reduce model.sequence_length",
         )
         for dataset in datasets
         if dataset.token_count <= S
     ]
     tokens = sum(dataset.token_count for dataset in datasets)
     if split == "train" and not problems and tokens < batch_tokens:
-        what = (
-            f"holds {tokens} tokens, less than one batch of {run.batch.global_batch} sequences of {S} ({batch_tokens})"
-        )
+        what = f"has {tokens} tokens, less than one batch of {run.batch.global_batch} sequences of {S} ({batch_tokens})"
         problems.append(
             Problem(
                 where="data.train",
@@ -388,7 +388,7 @@ def _tokenizer_problems(run: RunConfig) -> list[Problem]:
         elif meta.tokenizer_digest != first[1].tokenizer_digest:
             theirs = f"{meta.tokenizer} (sha256 {meta.tokenizer_digest[:12]})"
             others = f"{first[0]} by {first[1].tokenizer} (sha256 {first[1].tokenizer_digest[:12]})"
-            what = f"{path} was made by the tokenizer {theirs}, {others}: the same ids mean other text"
+            what = f"{path} was made by the tokenizer {theirs}, but {others}: the same ids mean different text"
             problems.append(Problem(where=_key(split), what=what, fix="tokenize the text of both with one tokenizer"))
     return problems
 
@@ -404,7 +404,7 @@ def _mismatch(run: RunConfig, path: str, digest: str | None) -> list[Problem]:
     meta = read_meta(path)
     problems = [] if meta is None else _vocabulary(run, meta.vocab_size, f"the tokenizer that made {path}")
     if not problems and (largest := known_largest_id(path)) is not None and largest >= run.model.vocab_size:
-        what = f"{run.model.vocab_size} ids, and {path} holds the id {largest}"
+        what = f"the model has {run.model.vocab_size} ids, but {path} contains the id {largest}"
         fix = (
             f"train with the tokenizer that made the data, or set model.vocab_size={largest + 1} or more; "
             f"`frontier-llm data check` shows the place"
@@ -414,8 +414,8 @@ def _mismatch(run: RunConfig, path: str, digest: str | None) -> list[Problem]:
         return problems
     if digest is not None and digest != meta.tokenizer_digest:
         what = (
-            f"{run.data.tokenizer} (sha256 {digest[:12]}) did not make {path}: that was {meta.tokenizer} "
-            f"({meta.tokenizer_digest[:12]})"
+            f"{run.data.tokenizer} (sha256 {digest[:12]}) is not the tokenizer of {path}, which was made with "
+            f"{meta.tokenizer} (sha256 {meta.tokenizer_digest[:12]})"
         )
         problems.append(
             Problem(

@@ -27,6 +27,7 @@ from frontier_llm.data.remote import RemoteFile, located
 from frontier_llm.errors import DataError, FrontierError, suggest
 from frontier_llm.units import format_bytes
 
+DAMAGED = "the file is damaged or incomplete: copy it again from its source"
 SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 VALUE_DTYPES = {
     8: "u1",
@@ -72,8 +73,8 @@ def _values(path: Path | RemoteFile, data: bytes, sizes: list[int | None], place
             for index, size in zip(variable, struct.unpack_from(f"<{len(variable)}I", data, begin), strict=True):
                 widths[index] = size
         if begin + table_bytes + sum(widths) != end:
-            what = f"at byte {begin}: sample {sample} takes {table_bytes + sum(widths)} bytes of its {end - begin}"
-            raise DataError(what, where=str(path), fix="copy it again")
+            what = f"at byte {begin}: sample {sample} needs {table_bytes + sum(widths)} bytes, but has {end - begin}"
+            raise DataError(what, where=str(path), fix=DAMAGED)
         start = begin + table_bytes + sum(widths[:place])
         yield data[start : start + widths[place]]
 
@@ -82,8 +83,8 @@ def read_texts(path: str | Path | RemoteFile, column: str, max_bytes: int = MAXI
     """Yield the texts of a `str` column. Raises DataError for another encoding and for text that is not UTF-8."""
     encoding, values = open_column(path, column, max_bytes)
     if encoding != "str":
-        fix = "name a str column with --text-key; a column of tokens goes through `frontier-llm data import`"
-        raise DataError(f"column {column!r} is {encoding}, not str", where=str(path), fix=fix)
+        fix = "give a str column with --text-key; for a column of tokens, use `frontier-llm data import`"
+        raise DataError(f"column {column!r} has the encoding {encoding}, not str", where=str(path), fix=fix)
     for sample, value in enumerate(values):
         try:
             yield value.decode()
@@ -91,7 +92,7 @@ def read_texts(path: str | Path | RemoteFile, column: str, max_bytes: int = MAXI
             raise DataError(
                 f"sample {sample} is not UTF-8: {error.reason}",
                 where=str(path),
-                fix="copy it again",
+                fix=DAMAGED,
             ) from error
 
 
@@ -112,9 +113,9 @@ def read_tokens(
             yield decode(value)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise DataError(
-                f"sample {sample} holds no token array: {error}",
+                f"sample {sample} is not an array of tokens: {error}",
                 where=str(path),
-                fix="copy it again",
+                fix=DAMAGED,
             ) from error
 
 
@@ -136,7 +137,7 @@ def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any
         raise
     except Exception as error:  # struct, json, gzip and pyarrow have no common base
         raise DataError(
-            f"is no MDS shard: {error}",
+            f"is not an MDS shard: {error}",
             where=str(path),
             fix="copy it again, or give the directory of an MDS dataset",
         ) from error
@@ -144,11 +145,11 @@ def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any
         raise DataError(
             f"at byte {4 + 4 * count}: expected {last} bytes, found {len(data)}",
             where=str(path),
-            fix="copy it again",
+            fix=DAMAGED,
         )
     if len(set(columns.values())) != 1:
         counts = ", ".join(f"{number} {key}" for key, number in columns.items())
-        raise DataError(f"its header lists {counts}, not the same number of each", where=str(path), fix="copy it again")
+        raise DataError(f"its header lists {counts}, not the same number of each", where=str(path), fix=DAMAGED)
     return data, header
 
 
@@ -165,9 +166,9 @@ def _token_decoder(
     if kind != "ndarray":
         why = ", which runs code when it is read" if kind == "pkl" else ""
         raise DataError(
-            f"column {column!r} is {encoding}{why}; tokens are ndarray or bytes",
+            f"column {column!r} has the encoding {encoding}{why}; tokens need ndarray or bytes",
             where=str(path),
-            fix="name another --column",
+            fix="give the column of the tokens with --column",
         )
 
     def decode(value: bytes) -> NDArray[Any]:

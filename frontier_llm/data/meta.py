@@ -63,7 +63,8 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
         return None
     if path.stat().st_size > MAXIMUM_BYTES:
         raise DataError(
-            f"is larger than {format_bytes(MAXIMUM_BYTES)}: no record of ours",
+            f"has {format_bytes(path.stat().st_size)}, more than the limit of {format_bytes(MAXIMUM_BYTES)} for a "
+            f"record",
             where=str(path),
             fix="tokenize the text again",
         )
@@ -74,5 +75,5 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
     try:
         return TypeAdapter(DatasetMeta).validate_json(path.read_bytes())
     except ValidationError as error:
-        fix = "tokenize the text again, or delete it to use the data unchecked"
+        fix = "tokenize the text again, or delete the file to use the data without checks"
         raise DataError(f"is damaged: {first_fault(error)}", where=str(path), fix=fix) from None

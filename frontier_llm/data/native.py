@@ -19,10 +19,10 @@ from frontier_llm.libraries import LIBRARIES, load_library
 ABI = LIBRARIES["libsample_index.so"]["fl_abi"]  # part of a cached index's file name (samples.py)
 FAILURES = {
     -1: "a sequence has a negative length, or a document lies outside the sequences: the .idx is damaged",
-    -2: "the cached sample index belongs to another dataset: delete it",
-    -3: "a position lies past the end",
-    -4: "an argument is out of range",
-    -5: "the weights do not sum to the period",
+    -2: "the cached sample index was made for another dataset",
+    -3: "internal error: a position is past the end of the sample index",
+    -4: "internal error: an argument of the sample index is out of range",
+    -5: "internal error: the weights of the blend do not sum to its period",
 }
 _SIGNATURES = {  # function → kinds of its arguments: p = pointer, u = u64
     "fl_permute": "uupup",
@@ -55,9 +55,9 @@ def call(name: str, *arguments: Any, where: str = "") -> int:
     result = int(getattr(library(), name)(*pointers))
     if result < 0:
         if result != -2:
-            fix = "run `frontier-llm data inspect` on the dataset"
+            fix = "check the dataset with `frontier-llm data inspect`"
         else:
-            fix = "delete the cache directory named in data.cache_dir"
+            fix = "delete the folder data.cache_dir; by default this is index_cache/ beside the dataset"
         raise DataError(FAILURES.get(result, f"{name} failed with code {result}"), where=where, fix=fix)
     return result
 

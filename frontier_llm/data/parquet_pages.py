@@ -36,7 +36,10 @@ def largest_page_bytes(path: str | Path, group: Any, column: int) -> int:
     stop = start + chunk.total_compressed_size
     largest = 0
     if group.num_rows > (1 << 20) + ROWS_PER_BYTE * chunk.total_compressed_size:
-        raise DataError(f"claims {group.num_rows} rows in {chunk.total_compressed_size} bytes", where=str(path))
+        raise DataError(
+            f"has a row group of {group.num_rows} rows in {chunk.total_compressed_size} bytes, which is impossible",
+            where=str(path),
+        )
     with located(path).open("rb") as file:
         for _ in range(MOST_PAGES):
             if start == stop:
@@ -99,7 +102,7 @@ class _Compact:
         elif kind in (3, 7, 8):  # byte, double, binary
             self._skip({3: 1, 7: 8}.get(kind) or self._varint())
         elif kind not in (1, 2):  # true, false
-            raise ValueError(f"a field of type {kind}")
+            raise ValueError(f"a field of the unknown type {kind}")
         return None
 
     def _element(self, kind: int, depth: int) -> None:

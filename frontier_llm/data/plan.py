@@ -75,15 +75,16 @@ def _notes(end: Position) -> Iterator[str]:
         epochs = end.epochs_of(dataset)
         if epochs is None:
             continue
-        read = f"{format_count(end.tokens_of(dataset))} of its {format_count(last.dataset_tokens)} tokens"
+        read = format_count(end.tokens_of(dataset))
+        tokens = format_count(last.dataset_tokens)
         if epochs > 1:
-            yield f"{last.path} is read {epochs:.3g} times: {read}"
+            yield f"{last.path} is read {epochs:.3g} times: it has {tokens} tokens, and the run reads {read}"
         elif epochs < 1:
-            yield f"{1 - epochs:.1%} of {last.path} is never read: {read} are"
+            yield f"{1 - epochs:.1%} of {last.path} is never read: it has {tokens} tokens, and the run reads {read}"
         streams = [stream for stream in end.streams if stream.dataset == dataset and stream.taken]
         if len(streams) > 1:
             parts = ", ".join(f"{format_count(stream.tokens_read)} {_order(stream)}" for stream in streams)
-            yield f"{last.path} is read in {len(streams)} orders, which may show a token again: {parts}"
+            yield f"{last.path} is read in {len(streams)} orders, so a token can be read twice: {parts}"
     for stream in end.streams:
         if stream.left_out:
             tokens = format_count(stream.samples_left_out * stream.sequence_length)

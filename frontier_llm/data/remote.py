@@ -173,7 +173,7 @@ def remote_files(url: str) -> list[RemoteFile]:
 def _stat(name: str, info: dict[str, Any]) -> Stat:
     if info.get("size") is None:
         raise UnreachableError(
-            "its server does not say how large it is",
+            "the server does not report the size of the file",
             where=name,
             fix="download it first, and give its path",
         )
@@ -189,11 +189,11 @@ def _file_system(url: str) -> tuple[Any, str]:
         raise FrontierError(not_installed("fsspec", where=without_secrets(url))) from None
     protocol = url.partition("://")[0].lower()
     if "::" in url:
-        what = "is a chain of URLs: what is unpacked inside of fsspec has no bounds"
+        what = "is a chain of URLs, which fsspec would unpack without a limit of size"
         raise FrontierError(
             what,
             where=without_secrets(url),
-            fix="give the file itself; gzip and zstd are unpacked here",
+            fix="give the URL of the file itself; gzip and zstd files are unpacked automatically",
         )
     try:
         files, path = url_to_fs(url)
@@ -222,13 +222,13 @@ def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise UnreachableError(
-            "no such file or directory there, or it may not be read",
+            "the server has no such file or directory, or does not allow to read it",
             where=without_secrets(url),
             fix=fix,
         ) from None
     except Exception as error:
         if "range requests" in str(error):
-            fix = "its server cannot give parts of a file: download it first, and give its path"
+            fix = "the server does not support range requests: download the file first, and give its path"
         raise UnreachableError(
             Problem(where=without_secrets(url), what=f"cannot be read: {reason_of(error)}", fix=fix)
         ) from None

@@ -197,7 +197,7 @@ def check_readable(dataset: IndexedDataset) -> None:
     index is missing.
     """
     if dataset.token_count == 0:
-        raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
+        raise DataError("has no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
     dataset.check_token_ids()
     library()  # raises before the first step if the library is missing
 

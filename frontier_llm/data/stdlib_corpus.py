@@ -44,11 +44,11 @@ def source_files(root: Path | None = None) -> list[Path]:
     files = [path for path in root.rglob("*.py") if not SKIPPED_DIRECTORIES & set(path.relative_to(root).parts)]
     files = sorted((path for path in files if _text(path)), key=lambda path: path.relative_to(root).as_posix())
     if len(files) < 2 * HELD_OUT_ONE_IN:
-        what = f"only {len(files)} Python source files"
+        what = f"has only {len(files)} Python source files, and {2 * HELD_OUT_ONE_IN} are needed"
         raise DataError(
             what,
             where=str(root),
-            fix="this Python ships without its sources; use `frontier-llm data tokenize` on other text",
+            fix="this Python has no sources; tokenize other text with `frontier-llm data tokenize`",
         )
     return files
 

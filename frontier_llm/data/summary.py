@@ -46,8 +46,9 @@ def also_trained_on(run: RunConfig) -> Iterator[str]:
             if path is not None:
                 same = "" if path == source.path else f" as {path}"
                 yield (
-                    f"data.{split.replace('/', '.')}: {source.path} is also trained on{same}: its loss says "
-                    f"nothing about new text"
+                    f"data.{split.replace('/', '.')}: {source.path} is also training data{same}, so its loss does "
+                    f"not show "
+                    f"how the model does on new text"
                 )
 
 
@@ -72,8 +73,8 @@ def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
         if epochs > limit:
             done = position.tokens_of(identity) / tokens
             before = f" ({done:.3g} of them so far)" if done else ""
-            what = f"the run goes {epochs:.3g} times through {path}{before}, and its max_epochs is {limit:g}"
-            fix = f"at most {limit / epochs:.1%} of its weight or of the steps, more data, or another max_epochs"
+            what = f"the run reads {path} {epochs:.3g} times{before}, more than its max_epochs of {limit:g}"
+            fix = f"reduce its weight or the steps to {limit / epochs:.1%}, add data, or increase max_epochs"
             yield Problem(where="data.train", what=what, fix=fix)
 
 
@@ -92,10 +93,10 @@ def news(before: Position, after: Position) -> Iterator[str]:
             else:
                 where = "in another order"
             what = (
-                f"{format_count(other.tokens_read)} of its {format_count(stream.dataset_tokens)} tokens were read "
-                f"{where}"
+                f"{format_count(other.tokens_read)} of its {format_count(stream.dataset_tokens)} tokens were already "
+                f"read {where}"
             )
-            yield f"{stream.path} begins anew at sequence length {stream.sequence_length}: {what}"
+            yield f"{stream.path} is read from its beginning at sequence length {stream.sequence_length}: {what}"
         smaller = [
             other
             for other in before.streams
@@ -103,13 +104,11 @@ def news(before: Position, after: Position) -> Iterator[str]:
         ]
         for other in smaller[-1:]:
             what = (
-                f"{format_count(other.dataset_tokens)} tokens were there, of which "
-                f"{format_count(other.tokens_read)} were read"
+                f"it has {format_count(stream.dataset_tokens)} tokens instead of "
+                f"{format_count(other.dataset_tokens)}, of "
+                f"which {format_count(other.tokens_read)} were read"
             )
-            yield (
-                f"{stream.path} is a new source of {format_count(stream.dataset_tokens)} tokens: {what}; it is "
-                f"read from its beginning"
-            )
+            yield (f"{stream.path} has changed and is read from its beginning: {what}")
 
 
 def _sources(run: RunConfig) -> Iterator[DataSource]:
@@ -149,14 +148,14 @@ def _log_training(run: RunConfig, position: Position) -> None:
         epochs = position.tokens_of(stream.dataset) / stream.dataset_tokens
         if epochs > MANY_EPOCHS:
             what = (
-                f"the run goes {epochs:.1f} times through {stream.path}; beyond {MANY_EPOCHS} epochs a model "
-                f"learns little more from it"
+                f"the run reads {stream.path} {epochs:.1f} times; a model learns little from more than {MANY_EPOCHS} "
+                f"epochs"
             )
-            log.warn(f"{what} (arXiv:2305.16264): give more data, less weight or fewer train.steps")
+            log.warn(f"{what} (arXiv:2305.16264): add data, reduce the weight of this dataset, or reduce train.steps")
 
 
 def _log_synthetic(name: str) -> None:
-    log.info(f"{name}: synthetic: made-up tokens without any text, for benchmarks and tests")
+    log.info(f"{name}: synthetic: random tokens instead of text, for benchmarks and tests")
 
 
 def _log_dataset(name: str, path: str, share: float, tokens: float, purpose: str) -> None:

@@ -126,9 +126,7 @@ def tokenize(
                 directory.rmdir()  # succeeds only if no part was finished
     if meta is None:
         damaged = sum(part.damaged for part in parts)
-        what = "the corpus is empty: no document in it" + (
-            f" ({damaged} damaged inputs were skipped)" if damaged else ""
-        )
+        what = "the inputs contain no documents" + (f" ({damaged} damaged inputs were skipped)" if damaged else "")
         raise DataError(what, where=str(prefix), fix="check the input paths and --text-key")
     _report(str(prefix), meta)
     return meta
@@ -157,7 +155,7 @@ def _run(jobs: list[ShardWork], workers: int, prefix: str) -> list[ShardReport]:
     parts = {number: part for number, job in enumerate(jobs) if (part := _finished(job)) is not None}
     missing = [number for number in range(len(jobs)) if number not in parts]
     if parts:
-        log.info(f"{prefix}: {len(parts)} of {len(jobs)} parts were finished before, resuming")
+        log.info(f"{prefix}: {len(parts)} of {len(jobs)} parts exist from an earlier run and are kept")
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -218,7 +216,7 @@ def _codec(spec: str, digest: str) -> Tokenizer:
     """
     codec = load_tokenizer(spec)
     if codec.digest != digest:
-        raise DataError("changed while tokenizing", where=spec, fix="run the command again")
+        raise DataError("was changed while it was used to tokenize", where=spec, fix="run the command again")
     return codec
 
 
@@ -276,9 +274,9 @@ def _join(jobs: list[ShardWork], parts: list[ShardReport], prefix: str, codec: T
 
 def _report(prefix: str, meta: DatasetMeta) -> None:
     for example in meta.damaged_examples[:20]:
-        log.warn(f"left out {example}")
+        log.warn(f"skipped {example}")
     if meta.damaged > 20:
-        log.warn(f"left out {meta.damaged} damaged inputs in all; the first {EXAMPLES} are named in {prefix}.meta.json")
+        log.warn(f"skipped {meta.damaged} damaged inputs in all; the first {EXAMPLES} are listed in {prefix}.meta.json")
     result = (
         f"{format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from "
         f"{format_bytes(meta.text_bytes)} of text"
@@ -301,6 +299,6 @@ def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_
         if not isinstance(item, Damage):
             yield item.text
         elif options.skip_damaged:
-            log.warn(f"left out {item.where}: {item.why}")
+            log.warn(f"skipped {item.where}: {item.why}")
         else:
             raise DataError(item.why, where=item.where, fix=item.fix)

@@ -73,15 +73,15 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
             raise DataError(
-                "is no sentencepiece model",
+                "is not a sentencepiece model",
                 where=str(path),
-                fix="give a .model file, or the tokenizer.json of another kind",
+                fix="give a sentencepiece .model file, or the tokenizer.json of a Hugging Face tokenizer",
             ) from error
         self.vocab_size = self._model.vocab_size()
         self.eod = self._model.eos_id()
         if self.eod < 0:
             raise DataError(
-                "has no end-of-sentence id to end documents with",
+                "has no end-of-sentence id, which must mark the end of a document",
                 where=str(path),
                 fix="train it with eos_id >= 0",
             )
@@ -125,7 +125,7 @@ class HuggingFaceTokenizer:
                 self._model = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise DataError(
-                f"is no Hugging Face tokenizer: {error}",
+                f"is not a Hugging Face tokenizer: {error}",
                 where=str(path),
                 fix="give a tokenizer.json file",
             ) from error
@@ -145,7 +145,7 @@ class HuggingFaceTokenizer:
                 declared = dict(json.loads(config.read_text(encoding="utf-8"))).get("eos_token")
             except (ValueError, TypeError, RecursionError) as error:
                 raise DataError(
-                    f"holds no JSON object: {error}",
+                    f"is not a JSON object: {error}",
                     where=str(config),
                     fix="fetch the file again, or remove it",
                 ) from error
@@ -156,7 +156,7 @@ class HuggingFaceTokenizer:
             if number is not None:
                 return int(number)
         what = f"has none of the end-of-document tokens {', '.join((*names, *END_OF_DOCUMENT_NAMES))}"
-        raise DataError(what, where=str(path), fix="name it as eos_token in tokenizer_config.json beside it")
+        raise DataError(what, where=str(path), fix="set eos_token in tokenizer_config.json beside it")
 
     @property
     def eod_name(self) -> str:
@@ -227,7 +227,7 @@ def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
     if path.is_dir():
         file = tokenizer_file(path)
         if file is None:
-            what = "holds neither tokenizer.json nor tokenizer.model, nor vocab.json with merges.txt"
+            what = "contains neither tokenizer.json nor tokenizer.model, nor vocab.json with merges.txt"
             raise DataError(what, where=str(path), fix="give the tokenizer's file")
         path = file
     if not path.is_file():
@@ -240,10 +240,11 @@ def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
         if file.is_file() and file.stat().st_size == 0:  # a file in /proc also has size 0, and may be endless
             raise DataError("is empty", where=str(file), fix="give the tokenizer's own file")
         if file.is_file() and file.stat().st_size > lifted_bound(MAXIMUM_BYTES):
-            what = f"is larger than {format_bytes(lifted_bound(MAXIMUM_BYTES))}, which no tokenizer is"
+            limit = format_bytes(lifted_bound(MAXIMUM_BYTES))
+            what = f"has {format_bytes(file.stat().st_size)}, more than the limit of {limit} for a tokenizer"
             raise DataError(what, where=str(file), fix=f"give the tokenizer's own file; {LIFT_HINT}")
     if path.name.endswith("merges.txt"):
-        raise DataError("is half a tokenizer", where=str(path), fix="give the vocab.json beside it")
+        raise DataError("has only the merges of a tokenizer", where=str(path), fix="give the vocab.json beside it")
     if path.suffix == ".json":
         return HuggingFaceTokenizer(path)
     return SentencePieceTokenizer(path)
@@ -299,15 +300,15 @@ def _refusal(reason: str, vocab_size: int) -> DataError:
     """Translate an error of sentencepiece's trainer into the terms of `data tokenizer`."""
     if most := re.search(r"set it to a value <= (\d+)", reason):
         fix = f"set --vocab-size to at most {most[1]}, or give more text"
-        return DataError(f"the text yields no more than {most[1]} pieces, fewer than {vocab_size}", fix)
+        return DataError(f"the text gives at most {most[1]} pieces, fewer than --vocab-size {vocab_size}", fix)
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
         fix = f"set --vocab-size to at least {least[1]}"
         return DataError(
-            f"{vocab_size} pieces are too few: every byte and the characters of the text take {least[1]}",
+            f"--vocab-size {vocab_size} is too small: all bytes and the characters of the text need {least[1]} pieces",
             fix,
         )
     return DataError(
-        f"sentencepiece refused: {reason.rpartition('] ')[2]}",
+        f"sentencepiece failed: {reason.rpartition('] ')[2]}",
         fix="give other text, or another --vocab-size",
     )
 
@@ -361,5 +362,5 @@ def _some(texts: Iterable[str]) -> Iterator[str]:
     texts = iter(texts)
     first = next(texts, None)
     if first is None:
-        raise DataError("the corpus holds no text", fix="check the input paths")
+        raise DataError("the inputs contain no text", fix="check the input paths")
     return itertools.chain([first], texts)

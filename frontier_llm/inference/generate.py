@@ -98,7 +98,7 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
             problems.append(
                 Problem(
                     where=where,
-                    what="holds no token",
+                    what="contains no token",
                     fix="start it with the end-of-document token, or give some text",
                 )
             )
@@ -106,17 +106,17 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
             problems.append(
                 Problem(
                     where=where,
-                    what=f"{len(prompt)} tokens leave no room in a context of {S}",
-                    fix=f"give at most {S - 1}",
+                    what=f"has {len(prompt)} tokens, which leaves no space for new ones in a context of {S}",
+                    fix=f"give at most {S - 1} tokens",
                 )
             )
         if prompt and (token := outside(prompt, V)) is not None:
             problems.append(
                 Problem(
                     where=where,
-                    what=f"holds token {token}, the vocabulary has {V}",
+                    what=f"contains the token id {token}, but the vocabulary has {V} ids",
                     fix="use the tokenizer of the training data",
                 )
             )
     if problems or not prompts:
-        raise ConfigError(problems or "there is no prompt", fix="give one")
+        raise ConfigError(problems or "there is no prompt", fix="give at least one prompt")

@@ -52,7 +52,7 @@ def held_out(
     available = max(0, dataset.token_count - 1) // S
     if available == 0:
         raise DataError(
-            f"holds {dataset.token_count} tokens, less than one window of {S} + 1",
+            f"has {dataset.token_count} tokens, less than one window of {S} + 1",
             where=prefix,
             fix="give a larger dataset",
         )
@@ -62,7 +62,7 @@ def held_out(
     if (
         token := outside([edge for text in texts for edge in (min(text), max(text))], model.config.vocab_size)
     ) is not None:
-        what = f"holds token {token}, the model's vocabulary has {model.config.vocab_size}"
+        what = f"contains the token id {token}, but the model's vocabulary has {model.config.vocab_size} ids"
         raise DataError(what, where=prefix, fix="tokenize the text with the model's own tokenizer")
     scores = score(model, [(text[:1], text[1:]) for text in texts], batch_size, on_batch, positions)
     tokens = sum(entry.tokens for entry in scores)

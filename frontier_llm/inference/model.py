@@ -33,8 +33,8 @@ def inference_run(
     """
     if tensor % expert:
         what = (
-            f"{expert} does not divide tensor {tensor}: tensor ranks share out the experts, since replicas work "
-            f"for themselves"
+            f"{expert} does not divide tensor {tensor}: in inference, the experts are divided among the tensor ranks "
+            f"of each replica"
         )
         raise ConfigError(what, f"use one of {nearest(expert, divisors(tensor))}", "parallel.expert")
     parallel = ParallelConfig(tensor=tensor, cross_node_tensor=True, pipeline=pipeline, expert=expert)

@@ -58,8 +58,8 @@ def needles(
     room = lengths[0] - 4 * HALF
     if room < 1 or dataset.token_count < window:
         what = (
-            f"holds {dataset.token_count} tokens, a text to hide needles in takes {window} of a window of "
-            f"{4 * HALF + 1} or more"
+            f"has {dataset.token_count} tokens, but the text around the needles needs {window}; the model's context of "
+            f"{window} must be at least {4 * HALF + 1}"
         )
         raise DataError(what, where=prefix, fix="give a larger dataset, or a model with a longer context")
     cells = list(product(lengths, DEPTHS))

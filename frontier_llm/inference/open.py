@@ -61,7 +61,7 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
             source.config.precision.dtype,
             source.config.data.tokenizer,
         )
-    what = "is no model" if path.exists() else "does not exist"
+    what = "is not a model" if path.exists() else "does not exist"
     fix = (
         "give a run directory (with checkpoints/), a checkpoint (with manifest.json) or a Hugging Face directory "
         "(with config.json)"
@@ -77,13 +77,13 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
     spec = given or opened.tokenizer_spec
     if spec is None:
         raise DataError(
-            "no tokenizer is known for this model",
-            fix="name one with --tokenizer (a file, a directory, or `bytes`)",
+            "the model records no tokenizer",
+            fix="give one with --tokenizer (a file, a directory, or `bytes`)",
             where=str(opened.path),
         )
     if given is None and spec.startswith(HUB) and recorded_tokenizer(str(opened.path), spec) is None:
         # a checkpoint may come from an untrusted source
-        what = f"names the tokenizer {spec[:200]}, which was never fetched here"
+        what = f"names the tokenizer {spec[:200]}, which has not been fetched on this machine"
         raise DataError(
             what,
             where=str(opened.path),
@@ -97,7 +97,7 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
 def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
     """Raise DataError if the tokenizer has ids for which the model has no row."""
     if tokenizer.vocab_size > model.vocab_size:
-        what = f"has {tokenizer.vocab_size} ids, the model's vocabulary {model.vocab_size}"
+        what = f"has {tokenizer.vocab_size} ids, more than the {model.vocab_size} of the model's vocabulary"
         raise DataError(what, fix="give the tokenizer that the model was trained with", where=tokenizer.name)
 
 
@@ -114,9 +114,9 @@ def check_dataset(prefix: str, tokenizer: Tokenizer) -> None:
     spec = recorded_tokenizer(prefix, meta.tokenizer)
     ids = dataset.tokens[:COMPARED_TOKENS].tolist()
     if spec is None or load_tokenizer(spec).decode(ids) != tokenizer.decode(ids):
-        fix = f"tokenize the text with {tokenizer.name}, or name the model's own tokenizer with --tokenizer"
+        fix = f"tokenize the text with {tokenizer.name}, or give the model's own tokenizer with --tokenizer"
         raise DataError(
-            f"was made by another tokenizer, {meta.tokenizer}, than the model's, {tokenizer.name}",
+            f"was made by the tokenizer {meta.tokenizer}, but the model's tokenizer is {tokenizer.name}",
             where=prefix,
             fix=fix,
         )

@@ -124,9 +124,9 @@ def check_requests(model: ModelConfig, requests: Sequence[Pair]) -> None:
             what = f"has an empty {'continuation' if context else 'context'}"
             fix = "start a context with the end-of-document token"
         elif len(continuation) > S:
-            what = f"a continuation of {len(continuation)} tokens does not fit the model's context of {S}"
+            what = f"has a continuation of {len(continuation)} tokens, more than the model's context of {S}"
         elif (token := outside([*context, *continuation], V)) is not None:
-            what = f"holds token {token}, the vocabulary has {V}"
+            what = f"contains the token id {token}, but the vocabulary has {V} ids"
             fix = "use the tokenizer of the training data"
         if what:
             raise ConfigError(what, fix, f"request {number}")

@@ -59,14 +59,14 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
         )
     documents = _read_jsonl(path)
     if not documents:
-        raise DataError("holds no line", where=str(path), fix="give a JSONL file with one question per line")
+        raise DataError("contains no line", where=str(path), fix="give a JSONL file with one question per line")
     first = documents[0][1]
     foundry = next((known for known in (FOUNDRY_SCHEMA, FOUNDRY_CHOICES) if known.fields[0] in first), None)
     known = foundry or LM_EVAL.get(name)
     if known is None:
-        formats = f"neither {', '.join(FOUNDRY_CHOICES.fields)} nor {', '.join(FOUNDRY_SCHEMA.fields)}"
+        formats = f"neither the fields {', '.join(FOUNDRY_CHOICES.fields)} nor {', '.join(FOUNDRY_SCHEMA.fields)}"
         raise DataError(
-            f"{name!r} is no known task, and the file has {formats}",
+            f"{name!r} is not a known task, and the file has {formats}",
             where=str(path),
             fix=suggest(name, LM_EVAL),
         )
@@ -103,7 +103,7 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1
     if shots and len(examples) < shots + (pool is None):
         beside = " beside the question itself" if pool is None else ""
         raise DataError(
-            f"holds {len(examples)} questions, too few for {shots} examples{beside}",
+            f"has {len(examples)} questions, too few for {shots} examples{beside}",
             where=(pool or task).path,
             fix="lower --shots",
         )
@@ -157,7 +157,11 @@ def _prompt(document: dict[str, Any], known: KnownTask) -> Prompt:
     try:
         prompt = known.convert(document)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise DataError(f"a field has another form than expected: {error!r}") from error
+        raise DataError(f"has a field of an unexpected form: {error!r}") from error
     if not 0 <= prompt.gold < len(prompt.contexts):
-        raise DataError(f"its answer is option {prompt.gold} of {len(prompt.contexts)} (a test split without answers?)")
+        raise DataError(
+            f"its answer is option {prompt.gold}, counted from 0, of {len(prompt.contexts)}; a test split without "
+            f"answers "
+            f"cannot be used"
+        )
     return prompt

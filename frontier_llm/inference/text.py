@@ -48,8 +48,8 @@ def complete(
     room = model.config.sequence_length - max(map(len, ids))
     if room < sampling.max_new_tokens:
         log.info(
-            f"the model's context of {model.config.sequence_length} tokens has room for {room} of "
-            f"{sampling.max_new_tokens} new ones"
+            f"the model's context of {model.config.sequence_length} tokens has space for only {room} of the "
+            f"{sampling.max_new_tokens} new tokens"
         )
     for first in range(0, len(rows), batch_size):
         batch = range(first, min(first + batch_size, len(rows)))

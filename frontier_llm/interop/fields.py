@@ -69,16 +69,14 @@ class Fields:
 
     def refuse(self, key: str, value: Any, supported: str) -> None:
         """Record a value that has no counterpart."""
-        self.problems.append(
-            Problem(f"{self.where}: {key}", f"{value!r} has no counterpart here", f"supported: {supported}")
-        )
+        self.problems.append(Problem(f"{self.where}: {key}", f"{value!r} is not supported", f"supported: {supported}"))
 
     def model(self, **values: Any) -> ModelConfig:
         """Return the model's configuration. Raises CheckpointError with all recorded problems."""
         for field, value in values.items():
             most = _LARGEST.get(field, _LARGEST_OTHERS)
             if isinstance(value, (int, float)) and abs(value) > most:
-                self.problems.append(Problem(f"{self.where}: {field}", f"is more than {most}, the most of any model"))
+                self.problems.append(Problem(f"{self.where}: {field}", f"is more than the limit of {most}"))
         if self.problems:
             raise CheckpointError(self.problems)
         model = build(ModelConfig, values, where=self.where)

@@ -152,7 +152,7 @@ _ROCM = (
         "MIOpen's SQLite files break on a parallel file system ('disk I/O error')",
         OLCF,
     ),
-    Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "as MIOPEN_USER_DB_PATH", OLCF),
+    Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "the reason of MIOPEN_USER_DB_PATH", OLCF),
     Variable(
         # torch 2.10 and 2.13 both read this name. torch 2.13 prefers it to PYTORCH_ALLOC_CONF.
         "PYTORCH_HIP_ALLOC_CONF",
@@ -290,7 +290,7 @@ def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[
     ConfigError for an unknown machine.
     """
     if machine not in MACHINES:
-        fix = f"let the machine file say `environment:` or `base:`; {suggest(machine, MACHINES)}"
+        fix = f"set `environment:` or `base:` in the machine file; {suggest(machine, MACHINES)}"
         raise ConfigError(f"no environment is known for machine {machine!r}", fix, "machine")
     if machine == "local":
         threads = Variable("OMP_NUM_THREADS", "1", "ranks share the cores of one computer", TORCH)
@@ -316,14 +316,14 @@ def _slingshot(machine: str, nodes: int) -> list[Variable]:
         ]
     chosen = {variable.name: variable for variable in (*_SLINGSHOT, _PLUGIN, *_OWN[machine])}
     if nodes >= _ONE_INTERFACE_NODES:
-        reason = f"from {_ONE_INTERFACE_NODES} nodes on, bootstrap over several interfaces hangs now and then"
+        reason = f"from {_ONE_INTERFACE_NODES} nodes, bootstrap over several interfaces sometimes hangs"
         chosen["NCCL_SOCKET_IFNAME"] = Variable("NCCL_SOCKET_IFNAME", "hsn0", reason, "eminorhan/frontier-torchtitan")
     if machine == "lumi" or nodes >= _LARGE_NODES:
         chosen[_LARGE_CQ.name] = _LARGE_CQ
     if (period_ms := 1000 * nodes * _RANKS_PER_NODE // STORE_CHECKS_PER_S) > 1000:
         reason = (
-            "each rank's watchdog asks rank 0's store once in so many milliseconds whether a peer has timed "
-            "out; by default every 1000"
+            "interval in milliseconds at which each rank's watchdog polls rank 0's store for timeouts of other ranks; "
+            "the default is 1000"
         )
         chosen["TORCH_NCCL_COORD_CHECK_MILSEC"] = Variable(
             "TORCH_NCCL_COORD_CHECK_MILSEC",

@@ -67,7 +67,7 @@ def _stacks(stacks: Any, where: str) -> Any:
             return stack
         base = str(stack["base"])
         if base not in stacks or base in (*seen, name):
-            reason = "goes in a circle" if base in stacks else "is not a stack of this file"
+            reason = "forms a circle" if base in stacks else "is not a stack of this file"
             raise ConfigError(
                 f"`base: {base}` {reason}",
                 suggest(base, [other for other in stacks if other != name]),

@@ -55,7 +55,9 @@ class Device(Section):
     safe_gib: Number | None = None
     compute_units: Number  # SMs or CUs
     # standard deviation of the speed of devices of this type, as a share of the speed
-    speed_variation: Number = Number(value=0, tag="estimated", source="runs on more than one node have not told it")
+    speed_variation: Number = Number(
+        value=0, tag="estimated", source="not measured: it needs runs on more than one node"
+    )
     flushes_fp16: bool = False  # its fp16 matrix products read and write 0 for numbers below 6.1e-5 (MI200)
     gemm_shapes: GemmShapes | None = None
     host_executes: bool = False  # a CPU: the same cores dispatch operations and execute them
@@ -66,13 +68,13 @@ class Device(Section):
             return self
         if not re.fullmatch(r"gfx[0-9a-f]{3,4}|sm_\d{2,3}", self.architecture):
             raise ValueError(
-                f"architecture {self.architecture!r} is not the name of one: write e.g. gfx90a, gfx942, sm_80 or sm_90"
+                f"{self.architecture!r} is not the name of an architecture: write e.g. gfx90a, gfx942, sm_80 or sm_90"
             )
         if re.fullmatch(r"sm_8[1-9]", self.architecture):
             raise ValueError(f"architecture {self.architecture} runs the kernels of sm_80: write sm_80")
         maker = vendor_of(self.architecture)
         if self.vendor not in ("none", maker):
-            raise ValueError(f"architecture {self.architecture} is one of vendor {maker}, and vendor is {self.vendor}")
+            raise ValueError(f"architecture {self.architecture} belongs to vendor {maker}, but vendor is {self.vendor}")
         return self
 
 
@@ -166,7 +168,7 @@ def check_rectangle(
     if short:
         raise ValueError(f"rows for {short} {rows} do not have {len(message_bytes)} entries, one per message size")
     if list(message_bytes) != sorted(set(message_bytes)) or list(time_us) != sorted(time_us):
-        raise ValueError(f"message sizes and {rows} must rise")
+        raise ValueError(f"message sizes and {rows} must be in increasing order")
     if len(message_bytes) < 2 or len(time_us) < least_rows:
         raise ValueError(f"a table needs at least two message sizes and {least_rows} rows of {rows} to interpolate")
 
@@ -266,9 +268,9 @@ class Machine(Section):
         meant = vendor_of_machine(self.environment)
         if "none" not in (meant, self.device.vendor) and meant != self.device.vendor:
             raise ValueError(
-                f"device.vendor is {self.device.vendor}, and environment {self.environment} sets the variables of "
+                f"device.vendor is {self.device.vendor}, but environment {self.environment} sets the variables of "
                 f"{meant}: "
-                "let `environment:` name a machine of the same vendor"
+                "set `environment:` to a machine of the same vendor"
             )
         return self
 

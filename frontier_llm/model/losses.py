@@ -117,8 +117,8 @@ def select(names: Iterable[str]) -> dict[str, LossTerm]:
     for name in names:
         if name not in _TERMS:
             fix = (
-                f"{suggest(name, _TERMS)}; or name the plugin that registers it: plugins=[my_losses.py] "
+                f"{suggest(name, _TERMS)}; or give the plugin that registers it: plugins=[my_losses.py] "
                 f"(docs/extending.md)"
             )
-            raise ConfigError(f"{name!r} is not a loss that was registered", fix, "train.loss_weights")
+            raise ConfigError(f"{name!r} is not a registered loss", fix, "train.loss_weights")
     return {name: _TERMS[name] for name in names}

@@ -63,7 +63,7 @@ def missing_ops(config: RunConfig, variables: Mapping[str, str]) -> Iterator[Pro
             config.train.device != "auto" and state != f"prebuilt for {config.train.device}"
         ):
             what = f"DeepSpeed would compile its op {op} at run time ({LOADED_BY[op]}): {state}"
-            yield Problem("ops.no_jit", what, f"{BUILD_COMMAND}, or leave out --no-jit")
+            yield Problem("ops.no_jit", what, f"{BUILD_COMMAND}, or omit --no-jit")
 
 
 def _installed(path: Path) -> dict[str, Any]:
@@ -87,5 +87,5 @@ def _state(folder: Path, built: Mapping[str, Any], op: str) -> str:
     torch_version = ".".join(importlib.metadata.version("torch").split(".")[:2])
     built_for = built.get("torch_info", {}).get("version")
     if built_for != torch_version:
-        return f"built for torch {built_for}, here is {torch_version}"
+        return f"built for torch {built_for}, but torch {torch_version} is installed"
     return f"prebuilt for {built.get('accelerator_name')}"

@@ -155,9 +155,7 @@ def _open(vendor: str) -> ctypes.CDLL:
     library = load_library(LAUNCHER.name, functions)
     if library.frontier_gpu_open(int(vendor == "hip")):
         name = "libamdhip64.so" if vendor == "hip" else "libcuda.so.1"
-        fix = (
-            f"load the {'ROCm' if vendor == 'hip' else 'CUDA'} module, or put the folder of {name} into LD_LIBRARY_PATH"
-        )
+        fix = f"load the {'ROCm' if vendor == 'hip' else 'CUDA'} module, or add the folder of {name} to LD_LIBRARY_PATH"
         raise BackendError(f"the GPU driver cannot be opened: {_last_error(library)}", fix, "GPU ops")
     return library
 

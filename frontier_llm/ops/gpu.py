@@ -64,7 +64,7 @@ def _rope_variant(cos_SR: Tensor) -> str:
     half = cos_SR.shape[-1]
     if half > ROPE_BLOCKS[-1]:
         raise BackendError(
-            f"rope over {2 * half} dims of a head; the kernel has at most {2 * ROPE_BLOCKS[-1]}",
+            f"rope rotates {2 * half} dims of each head, and the kernel supports at most {2 * ROPE_BLOCKS[-1]}",
             "set ops.rope=reference",
         )
     return f"r{next(block for block in ROPE_BLOCKS if block >= half)}"

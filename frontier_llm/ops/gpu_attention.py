@@ -33,12 +33,15 @@ class GpuAttention(DifferentiableOps):
         v = _readable(v_SBgD)
         sequence, batch, heads, head_dim = q.shape
         if head_dim % 16 or head_dim > HEAD_DIMS[-1]:
-            what = f"head dim {head_dim}: the prebuilt attention wants a multiple of 16 up to {HEAD_DIMS[-1]}"
-            raise BackendError(what, "set ops.attention=sdpa, or another model.head_dim")
+            what = (
+                f"head dim {head_dim} is not supported: the prebuilt attention needs a multiple of 16 up to "
+                f"{HEAD_DIMS[-1]}"
+            )
+            raise BackendError(what, "set ops.attention=sdpa, or change model.head_dim")
         if scores.offset < 0:
             what = (
-                f"queries that begin {-scores.offset} positions before the keys: the prebuilt attention wants "
-                f"keys that begin before or with them"
+                f"the queries begin {-scores.offset} positions before the keys: the prebuilt attention needs keys that "
+                f"begin before or with the queries"
             )
             raise BackendError(what, "set ops.attention=reference")
         slopes, documents, key_documents = _extras(q, k, scores)

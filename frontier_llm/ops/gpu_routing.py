@@ -15,7 +15,7 @@ from frontier_llm.ops.routing import Routing
 def _variant(experts: int, top_k: int) -> str:
     if experts > ROUTE_BLOCKS[-1] or top_k > MOST_CHOICES:
         what = (
-            f"a choice of {top_k} out of {experts} experts; the kernel has at most {MOST_CHOICES} out of "
+            f"the router chooses {top_k} of {experts} experts, and the kernel supports at most {MOST_CHOICES} of "
             f"{ROUTE_BLOCKS[-1]}"
         )
         raise BackendError(what, "set ops.experts=reference")

@@ -57,7 +57,7 @@ def check_triton(version: str, architecture: str, where: str) -> None:
         wanted = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
         fix = f"{install_triton()} && {build_command(architecture)}"
         raise BackendError(
-            f"compiled by Triton {version}; the launcher is for code objects of Triton {wanted}",
+            f"compiled by Triton {version}, but the launcher needs code objects of Triton {wanted}",
             fix,
             where,
         )
@@ -113,7 +113,7 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise BackendError(
-            f"no GPU ops are built for {architecture} (there are: {known})",
+            f"there are no GPU ops for {architecture}, only for {known}",
             "set ops.* to sdpa or reference",
             "GPU ops",
         )
@@ -130,21 +130,19 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
         triton = str(manifest["tools"]["triton"])
         sources = dict(manifest["sources"]) if manifest["version"] == MANIFEST_VERSION else {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BackendError(f"unreadable manifest: {type(error).__name__}: {error}", build, str(path)) from error
+        raise BackendError(f"the manifest cannot be read: {type(error).__name__}: {error}", build, str(path)) from error
     if built != (MANIFEST_VERSION, architecture):
-        what = (
-            f"written for {built[1]} in version {built[0]}; expected are {architecture} and version {MANIFEST_VERSION}"
-        )
+        what = f"is for {built[1]} and has version {built[0]}; expected {architecture} and version {MANIFEST_VERSION}"
         raise BackendError(what, build, str(path))
     if (stale := stale_kernels(sources)) != ([], []):
-        what = f"the code objects were built from other kernel sources than these: {', '.join(stale[0])}"
-        raise BackendError(f"{what}; stale are {', '.join(stale[1]) or 'none of the kernels'}", build, str(path))
+        what = f"the code objects were built from other versions of the kernel sources {', '.join(stale[0])}"
+        raise BackendError(f"{what}; out of date: {', '.join(stale[1]) or 'none of the kernels'}", build, str(path))
     check_triton(triton, architecture, str(path))
     damaged = [file for file, digest in codes if not _has_digest(folder / file, digest)]
     if damaged:
         raise BackendError(
             [
-                Problem(str(folder / file), "missing, or not the file that was built (sha256 differs)", build)
+                Problem(str(folder / file), "is missing, or differs from the file that was built (sha256)", build)
                 for file in damaged
             ]
         )
@@ -188,7 +186,7 @@ def kernel_report(architecture: str) -> list[dict[str, Any]]:
     machine = ARCHITECTURES.get(architecture)
     if machine is None:
         raise BackendError(
-            f"no GPU ops are built for {architecture!r}",
+            f"there are no GPU ops for {architecture!r}",
             suggest(architecture, ARCHITECTURES),
             "ARCHITECTURE",
         )

@@ -27,7 +27,7 @@ def load_cpu_library() -> str:
     sources = torch_ops_sources()
     if sources is not None and (built_from is None or built_from() != sources):
         # If only the meaning of an argument changed, an old library would compute wrong numbers without an error.
-        return f"{CPU_LIBRARY.name} was built from other sources than csrc/cpu holds now"
+        return f"{CPU_LIBRARY.name} was built from other sources than the present csrc/cpu"
     if environ(VARIABLE):  # otherwise the library takes the CPU's best
         torch.ops.frontier_llm.use_instruction_set(chosen_set().name)
     return ""

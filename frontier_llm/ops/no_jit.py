@@ -90,8 +90,8 @@ def _refusal(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
         name = getattr(arguments[0], "name", "") if arguments else ""  # In OpBuilder.jit_load: the name of the op.
         op = f" {name}" if isinstance(name, str) and name else ""
         raise BackendError(
-            f"{_who_asked()} wants to compile{op} at run time ({what}), which ops.no_jit forbids",
-            "build it ahead of time (scripts/build_*.sh, python setup.py build_ops), or leave out --no-jit",
+            f"{_who_asked()} would compile{op} at run time ({what}), which ops.no_jit forbids",
+            "build it ahead of time (scripts/build_*.sh, python setup.py build_ops), or omit --no-jit",
         )
 
     return refuse

@@ -71,10 +71,12 @@ def address_or_number(name: str, pointed: torch.dtype | None, value: Argument, d
         return 0
     assert isinstance(value, Tensor), name
     if value.dtype is not pointed or value.get_device() != device:
-        what = f"{name} is {value.dtype} on {value.device}, the kernel reads {pointed} on the current device ({device})"
+        what = (
+            f"{name} is {value.dtype} on {value.device}, but the kernel reads {pointed} on the current device {device}"
+        )
         raise BackendError(
             what,
-            "give the op tensors of one type, on the device that torch.cuda.set_device chose",
+            "give the op tensors of one type, on the device that torch.cuda.set_device has set",
             "GPU launch",
         )
     return value.data_ptr()
@@ -111,7 +113,7 @@ class PrebuiltKernels:
             chosen = self._variants.get((kernel, _DTYPE_NAMES.get(dtype, ""), variant))
             if chosen is None:
                 raise LaunchError(
-                    "there is no code object for this",
+                    "there is no code object for this type and variant",
                     "use bf16 or fp16, or set ops.* to sdpa or reference",
                 )
             self._launch(chosen, grid, arguments)
@@ -126,7 +128,7 @@ class PrebuiltKernels:
         unaligned = [chosen.arguments[index][0] for index in chosen.by16 if values[index] % 16]
         code = chosen.codes.get(not unaligned)
         if code is None:
-            raise LaunchError(f"{', '.join(unaligned)}: not a multiple of 16, which the code object assumes")
+            raise LaunchError(f"{', '.join(unaligned)} must be a multiple of 16 for this code object")
         slots = _packed(chosen, values, grid)
         function = self._functions.get((device, code.path))
         if function is None:
@@ -150,12 +152,12 @@ class PrebuiltKernels:
         except LaunchError as error:
             what = f"{error}: {self._built_with(image)}, which may be newer than this driver ({driver_version()})"
             fix = (
-                f"rebuild here, with the Triton that this torch came with: python setup.py build_ops --arch "
+                f"build them again on this machine, with the Triton of this torch: python setup.py build_ops --arch "
                 f"{self.architecture}"
             )
             if ARCHITECTURES[self.architecture].backend == "cuda":
                 variables = " ".join(f'{name}="$(which ptxas)"' for name in PTXAS_VARIABLES)
-                fix += f", or with this CUDA's assembler: {variables} before that command"
+                fix += f", or with the assembler of this CUDA: {variables} before that command"
             raise BackendError(what, fix, str(code.path)) from error
         self._images.append(image)
         return function
@@ -186,14 +188,14 @@ def kernels_of_this_gpu() -> PrebuiltKernels:
 def _packed(variant: _Variant, values: Sequence[int | float], grid: Grid) -> bytes:
     """Return the packed arguments, SLOT_BYTES each. Raises LaunchError for a number or a grid that is too large."""
     if grid[0] > _MOST_BLOCKS[0] or grid[1] > _MOST_BLOCKS[1] or grid[2] > _MOST_BLOCKS[2]:
-        raise LaunchError(f"a grid has at most {_MOST_BLOCKS} blocks", "take a smaller batch.micro_batch")
+        raise LaunchError(f"a grid has at most {_MOST_BLOCKS} blocks", "reduce batch.micro_batch")
     try:
         return variant.layout.pack(*values)
     except struct.error as error:
         named = ", ".join(f"{name} {value}" for (name, _), value in zip(variant.arguments, values, strict=True))
         raise LaunchError(
             f"a number does not fit its type ({error}): {named}",
-            "take a smaller batch.micro_batch",
+            "reduce batch.micro_batch",
         ) from error
 
 

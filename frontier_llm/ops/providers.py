@@ -101,16 +101,18 @@ class Provider:
             return Refusal(f"{self.name} has no {str(dtype).removeprefix('torch.')} {group}")
         needs = needs if needs and group == "attention" else AttentionNeeds()
         if needs.window and not self.windows and not (needs.softcap and self.softcaps):
-            return Refusal(f"{self.name} has no attention in a sliding window (model.sliding_window)")
+            return Refusal(f"{self.name} does not support a sliding window (model.sliding_window)")
         if needs.softcap and not self.softcaps:
-            return Refusal(f"{self.name} has no soft cap of attention's scores (model.score_softcap)")
+            return Refusal(f"{self.name} does not support a soft cap of attention's scores (model.score_softcap)")
         if needs.parts and self.parts is None:
             return Refusal(
-                f"{self.name} has no attention over part of a sequence (parallel.context), which gives each row's "
-                f"log-sum-exp"
+                f"{self.name} does not support attention over part of a sequence (parallel.context), which needs each "
+                f"row's log-sum-exp"
             )
         if needs.parts and self.parts and (why := self.parts(device_type, dtype, needs)):
-            return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context) here: {why}")
+            return Refusal(
+                f"{self.name} does not support attention over part of a sequence (parallel.context) in this run: {why}"
+            )
         missing = self.missing()
         if isinstance(missing, Refusal):
             return missing
@@ -129,7 +131,7 @@ def functions_of(implementation: object) -> dict[str, Op]:
         here = inspect.signature(function)
         face = inspect.signature(getattr(reference, op))
         if here != face:
-            raise TypeError(f"{op}{here} of {implementation!r}: the face's is {face}")
+            raise TypeError(f"{op}{here} of {implementation!r} differs from the signature of the reference, {face}")
     return functions
 
 
@@ -150,12 +152,12 @@ def _any_part(_device_type: str, _dtype: torch.dtype, _needs: AttentionNeeds) ->
 def _flash_parts_missing(device_type: str, dtype: torch.dtype, needs: AttentionNeeds) -> str:
     asked = {"document masks": needs.documents, "ALiBi": needs.alibi, "a sliding window": needs.window}
     if any(asked.values()):
-        return f"torch's flash kernels know no {' or '.join(name for name, wanted in asked.items() if wanted)}"
+        return f"torch's flash kernels do not support {' or '.join(name for name, wanted in asked.items() if wanted)}"
     if device_type == "cpu":
         return ""
     if dtype in HALVES:
         return sdpa.blocks_missing()
-    return f"torch's flash kernels have no {str(dtype).removeprefix('torch.')} on a GPU"
+    return f"torch's flash kernels do not support {str(dtype).removeprefix('torch.')} on a GPU"
 
 
 def _triton_missing() -> str | Refusal:
@@ -203,7 +205,7 @@ def _flash_attn_missing() -> str:
     try:
         package = importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:
-        return f"flash-attn does not import: {error}"
+        return f"flash-attn cannot be imported: {error}"
     interface = getattr(package, "flash_attn_interface", None)  # None for an unknown package of the same name
     if getattr(interface, "USE_TRITON_ROCM", False):
         return (
@@ -215,7 +217,7 @@ def _flash_attn_missing() -> str:
 
 def _cudnn_missing() -> str:
     if torch.version.hip:
-        return "cuDNN is NVIDIA's"
+        return "cuDNN needs an NVIDIA GPU"
     return "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
 
 
@@ -227,10 +229,7 @@ def apex_missing() -> str:
     if importlib.util.find_spec("apex") is None:
         return "apex is not installed"
     if importlib.util.find_spec("apex.multi_tensor_apply") is None:
-        return (
-            "the installed apex is the PyPI project of that name, which has nothing to do with NVIDIA's: pip "
-            "uninstall apex"
-        )
+        return "the installed apex is another project of that name from PyPI, not NVIDIA's: run pip uninstall apex"
     missing = [name for name in ("amp_C", "fused_layer_norm_cuda") if importlib.util.find_spec(name) is None]
     if missing:
         return f"apex was built without its extensions {', '.join(missing)}"

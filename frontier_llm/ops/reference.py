@@ -408,7 +408,7 @@ class Ops:
 
     def __init__(self, **functions: Op) -> None:
         if functions.keys() != {op for ops in GROUPS.values() for op in ops}:
-            raise TypeError(f"a function for each op is wanted, not {sorted(functions)}")
+            raise TypeError(f"exactly one function for each op is required, found {sorted(functions)}")
         vars(self).update(functions)
 
     def gated(self, x_2f: Tensor, activation: str, weights: Tensor | None = None) -> Tensor:

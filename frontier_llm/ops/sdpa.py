@@ -126,7 +126,7 @@ def _pieces(queries: int, keys: int, offset: int) -> Iterator[tuple[slice, bool]
         yield slice(offset, keys), True
     else:
         what = (
-            f"{queries} queries from position {offset} over {keys} keys: torch's flash attention wants keys that "
+            f"{queries} queries from position {offset} attend to {keys} keys: torch's flash attention needs keys that "
             f"end before or with the queries"
         )
         raise BackendError(what, "set ops.attention=reference")
@@ -149,7 +149,7 @@ def blocks_missing(device: str = "cuda") -> str:
     return (
         ""
         if abs(logsumexp - math.log(2)) < 1e-3
-        else f"torch's flash attention says that the log-sum-exp of two zeros is {logsumexp:.4f}"
+        else f"torch's flash attention computes {logsumexp:.4f} instead of 0.6931 as the log-sum-exp of two zeros"
     )
 
 

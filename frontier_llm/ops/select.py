@@ -75,13 +75,13 @@ def choose(
         provider = PROVIDERS[wanted]
         refusal = refusal_of(provider)
         if refusal is None:
-            return ChosenBackend(group, provider, f"asked for by ops.{group}")
+            return ChosenBackend(group, provider, f"set by ops.{group}")
         fix = f"{refusal.build}, or ops.{group}=auto".removeprefix(", or ")
         if deterministic:
             fix += ", or ops.deterministic=false"
         return Problem(f"ops.{group}={wanted}", refusal.why, fix)
     if dtype == torch.float64:
-        return ChosenBackend(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
+        return ChosenBackend(group, PROVIDERS["reference"], "float64 is for tests and always uses the reference")
     passed_over: list[str] = []
     usual = _WITH_DOCUMENTS if needs.documents and device_type == "cuda" else PREFERENCE[device_type]
     order = dict.fromkeys([*first, *usual])
@@ -97,29 +97,29 @@ def choose(
             and not allow_fallback
         ):
             what = (
-                f"none serves what the run asks of it but the reference, which keeps whole squares of scores: "
+                f"only the reference supports what this run needs, and it stores the complete matrix of scores: "
                 f"{'; '.join(passed_over)}"
             )
             fix = (
-                "set parallel.context_attention=heads where the heads suffice, or "
+                "set parallel.context_attention=heads if there are enough heads, or "
                 if needs.parts and not needs.softcap
                 else ""
             )
-            fix += "go on without: ops.attention=reference"
+            fix += "use the reference: ops.attention=reference"
             return Problem("ops.attention=auto", what, fix)
         if refusal is None:
             return ChosenBackend(
-                group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto"
+                group, provider, f"auto; not used: {'; '.join(passed_over)}" if passed_over else "auto"
             )
         if refusal.build and provider.required and not allow_fallback:
-            instead = f"or go on without: ops.{group}=reference, or ops.allow_fallback=true for all ops"
+            instead = f"or run without it: ops.{group}=reference, or ops.allow_fallback=true for all ops"
             return Problem(
                 f"ops.{group}=auto",
                 f"the kernels of this GPU cannot be used: {refusal.why}",
                 f"{refusal.build}; {instead}",
             )
         passed_over.append(f"{provider.name} ({refusal})")
-    raise AssertionError("the reference serves everything")
+    raise AssertionError("the reference supports everything")
 
 
 def select_ops(

@@ -87,7 +87,7 @@ def _way(dtype: torch.dtype, device: torch.device) -> _Way:
         if bool((total == 17).all()):
             return way
     log.info(
-        f"this torch returns no fp32 from products of {dtype}: each microbatch's weight gradients are rounded before "
-        f"they are added"
+        f"this torch cannot return products of {dtype} in fp32: the weight gradients of each microbatch are rounded "
+        f"before they are added"
     )
     return _rounded_product

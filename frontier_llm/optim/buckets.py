@@ -53,7 +53,7 @@ class Bucket:
     partial_axes: tuple[str, ...]  # gradients are summed over these axes before dp
     kinds: tuple[str, ...]  # Names of the tensors that the optimizer keeps: the master copy and its states.
     whole: bool  # the update needs complete tensors
-    apart: bool  # `whole`, and each parameter lies within one owner's slice
+    apart: bool  # `whole` is true, and each parameter lies within one owner's slice
     dp: Axis
     owner: Axis  # dp with ZeRO-1. Otherwise an axis of one rank, which owns the complete bucket.
     first_use: int = 0  # position of its earliest parameter in the order of the forward pass

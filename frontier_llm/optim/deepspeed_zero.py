@@ -63,9 +63,11 @@ class DeepSpeedZero:
             for first, flat, place, numel in self._runs(parameter):
                 weights = parameter.detach().view(-1)[first : first + numel]
                 if not torch.equal(weights.to(flat), flat.narrow(0, place, numel)):
-                    what = f"DeepSpeed says wrongly where the state of {parameter.spec.name} lies"
+                    what = f"DeepSpeed reports a wrong place for the optimizer state of {parameter.spec.name}"
                     raise BackendError(
-                        what, "leave out what reorders parameters in the DeepSpeed JSON", "optimizer.deepspeed_config"
+                        what,
+                        "remove options that reorder parameters from the DeepSpeed JSON",
+                        "optimizer.deepspeed_config",
                     )
 
     def _runs(self, parameter: ShardedParameter) -> Iterator[tuple[int, Tensor, int, int]]:

@@ -40,7 +40,7 @@ class Choice:
             return (
                 f"{name} as one ring {format_seconds(self.flat_s)} (two stages {format_seconds(self.hierarchical_s)})"
             )
-        start = f"; ahead from {self.wins_from_nodes} nodes on" if self.wins_from_nodes else ""
+        start = f"; two stages are faster from {self.wins_from_nodes} nodes" if self.wins_from_nodes else ""
         return (
             f"{name} in two stages {format_seconds(self.hierarchical_s)} (one ring "
             f"{format_seconds(self.flat_s)}{start})"

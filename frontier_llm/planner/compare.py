@@ -22,7 +22,7 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
     best = outcome.best
     chosen = choices_of(best.layout)
     if changes.items() <= chosen.items():
-        return f"what if {' '.join(words)}: the choice has that already"
+        return f"what if {' '.join(words)}: the chosen layout already has it"
     # fields that depend on the changed ones may change too
     follows = {"dp"}
     if {"tp", "pp"} & changes.keys():
@@ -38,7 +38,8 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
             lines.append(f"  {title}: no legal layout")
         elif not other.plans:
             lines.append(
-                f"  {title}: does not fit: {other.smallest_bytes / GIB:.1f} of {numbers.memory_bytes / GIB:.0f} GiB"
+                f"  {title}: does not fit: needs {other.smallest_bytes / GIB:.1f} of "
+                f"{numbers.memory_bytes / GIB:.0f} GiB"
             )
         else:
             lines.append(f"  {title}: {_against(best, other.best)}: {layout_words(other.best)}")

@@ -135,8 +135,8 @@ def emit(
         content = {"model": model, **choice, **needs, "train": {**choice["train"], **needs["train"]}}
         content = merge({key: value for key, value in request.settings.items() if key != "model"}, content)
         todo = [
-            "fill in data.train, prefixes that `frontier-llm data tokenize` has written; optimizer.lr, of GPT-3's "
-            "nearest size, is a start"
+            "set data.train to prefixes that `frontier-llm data tokenize` has written; optimizer.lr is a first "
+            "value, that of the nearest size of GPT-3"
         ]
     head = [
         layout_words(best),

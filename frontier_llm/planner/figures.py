@@ -16,7 +16,7 @@ from frontier_llm.files import write_atomically
 from frontier_llm.machine.load import rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
-from frontier_llm.pages import COLORS, Chart, can_draw, figure, figures, level, line, points, text, write_page
+from frontier_llm.pages import PARTS, Chart, can_draw, figure, figures, level, line, points, text, write_page
 from frontier_llm.planner import report
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes
 from frontier_llm.planner.candidates import enumerate_layouts
@@ -50,7 +50,7 @@ def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, num
     if gradient_choices(outcome.best, numbers):
         parts.append(figures(collective_charts(outcome.best, numbers)))
     parts.append(f"<h2>Report</h2><pre>{text(words)}</pre>")
-    return write_page(path, title, "Simulated, but for the points that a legend calls measured.", parts)
+    return write_page(path, title, "All values are simulated, except points that a legend calls measured.", parts)
 
 
 def pipeline_chart(plan: Plan) -> Chart:
@@ -64,7 +64,7 @@ def simulated_part(plan: Plan) -> str:
     simulated = plan.simulated.timeline.schedule.microbatches
     whole = plan.layout.microbatches
     if simulated < whole:
-        return f": {simulated} of the {whole} microbatches, the pattern of the middle repeats"
+        return f": {simulated} of the {whole} microbatches; the pattern in the middle repeats"
     return ""
 
 
@@ -73,9 +73,7 @@ def memory_chart(plan: Plan) -> Chart:
     ranks = list(range(len(plan.memory)))
     sizes = {name: [lines[name] / GIB for lines in plan.memory] for name in plan.memory[0]}
     traces = [
-        {"type": "bar", "name": name, "x": ranks, "y": values, "marker": {"color": COLORS[index % len(COLORS)]}}
-        for index, (name, values) in enumerate(sizes.items())
-        if any(values)
+        _part(name, ranks, values, PARTS[index]) for index, (name, values) in enumerate(sizes.items()) if any(values)
     ]
     limit = level("device", plan.limit_bytes / GIB, [-0.5, len(ranks) - 0.5])
     return Chart(
@@ -86,6 +84,11 @@ def memory_chart(plan: Plan) -> Chart:
         height_px=380,
         layout={"barmode": "stack", "xaxis": {"dtick": max(1, len(ranks) // 16)}},
     )
+
+
+def _part(name: str, ranks: list[int], values: list[float], color: str) -> dict[str, Any]:
+    marker = {"color": color, "line": {"color": "#888", "width": 0.5}}
+    return {"type": "bar", "name": name, "x": ranks, "y": values, "marker": marker}
 
 
 def _name_of_work(work: Product | FlashCore) -> str:
@@ -161,7 +164,7 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
         values = np.asarray(getattr(layouts, field))
         degrees = np.unique(values)
         best = [speed[values == degree].max() for degree in degrees]
-        title = f"Best over all else, by {label}"
+        title = f"Best layout by {label}"
         yield Chart(title, label, "tokens/s per device", [line(label, degrees, best, marks="circle")], log_x=True)
 
 

@@ -44,7 +44,7 @@ def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
 
 def _tensor(tp: int, machine: Machine, rates: Rates) -> str:
     if tp > rates.node_devices:
-        return f"{tp} ranks over {-(-tp // rates.node_devices)} nodes: {_nics(machine, rates)} bound every layer"
+        return f"{tp} ranks over {-(-tp // rates.node_devices)} nodes: {_nics(machine, rates)} limit every layer"
     return f"{tp} ranks of a node: {_fabric(tuple(range(tp)), machine, rates)}"
 
 

@@ -60,11 +60,11 @@ class PointPrediction:
         if self.peak_bytes <= self.limit_bytes:
             return []
         what = (
-            f"about {self.peak_bytes / GIB:.1f} GiB per device, of {self.limit_bytes / GIB:.1f} that a run can "
-            f"have on {self.machine!r}"
+            f"about {self.peak_bytes / GIB:.1f} GiB per device are needed, but a run can use only "
+            f"{self.limit_bytes / GIB:.1f} on {self.machine!r}"
         )
         fix = (
-            "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set "
+            "find a layout that fits with frontier-llm plan, raise parallel.pipeline or parallel.tensor, or set "
             "train.recompute=full"
         )
         return [Problem(where="memory", what=what, fix=fix)]

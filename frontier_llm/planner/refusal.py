@@ -33,7 +33,7 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
     has = f"{numbers.memory_bytes / GIB:.0f}"
     if outcome.fixed:
         what = f"none of the {outcome.legal} layouts with these choices fixed fits: the smallest needs {needs} of {has}"
-        raise LayoutError(what, "fix less, or use more nodes", "plan --fix")
+        raise LayoutError(what, "fix fewer choices, or use more nodes", "plan --fix")
     nodes = smallest_machine(outcome.model, numbers)
     if nodes is None:
         raise too_big(outcome.model, machine, numbers)
@@ -66,7 +66,7 @@ def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
         f"{outcome.global_batch} "
         f"on {plural(outcome.nodes, 'node')} of {machine.devices_per_node} devices"
         + (f" with {fixed}" if fixed else ""),
-        fix=f"use {counts} nodes{batch}" + (", or fix less" if fixed else ""),
+        fix=f"use {counts} nodes{batch}" + (", or fix fewer choices" if fixed else ""),
     )
     return LayoutError([*_broken_rules(outcome, machine), refused])
 
@@ -123,10 +123,10 @@ def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError
         nodes = smallest_machine(model, rates(other, own_stack(other)))
         if nodes is not None:
             homes.append((nodes * other.devices_per_node * other.device.memory_gib.value, nodes, name))
-    fix = "no machine in configs/machines holds it; shrink the model"
+    fix = "no machine in configs/machines has enough memory; use a smaller model"
     if homes:
         _, nodes, name = min(homes)
-        fix = f"the smallest that holds it: {nodes} nodes of {name}"
+        fix = f"use {nodes} nodes of {name}, the smallest machine with enough memory"
     return LayoutError(
         f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes",
         fix,

@@ -67,7 +67,7 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
     The memory lines of the fullest rank follow.
     """
     lines = [
-        "where the step goes (busiest pipeline rank, simulated), and the numbers of the machine file behind each line"
+        "time of the step on the busiest pipeline rank (simulated), with the machine file's numbers behind each line"
     ]
     seen: set[str] = set()
     for name, seconds in breakdown(plan, rates).items():
@@ -128,8 +128,8 @@ def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
     if any(later.step_s < plan.step_s for plan, later in pairwise(plans)):
         win = f"{100 * RESOLUTION:.0f} %"
         rows.append(
-            f"  not by time alone: FSDP, whose overlap is an estimate, and plans within 5 % of the memory have to "
-            f"win by {win}"
+            f"  not sorted by time alone: FSDP (its overlap is an estimate) and plans within 5 % of the memory must be "
+            f"faster by {win}"
         )
     return "\n".join(rows)
 
@@ -211,7 +211,7 @@ def text(
         other = outcome.across
         lines.append(
             f"across nodes: {layout_words(other)}: {other.tokens_per_s_per_device:.1f} tokens/s per device, "
-            f"{100 * (other.step_s / best.step_s - 1):+.1f} % time against the choice"
+            f"{100 * (other.step_s / best.step_s - 1):+.1f} % time compared with the choice"
         )
     if run is not None:
         lines += ["", *campaign_lines(run, uncertainty)]
@@ -227,7 +227,7 @@ def speed_lines(plan: Plan, use: Mapping[str, float], uncertainty: Uncertainty) 
     devices = plan.layout.devices
     rates_and_words: dict[str, tuple[float, Callable[[float], str]]] = {
         "tokens/s per device": (speed, "{:.1f}".format),
-        "tokens/s in all": (speed * devices, "{:,.0f}".format),
+        "tokens/s in total": (speed * devices, "{:,.0f}".format),
         "TFLOP/s per device": (uncertainty.tflops, _tflops),
         "% MFU (full attention counted)": (100 * use["mfu"], "{:.1f}".format),
         "% causal": (100 * use["mfu_causal"], "{:.1f}".format),
@@ -260,11 +260,11 @@ def _why(best: Plan, other: Plan) -> str:
             "it fills memory to within 5 %": other.tight,
         }
         return (
-            f"{' and '.join(risk for risk, run in risks.items() if run)}, so it would have to win by "
-            f"{100 * RESOLUTION:.0f} %"
+            f"{' and '.join(risk for risk, run in risks.items() if run)}, so it must be faster by "
+            f"{100 * RESOLUTION:.0f} % to be chosen"
         )
     if abs(best.step_s - other.step_s) < 1e-3 * best.step_s:
-        return "a tie within what the model resolves"
+        return "a tie within the resolution of the cost model"
     gaps = {
         "busiest stage's compute": max(b.busy_s) - max(a.busy_s),
         "bubble and messages": (b.pipeline_s - max(b.busy_s)) - (a.pipeline_s - max(a.busy_s)),

@@ -180,8 +180,8 @@ class Uncertainty:
     def words(self) -> list[str]:
         """Return lines for the report: the band and its basis, and the best published rates."""
         lines = [
-            f"  90 % band: a factor {1 + self.band:.2f} either way, also on the times and shares below (constants: "
-            f"{self.basis})"
+            f"  90 % interval: a factor of {1 + self.band:.2f} in both directions, which also applies to the times "
+            f"and shares below (constants: {self.basis})"
         ]
         if self.basis == ESTIMATED:
             lines[0] += "; no step of this stack on this machine was measured, so the slow end is first"
@@ -202,7 +202,7 @@ class Uncertainty:
             )
         if self.above_published:
             lines.append(
-                f"  WARNING: {self.tflops:.1f} TFLOP/s, as simulated, lie above every rate published on {self.device}"
+                f"  WARNING: the simulated {self.tflops:.1f} TFLOP/s are above every rate published on {self.device}"
             )
         return lines
 

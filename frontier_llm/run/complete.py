@@ -67,12 +67,13 @@ def manifest_bytes(path: Path) -> bytes:
     limit = lifted_bound(MAX_MANIFEST_BYTES)
     content = _read_small(path / MANIFEST, limit)
     if len(content) > limit:
-        raise BrokenManifest(path / MANIFEST, f"has more bytes than any manifest ({limit})", LIFT_HINT)
+        raise BrokenManifest(path / MANIFEST, f"is larger than {limit} bytes, the limit for a manifest", LIFT_HINT)
     recorded = _read_small(path / MANIFEST_DIGEST, 1024)
     if recorded != digest_line(content):
         actual = digest_line(content).decode().split()[0]
         expected = recorded[:64].decode("ascii", errors="replace")
-        raise BrokenManifest(path / MANIFEST, f"sha256 is {actual}, {MANIFEST_DIGEST} says {strict_json(expected)}")
+        what = f"sha256 is {actual}, but {MANIFEST_DIGEST} records {strict_json(expected)}"
+        raise BrokenManifest(path / MANIFEST, what)
     return content
 
 
@@ -99,7 +100,7 @@ def fault(path: Path) -> Problem | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return Problem(str(path / MANIFEST), "is not a manifest")
     if type(step) is not int or step != named_step(path.name):
-        return Problem(str(path / MANIFEST), f"is of step {step}, its folder is {path.name}")
+        return Problem(str(path / MANIFEST), f"belongs to step {step}, but its folder is {path.name}")
     return _shard_fault(path, sizes)
 
 
@@ -115,9 +116,9 @@ def _shard_fault(path: Path, sizes: dict[str, object]) -> Problem | None:
                 expected = missing.pop(entry.name)
                 status = entry.stat(follow_symlinks=False)
                 if not stat.S_ISREG(status.st_mode):
-                    return Problem(entry.path, "is not a plain file")
+                    return Problem(entry.path, "is not a regular file")
                 if status.st_size != expected:
-                    return Problem(entry.path, f"has {status.st_size} bytes, the manifest says {expected}")
+                    return Problem(entry.path, f"has {status.st_size} bytes, but the manifest records {expected}")
     except OSError as error:
         return Problem(str(error.filename or path), f"cannot be read: {error.strerror}")
     if missing:

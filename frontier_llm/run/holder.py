@@ -90,10 +90,10 @@ def start_after(folder: Path, newest: int, counted: int = 0) -> int:
     Raises FrontierError if a file claims the last number, because no later start could get a higher one.
     """
     if newest >= LAST_START:
-        what = f"claims to be start {newest} of the run, and no run starts so often"
+        what = f"records start {newest} of the run, and start numbers end at {LAST_START}"
         raise FrontierError(what, "if no job of this run is alive, delete the file", str(folder / f"{newest:08}.json"))
     if counted > LAST_START:
-        what = f"counts {counted} starts of the run, and no run starts so often"
+        what = f"counts {counted} starts of the run, and start numbers end at {LAST_START}"
         raise FrontierError(
             what, "if no job of this run is alive, delete the file", str(folder.parent.parent / "incarnation.json")
         )
@@ -206,7 +206,7 @@ def watched_dead(path: Path) -> bool:
 
 def how_to_free(path: Path) -> str:
     """Return advice for a holder that is dead although its lock does not show it."""
-    return f"if you know that it is dead, delete {path}"
+    return f"if you know that the process is dead, delete {path}"
 
 
 def refuse_second_start(run_dir: Path) -> None:
@@ -218,15 +218,15 @@ def refuse_second_start(run_dir: Path) -> None:
     if holder is None:
         return
     path = newest_lock(run_dir)
-    fix = f"wait until it ends, or give this run another train.run_dir; {how_to_free(path)}"
+    fix = f"wait until that process ends, or set another train.run_dir; {how_to_free(path)}"
     if holder.host == socket.gethostname():
         raise FrontierError(f"is in use by {holder.describe()}", fix, str(run_dir))
     silent_s = silence_s(path)
     if not is_ahead(silent_s):
         raise FrontierError(f"is in use by {holder.describe()}", fix, str(run_dir))
     log.warn(
-        f"{path}: the last heartbeat of {holder.describe()} is {-silent_s:,.0f} s in the future; watching it for "
-        f"{STALE_AFTER_S:.0f} s"
+        f"{path}: the last heartbeat of {holder.describe()} is {-silent_s:,.0f} s in the future; "
+        f"waiting up to {STALE_AFTER_S:.0f} s for a new one"
     )
     if not watched_dead(path):
         raise FrontierError(
@@ -272,4 +272,6 @@ def _refuse_reserved(run_dir: Path, path: Path) -> None:
         alive = silent_s <= STALE_AFTER_S
     if alive:
         who = holder.describe() if holder else "another process"
-        raise FrontierError(f"is being submitted by {who}", f"wait until it ends; {how_to_free(path)}", str(run_dir))
+        raise FrontierError(
+            f"is being submitted by {who}", f"wait until that process ends; {how_to_free(path)}", str(run_dir)
+        )

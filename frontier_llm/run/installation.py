@@ -143,16 +143,18 @@ def ask(
         )
     except OSError as error:
         raise FrontierError(
-            f"cannot be started: {error.strerror}", "name another interpreter by FRONTIER_LLM_PYTHON", words[0]
+            f"cannot be started: {error.strerror}", "set FRONTIER_LLM_PYTHON to another interpreter", words[0]
         ) from error
     except subprocess.TimeoutExpired as error:
         raise FrontierError(
-            f"no answer within {timeout_s:.0f} s", "is the file system of the environment slow?", words[0]
+            f"did not respond within {timeout_s:.0f} s",
+            "check whether the file system of the environment is slow",
+            words[0],
         ) from error
     for line in reversed(done.stdout.splitlines()):
         if line.startswith("{"):
             return Installation.from_json(line)
-    complaint = done.stderr.strip().splitlines() or [f"ended with {done.returncode} and said nothing"]
+    complaint = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode} and without a message"]
     raise FrontierError("\n".join(complaint[-8:]), f"run it by hand: {' '.join(words)}", "the ranks' interpreter")
 
 

@@ -19,7 +19,7 @@ FILE = "job.json"
 VERSION = 2
 CONTINUATIONS = ("requeue", "successor", "never")
 FAILED_START_HOURS = 3.0  # default limit, in hours of all nodes: 18 failed starts of ten minutes
-_FIX = "correct it, or delete the file: a start without it takes the values from its script and writes it again"
+_FIX = "correct it, or delete the file: the next start then writes it again with the values of its script"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def read_job(run_dir: Path) -> Job | None:
         raise _damaged(path, "version", f"is {version!r}, expected {VERSION}")
     if version > VERSION:
         fix = "use the version of frontier_llm that wrote it, or delete the file"
-        raise DamagedRecord(f"version is {version}, this program reads {VERSION}", fix, str(path))
+        raise DamagedRecord(f"version is {version}, but this program reads at most version {VERSION}", fix, str(path))
     for name in content:
         if name not in _RULES:
             raise _damaged(path, name, f"is not a field of a job; {suggest(name, list(_RULES))}")
@@ -123,8 +123,9 @@ def read_job(run_dir: Path) -> Job | None:
             raise _damaged(path, name, f"is {content[name]!r}, expected {rule.expected}")
     here = run_dir.resolve()
     if Path(content["run_dir"]).resolve() != here:
-        what = f"run_dir is {content['run_dir']}: the record of another run"
-        raise DamagedRecord(what, f"if the directory was moved, write {here} there, or delete the file", str(path))
+        what = f"run_dir is {content['run_dir']}, so this is the record of another run"
+        fix = f"if the directory was moved, set run_dir to {here} in the file, or delete the file"
+        raise DamagedRecord(what, fix, str(path))
     lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
     return Job(**{**content, **lists})
 

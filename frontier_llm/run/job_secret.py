@@ -42,7 +42,7 @@ class JobSecret:
         if given and len(given) < SHORTEST:
             raise FrontierError(
                 f"has {len(given)} characters, at least {SHORTEST} are needed",
-                "unset it, or: openssl rand -hex 32",
+                "unset it, or set it to the output of openssl rand -hex 32",
                 VARIABLE,
             )
         self._given = given.encode()
@@ -60,7 +60,7 @@ class JobSecret:
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                raise PermissionError(f"{self._path} is not this user's alone: delete it")
+                raise PermissionError(f"{self._path} belongs to another user or is accessible to others: delete it")
             return file.read(1024)  # can be the secret of an earlier start, so each new connection reads it again
 
     def wait(self, timeout_s: float) -> bytes:
@@ -76,7 +76,7 @@ class JobSecret:
                         f"{VARIABLE} for all ranks"
                     )
                     raise FrontierError(
-                        f"rank 0 has not told the job's secret within {timeout_s:g} s: {error}",
+                        f"rank 0 has not written the job's secret within {timeout_s:g} s: {error}",
                         fix,
                         str(self._path),
                     ) from error
@@ -128,13 +128,13 @@ def private_folder(secret: bytes) -> Path:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise FrontierError(
-                "is there already and not this user's alone",
-                "start again: the name is another one then",
+                "already exists, and is not a private folder of this user",
+                f"start again, and with another {VARIABLE} if it is set: the name depends on the secret",
                 str(folder),
             ) from None
     except OSError as error:
         raise FrontierError(
-            f"cannot make the job's folder: {error.strerror}",
+            f"cannot create the job's folder: {error.strerror}",
             "set FRONTIER_LLM_NODE_LOCAL to a folder on a local disk",
             str(folder),
         ) from error

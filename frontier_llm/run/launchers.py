@@ -59,7 +59,7 @@ class _Reader:
         name = next((candidate for candidate in names if candidate in self.env), None)
         if name is None:
             if default is None:
-                fix = f"unset what is left of {self.launcher}, or start with srun"
+                fix = f"unset the other variables of {self.launcher}, or start with srun"
                 self.problems.append(
                     Problem(names[0], f"is not set although {self.launcher} started this process", fix)
                 )
@@ -104,7 +104,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(world))))
     if node >= len(counts):
         raise FrontierError(
-            f"{node} is past the {len(counts)} nodes of SLURM_STEP_TASKS_PER_NODE",
+            f"is {node}, but SLURM_STEP_TASKS_PER_NODE lists only {len(counts)} nodes, counted from 0",
             where="SLURM_NODEID",
         )
     return _with_rendezvous(env, "slurm", rank, world, local, counts[node])
@@ -141,7 +141,7 @@ def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed and finds no MPI library
         raise FrontierError(
             f"mpi4py cannot be used: {error}",
-            "install it against the site's MPI and load that, or unset the variable",
+            "build mpi4py with the site's MPI and load that MPI, or unset the variable",
             "FRONTIER_LLM_LAUNCHER=mpi4py",
         ) from error
     world = MPI.COMM_WORLD
@@ -171,7 +171,7 @@ def _with_rendezvous(
     port = _port(env, launcher)
     if port is None and world > 1:
         raise FrontierError(
-            f"{launcher} gives no job identity to derive a port from",
+            f"is not set, and {launcher} gives no job id from which a port can be derived",
             "export the same MASTER_PORT for all ranks",
             "MASTER_PORT",
         )
@@ -187,8 +187,8 @@ def _address(env: Mapping[str, str], launcher: str, one_node: bool) -> str:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise FrontierError(
-            f"{launcher} spans several nodes but does not say where rank 0 is",
-            "export MASTER_ADDR=$(hostname -i) on rank 0's node",
+            f"is not set, and {launcher} does not report the node of rank 0 of this job on several nodes",
+            "export MASTER_ADDR for all ranks: the address that hostname -i prints on the node of rank 0",
             "MASTER_ADDR",
         )
     return hostlist.first(nodes)

@@ -112,9 +112,9 @@ def _contradictions(place: RankEnv, env: Mapping[str, str]) -> Iterator[Problem]
     local = place.local_rank
     local_world = place.local_world_size
     rules = (
-        (rank < world, "rank", f"{rank} of a world of {world}"),
-        (local < local_world, "local rank", f"{local} of {local_world} here"),
-        (local_world <= world, "local world size", f"{local_world} of {world}"),
+        (rank < world, "rank", f"is {rank}, but the world size is {world}"),
+        (local < local_world, "local rank", f"is {local}, but the local world size is {local_world}"),
+        (local_world <= world, "local world size", f"is {local_world}, but the world size is {world}"),
     )
     sources = _sources(place, env)
     yield from (
@@ -126,7 +126,7 @@ def _contradictions(place: RankEnv, env: Mapping[str, str]) -> Iterator[Problem]
         # every task has the same RANK if a script exports RANK before srun
         for name, true in (("RANK", place.rank), ("WORLD_SIZE", place.world_size), ("LOCAL_RANK", place.local_rank)):
             if env.get(name, str(true)) != str(true):
-                what = f"is {env[name]} but {place.launcher} started this process as {true}"
+                what = f"is {env[name]}, but {place.launcher} started this process with {true}"
                 yield Problem(name, what, f"unset {name}, or export it inside the step")
 
 

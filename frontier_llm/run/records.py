@@ -73,7 +73,7 @@ def read_text(path: Path) -> str | None:
     try:
         return content.decode()
     except ValueError:
-        raise DamagedRecord("is not text", "restore it from a copy, or move it away", str(path)) from None
+        raise DamagedRecord("is not UTF-8 text", "restore it from a copy, or move it away", str(path)) from None
 
 
 def read_json(path: Path, expected: type, fix: str = "restore it from a copy, or move it away") -> Any:
@@ -124,8 +124,9 @@ def damaged_lines(path: Path, is_sound: Callable[[dict[str, Any]], bool]) -> str
     bad = [number for number, row in json_lines(path) if row is None or not is_sound(row)]
     if not bad:
         return ""
-    which = f"line {bad[0]} is" if len(bad) == 1 else f"{len(bad)} lines, the first is line {bad[0]}, are"
-    return f"{which} damaged and left out"
+    if len(bad) == 1:
+        return f"line {bad[0]} is damaged and left out"
+    return f"{len(bad)} lines are damaged and left out, the first is line {bad[0]}"
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

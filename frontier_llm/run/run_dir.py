@@ -33,8 +33,8 @@ from frontier_llm.units import strict_json
 
 STOP_FILE = "STOP"
 SAVE_FILE = "SAVE"
-MOVED = "was moved away or deleted while the run goes on; nothing is written in its old place"
-MOVE_BACK = "move it back, or start again where it is now"
+MOVED = "was moved or deleted during the run; nothing is written at its old path"
+MOVE_BACK = "move it back, or start the run again at its new path"
 TORN_BYTES = 1 << 16  # longer than any line
 # optional numbers in a row of metrics.jsonl
 NUMBERS = ("loss", "gradient_norm", "tokens_per_s", "step_time_s", "consumed_tokens")
@@ -322,9 +322,9 @@ def untrusted_hosts(run_dir: Path) -> list[str]:
 
 
 def _listed(path: Path) -> list[str]:
-    hosts = read_json(path, list, 'restore it, write ["HOST", …], or delete it to forgive all hosts') or []
+    hosts = read_json(path, list, 'restore it, write ["HOST", …], or delete it to use all hosts again') or []
     if not all(isinstance(host, str) for host in hosts):
-        raise DamagedRecord("holds something else than names of hosts", "delete it to forgive all hosts", str(path))
+        raise DamagedRecord("is not a list of host names", "delete it to use all hosts again", str(path))
     return list(hosts)
 
 

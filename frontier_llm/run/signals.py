@@ -102,5 +102,5 @@ class SignalWatcher:
             self._first_at_s = now_s
             self.requested = arrived.name
         elif now_s - self._first_at_s >= self._debounce_s:
-            print(f"{arrived.name} after {self.requested}: leaving at once", file=sys.stderr, flush=True)
+            print(f"received {arrived.name} after {self.requested}: exiting at once", file=sys.stderr, flush=True)
             os._exit(128 + arrived)

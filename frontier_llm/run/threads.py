@@ -43,7 +43,7 @@ class Heartbeat:
             try:
                 os.utime(self._path)
             except OSError as error:  # the thread must continue when the file system recovers
-                log.warn(f"cannot renew {self._path}: {error.strerror}")
+                log.warn(f"cannot update the heartbeat {self._path}: {error.strerror}")
 
     def stop(self) -> None:
         """Stop the thread. The file is not touched after the return."""

@@ -34,7 +34,7 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
     counts = Counter(schedule.actions[stage])
     for action, times in counts.items():
         if times > 1:
-            problems.append(Problem(where=where, what=f"{action} occurs {times} times", fix="once each"))
+            problems.append(Problem(where=where, what=f"{action} occurs {times} times", fix="list each action once"))
     work = [
         (microbatch, position)
         for microbatch in range(schedule.microbatches)
@@ -53,7 +53,7 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
         Problem(where=where, what=f"{action} is missing") for action in sorted(expected - set(counts), key=str)
     ]
     problems += [
-        Problem(where=where, what=f"{action} does not belong here")
+        Problem(where=where, what=f"{action} does not belong to this stage")
         for action in sorted(set(counts) - expected, key=str)
     ]
     return problems or _order_problems(schedule, stage)
@@ -88,5 +88,7 @@ def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
         problems += [Problem(where=f"stage {stage}", what=f"{action} comes before {first}") for first in late]
     for second, first in beside(schedule, stage).items():
         if second.microbatch == first.microbatch:
-            problems.append(Problem(where=f"stage {stage}", what=f"{second} is beside {first}, which it needs"))
+            problems.append(
+                Problem(where=f"stage {stage}", what=f"{second} is paired with {first}, but needs its result")
+            )
     return problems

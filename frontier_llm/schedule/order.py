@@ -59,7 +59,10 @@ def with_messages(
     if stuck:
         raise ScheduleError(
             [
-                Problem(where=f"stage {rank}", what=f"deadlock: {action} waits for its neighbour")
+                Problem(
+                    where=f"stage {rank}",
+                    what=f"deadlock: {action} waits for an action of another rank that never starts",
+                )
                 for rank, action in stuck
             ]
         )

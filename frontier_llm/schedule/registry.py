@@ -95,7 +95,7 @@ def problems(name: str, chunks: int) -> list[Problem]:
     fix = f"set parallel.chunks={' or '.join(map(str, nearest(chunks, allowed)))}"
     if others:
         fix += f", or parallel.schedule={' or '.join(others)}"
-    return [Problem(where="parallel.chunks", what=f"{name} does not take {chunks} virtual stages per rank", fix=fix)]
+    return [Problem(where="parallel.chunks", what=f"{name} does not support {chunks} virtual stages per rank", fix=fix)]
 
 
 def _unknown(name: str) -> Problem:

@@ -187,7 +187,7 @@ def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tu
     left = sum(map(len, orders))
     while left:
         chosen = [(rank, action) for rank in ranks if (action := rank.next(placement, ended, moment))]
-        assert chosen, "the order waits for itself"
+        assert chosen, "deadlock in the order of the actions"
         moment += 1
         for rank, action in chosen:
             rank.append(action)

@@ -54,32 +54,35 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if deepspeed and parallel.context > 1:
         yield Problem(
             where="optimizer.engine",
-            what=f"deepspeed with context {parallel.context} was never tried",
+            what=f"deepspeed with context {parallel.context} has never been tested",
             fix="use the native engine, or set parallel.context=1",
         )
     if fsdp and deepspeed:
         yield Problem(
             where="parallel.data_mode",
-            what="fsdp and the engine deepspeed would both cut the weights",
-            fix="choose one of them",
+            what="is fsdp, which cannot be combined with the engine deepspeed: both split the optimizer state",
+            fix="set parallel.data_mode=zero, or optimizer.engine=native",
         )
     if parallel.zero > 1:
         yield Problem(
             where="parallel.zero",
-            what=f"{parallel.zero} is not supported: zero splits the optimizer state, 0 = not, 1 = over dp",
+            what=(
+                f"{parallel.zero} is not supported: 0 keeps a complete optimizer state on each replica, 1 splits it "
+                f"over dp"
+            ),
             fix="set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1",
         )
     if parallel.zero == 0 and deepspeed:
         yield Problem(
             where="parallel.zero",
-            what="without ZeRO there is nothing for DeepSpeed to do",
+            what="is 0, but the engine deepspeed needs ZeRO-1",
             fix="set parallel.zero=1, or optimizer.engine=native",
         )
     if fsdp and parallel.pipeline > 1:
         yield Problem(
             where="parallel.pipeline",
-            what=f"{parallel.pipeline} stages with fsdp: weights would be gathered and gradients reduced once per "
-            f"microbatch, and a pipeline needs many",
+            what=f"{parallel.pipeline} stages cannot be combined with fsdp, which would gather weights and reduce "
+            "gradients for each of a pipeline's many microbatches",
             fix="set parallel.pipeline=1, or data_mode=zero",
         )
     if deepspeed and precision.dtype not in ("auto", "fp32", "bf16"):
@@ -91,20 +94,20 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if not native and config.guard.recompute_interval > 0:
         yield Problem(
             where="guard.recompute_interval",
-            what="only the native engine can compute a step again",
+            what=f"is {config.guard.recompute_interval}, but only the native engine can compute a step twice",
             fix=f"set it to 0, or {instead}",
         )
     if not native and precision.gradient_wire != "full":
         yield Problem(
             where="precision.gradient_wire",
-            what="only the native engine narrows gradients on their way",
+            what=f"is {precision.gradient_wire}, which only the native engine supports",
             fix=f"set it to full, or {instead}",
         )
     if config.optimizer.deepspeed_config is not None and not deepspeed:
         yield Problem(
             where="optimizer.deepspeed_config",
             what="is given, but the engine is native",
-            fix="set optimizer.engine=deepspeed, or leave it out",
+            fix="set optimizer.engine=deepspeed, or remove it",
         )
     if parallel.data_shard is not None:
         yield from _data_shard_problems(config, parallel.data_shard, world_size)
@@ -119,7 +122,7 @@ def _optimizer_problems(config: RunConfig, native: bool, who: str) -> Iterator[P
         yield from error.problems
         return
     if not native and any(rule.whole(one) or rule.statistics(one) for one in model_parameters(config.model).values()):
-        what = f"{rule.name} needs whole matrices or sums over them, which {who} cuts"
+        what = f"{rule.name} needs complete matrices or sums over them, but {who} splits the matrices"
         yield Problem(where="optimizer.name", what=what, fix="use the native engine with data_mode=zero")
 
 
@@ -131,8 +134,8 @@ def _data_shard_problems(config: RunConfig, shard: int, world_size: int) -> Iter
     if parallel.data_mode != "fsdp":
         yield Problem(
             where=where,
-            what="shares out the weights, which data_mode=zero keeps whole",
-            fix="set parallel.data_mode=fsdp, or leave it out",
+            what="is given, but only data_mode=fsdp shards the weights",
+            fix="set parallel.data_mode=fsdp, or remove it",
         )
     elif replicas % shard:
         yield Problem(

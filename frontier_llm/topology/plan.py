@@ -168,18 +168,18 @@ def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
     learned = config.model.position == "learned"
     lengths = {phase.config.model.sequence_length for phase in phases}
     if learned and len(lengths | {config.model.sequence_length}) > 1:
-        what = "learned positions have a vector for each place, which no other length fits"
+        what = "cannot differ between phases: learned positions have one vector for each position"
         problems[
             Problem(
                 where="model.sequence_length",
                 what=what,
-                fix="leave it as it is, or use model.position=rope or alibi",
+                fix="use the same length in all phases, or model.position=rope or alibi",
             )
         ] = len(phases)
     prefixes = {number: f"train.phases.{number - 1}." if number > 1 else "" for number in problems.values()}
     named = [replace(problem, where=prefixes[number] + problem.where) for problem, number in problems.items()]
     if config.optimizer.engine == "deepspeed" or config.parallel.data_mode == "fsdp":
-        what = "only the native engine has been tried with them"
+        what = "have been tested only with the native engine"
         named.append(
             Problem(where="train.phases", what=what, fix="use optimizer.engine=native and parallel.data_mode=zero")
         )
@@ -275,7 +275,9 @@ def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
                 fix=f"set parallel.tensor to one of {nearest(tp, common, 3)}",
             )
     if not every_rank_has_a_token(tp):
-        what = f"padding the vocabulary to {model.padded_vocab_size} leaves the last of {tp} tensor ranks no real row"
+        what = (
+            f"padding the vocabulary to {model.padded_vocab_size} gives the last of {tp} tensor ranks only padding rows"
+        )
         yield Problem(where="model.vocab_multiple", what=what, fix="lower model.vocab_multiple or parallel.tensor")
 
 
@@ -290,8 +292,8 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if config.parallel.context_attention == "heads" and kv_heads % cp:
         what = (
-            f"heads, but context {cp} does not go into the {plural(kv_heads, 'key/value head')} that tensor "
-            f"{config.parallel.tensor} leaves a rank"
+            f"heads is not possible: context {cp} does not divide the {plural(kv_heads, 'key/value head')} of a rank "
+            f"with tensor {config.parallel.tensor}"
         )
         yield Problem(
             where="parallel.context_attention",
@@ -301,7 +303,7 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
     if length % (2 * cp):
         valid = nearest(length, range(2 * cp, 2 * length + 2 * cp + 1, 2 * cp))
         what = (
-            f"{length} tokens are no multiple of 2 x context {cp}: each rank holds two equal chunks of every sequence"
+            f"{length} tokens are not a multiple of 2 x context {cp}: each rank has two equal chunks of every sequence"
         )
         yield Problem(
             where="model.sequence_length",
@@ -317,10 +319,10 @@ def _tensor_chunk_problems(config: RunConfig) -> Iterator[Problem]:
     length = config.model.sequence_length
     rows = length // config.parallel.context // (tp if config.parallel.sequence_parallel else 1)
     if chunks > 1 and tp == 1:
-        what = f"{chunks} chunks, but without tensor parallelism no product has a collective beside it"
+        what = f"is {chunks}, but without tensor parallelism there is no collective to overlap"
         yield Problem(where="comm.tensor_chunks", what=what, fix="set parallel.tensor=2 or comm.tensor_chunks=1")
     elif rows % chunks:
-        what = f"{chunks} does not divide a rank's {rows} of {length} tokens"
+        what = f"{chunks} does not divide the {rows} tokens that a rank has of each sequence of {length}"
         yield Problem(where="comm.tensor_chunks", what=what, fix=f"use one of {nearest(chunks, divisors(rows))}")
 
 
@@ -335,7 +337,7 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 yield Problem(
                     where=key,
                     what=f"{degree}, but {model.name} has no experts",
-                    fix=f"set {key}=1, or give the model a section moe",
+                    fix=f"set {key}=1, or add a section moe to the model",
                 )
         return
     plane = max(1, world_size // parallel.pipeline)
@@ -372,16 +374,21 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         (
             cuts,
             where,
-            f"{who} cuts all weights over the same ranks, and experts have replicas of their own",
+            f"{who} splits all weights over the same ranks, but experts are replicated over other ranks",
             "use the native engine with data_mode=zero",
         ),
         (
             ranks > 1 and config.guard.recompute_interval > 0,
             "guard.recompute_interval",
-            "replicas that share out experts have different ones, whose gradients cannot be compared",
+            "replicas have different experts if experts are split over them, so their gradients cannot be compared",
             "set it to 0, or parallel.expert=1 and expert_tensor=1",
         ),
-        (model.bias, "model.bias", "experts have no biases", "set model.bias=false (qkv_bias may be true)"),
+        (
+            model.bias,
+            "model.bias",
+            "is true, but experts have no biases",
+            "set model.bias=false (qkv_bias may be true)",
+        ),
     ):
         if broken:
             yield Problem(where=key, what=what, fix=fix)
@@ -398,24 +405,24 @@ def _pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     virtual = parallel.pipeline * parallel.chunks
     if virtual > model.layers:
         chunks, or_chunks = (f" x {parallel.chunks} chunks", " or parallel.chunks") if parallel.chunks > 1 else ("", "")
-        what = f"{parallel.pipeline} stages{chunks} = {virtual} pieces for {model.layers} layers"
+        what = f"{parallel.pipeline} stages{chunks} = {virtual} virtual stages, more than the {model.layers} layers"
         yield Problem(
             where="parallel.pipeline",
             what=what,
-            fix=f"at most {model.layers} pieces; lower parallel.pipeline{or_chunks}",
+            fix=f"lower parallel.pipeline{or_chunks} to at most {model.layers} virtual stages",
         )
     yield from schedule.problems(parallel.schedule, parallel.chunks)
     if parallel.chunks > 1 and parallel.pipeline == 1:
         yield Problem(
             where="parallel.chunks",
-            what="chunks without pipeline stages only add work",
+            what=f"is {parallel.chunks}, but without pipeline stages chunks only add work",
             fix="set parallel.chunks=1",
         )
     counts = parallel.stage_layers
     if counts is not None and (len(counts) != virtual or sum(counts) != model.layers):
-        what = f"{list(counts)} has {len(counts)} entries summing to {sum(counts)}"
+        what = f"{list(counts)} has {len(counts)} entries with the sum {sum(counts)}"
         yield Problem(
             where="parallel.stage_layers",
             what=what,
-            fix=f"give {virtual} entries that sum to {model.layers}, or leave it out",
+            fix=f"give {virtual} entries with the sum {model.layers}, or remove it",
         )

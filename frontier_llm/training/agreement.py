@@ -115,7 +115,7 @@ def judge(reports: Sequence[RankReport]) -> Failure | None:
     if len(affected) > 1:
         problem = replace(
             problem,
-            what=f"{problem.what} (so {len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)})",
+            what=f"{problem.what} (the same on {len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)})",
         )
     return Failure(
         problem.what,
@@ -140,7 +140,7 @@ def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
         what, _, fix = told.error.partition(_FIX)
         return Problem("", what, fix)
     differences = [
-        f"{name} is {value}, elsewhere {normal.facts.get(name)}"
+        f"{name} is {value} instead of {normal.facts.get(name)}"
         for name, value in told.facts.items()
         if normal.facts.get(name) != value
     ]
@@ -166,7 +166,7 @@ def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | 
             f"{len(missing)} of {world_size} ranks did not start within {timeout_s:g} s: "
             f"{hostlist.compress(map(str, missing))}"
         )
-        problem = Problem("", what, "read the logs of these ranks; raise train.timeout_s if they are merely slow")
+        problem = Problem("", what, "read the logs of these ranks; raise train.timeout_s if they are only slow")
         return Failure(
             what,
             Evidence.NOTICES,

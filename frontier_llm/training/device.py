@@ -103,7 +103,7 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
             return torch.device("cpu")
         raise DeviceError(
             "no GPU",
-            f"{torch_facts().describe()} on {node_name()} sees no GPU; {_expectation(config, expected)}",
+            f"{torch_facts().describe()} on {node_name()} sees no GPU, but {_expectation(config, expected)}",
             "check the modules, the container and ROCR_VISIBLE_DEVICES, or set train.device=cpu, which computes on "
             "CPUs without any check",
         )
@@ -113,7 +113,7 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
         raise DeviceError(
             f"{visible} GPUs",
             f"{place.local_world_size} ranks on {place.hostname}, where torch sees {visible} GPUs",
-            f"start {visible} ranks per node, or ask the scheduler for a GPU per rank",
+            f"start {visible} ranks per node, or request one GPU per rank from the scheduler",
         )
     index = (place.local_rank if place else 0) % visible
     torch.cuda.set_device(index)
@@ -121,9 +121,9 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
     if expected.vendor != "none" and expected.architecture not in (None, architecture):
         raise DeviceError(
             architecture,
-            f"{torch.cuda.get_device_name(index)} on {node_name()} has the architecture {architecture}; "
+            f"{torch.cuda.get_device_name(index)} on {node_name()} has the architecture {architecture}, but "
             f"{_expectation(config, expected)}",
-            "set machine= to the one of these nodes, or correct device.architecture in the machine file",
+            "set machine= to the machine of these nodes, or correct device.architecture in the machine file",
         )
     if place is not None and folder is not None and visible < place.local_world_size:
         _take_gpu(place, folder, torch.cuda.get_device_properties(index))
@@ -155,11 +155,11 @@ def _check_build(config: RunConfig, expected: Device) -> None:
         return
     raise DeviceError(
         "torch of another vendor",
-        f"{build.describe()} on {node_name()} cannot use {VENDOR_NAMES[expected.vendor]} GPUs; "
+        f"{build.describe()} on {node_name()} cannot use {VENDOR_NAMES[expected.vendor]} GPUs, but "
         f"{_expectation(config, expected)}",
-        f"install the {_BUILDS[expected.vendor]} build of torch (docs/first_day.md), or point FRONTIER_LLM_PYTHON at "
+        f"install the {_BUILDS[expected.vendor]} build of torch (docs/first_day.md), or set FRONTIER_LLM_PYTHON to "
         f"the Python that has it; "
-        "on a computer that is not this machine: machine=local; train.device=cpu computes on CPUs without any check",
+        "on another computer, set machine=local; to compute on CPUs without any check, set train.device=cpu",
     )
 
 
@@ -199,8 +199,8 @@ def _take_gpu(place: RankEnv, folder: Path, properties: Any) -> None:
         raise DeviceError(
             "one GPU for several ranks",
             f"local rank {place.local_rank} on {place.hostname} sees one GPU (bus {where[1]:#04x}), which another "
-            f"rank of this job has",
-            "let each rank see its own (srun --gpus-per-task=1), or all of a node's (unset ROCR_VISIBLE_DEVICES, "
+            f"rank of this job already uses",
+            "give each rank its own GPU (srun --gpus-per-task=1), or all GPUs of the node (unset ROCR_VISIBLE_DEVICES, "
             "CUDA_VISIBLE_DEVICES)",
         ) from error
     _LOCKS[path] = lock

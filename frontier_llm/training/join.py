@@ -137,10 +137,7 @@ def _set_environment(config: RunConfig, job: _Job | None) -> bool:
     for setting in settings:
         log.info(f"  {setting.describe()}")
     if shards_weights(config) and environ(ONE_QUEUE) == "1":
-        log.warn(
-            f"{ONE_QUEUE}=1, which you exported, keeps FSDP's gathers behind the compute that they are to overlap: "
-            f"unset it"
-        )
+        log.warn(f"{ONE_QUEUE}=1 is exported, so FSDP's all-gathers cannot overlap with compute: unset it")
     return needs_network_plugin(config, nodes)
 
 
@@ -151,7 +148,7 @@ def _check_network(mesh: Mesh, job: _Job) -> None:
         return
     path = Path(environ(RCCL_LOG) or "")
     if path.parent != job.folder:
-        log.info(f"the network is not checked: RCCL's log goes to {path}, as you exported")
+        log.info(f"the network is not checked, because the exported {RCCL_LOG} sends RCCL's log to {path}")
         return
     in_use = read_transport(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     check_transport(in_use, job.place.hostname)
@@ -185,8 +182,8 @@ def _start_store(config: RunConfig, job: _Job | None) -> None:
     """Start the store's process on rank 0, while this rank prepares its device."""
     if config.comm.store in ("direct", "node"):
         log.info(
-            f"comm.store={config.comm.store} is read as auto: torch's TCPStore. comm.store=authenticated is the "
-            f"store of before"
+            f"comm.store={config.comm.store} is an old value and means auto: torch's TCPStore. "
+            "comm.store=authenticated is the store that it meant before"
         )
     if job is not None and job.place.world_size > 1 and config.comm.backend != "mpi":
         start_store(job.place.rank, job.place.world_size, _meeting(config, job), config.train.timeout_s)
@@ -200,7 +197,7 @@ def _record_failed_start(run_dir: Path, failure: Failure) -> None:
             distrust(run_dir, list(failure.excluded_hosts))
         except OSError as error:
             log.warn(
-                f"cannot write down that {hostlist.compress(failure.excluded_hosts)} should no longer be used: "
+                f"cannot record that {hostlist.compress(failure.excluded_hosts)} must no longer be used: "
                 f"{error.strerror}"
             )
 

@@ -142,7 +142,7 @@ class _Session:
             self.metrics.data(self.state)
             if self.state.current_step >= self.config.train.steps:
                 log.info(
-                    f"nothing to train: {self.state.current_step} steps are done, train.steps is "
+                    f"nothing to train: {self.state.current_step} steps are done, and train.steps is "
                     f"{self.config.train.steps}"
                 )
         finished = self._train_until_end()
@@ -157,8 +157,8 @@ class _Session:
             stop = self.run_dir / STOP_FILE
             first = f"delete {stop}, then " if stop.exists() else ""
             log.info(
-                f"step {self.state.current_step} of {self.config.train.steps} is saved; to go on: {first}the same "
-                f"command again"
+                f"step {self.state.current_step} of {self.config.train.steps} is saved; to continue, {first}run the "
+                "same command again"
             )
         return 0 if finished else EXIT_INTERRUPTED
 
@@ -185,7 +185,7 @@ class _Session:
         """Read a dataset from its beginning again. Raises ConfigError if the run does not train on it."""
         if path not in self.datasets:
             raise ConfigError(
-                f"{path!r} is no dataset of this run", suggest(path, list(self.datasets)), "--restart-source"
+                f"{path!r} is not a dataset of this run", suggest(path, list(self.datasets)), "--restart-source"
             )
         identity = self.datasets[path].identity
         samples = sum(
@@ -194,7 +194,8 @@ class _Session:
         self.state.position = self.state.position.restart(identity)
         self.decisions.add(self.state.current_step, "restart source", path=path, samples_taken=samples)
         log.info(
-            f"after step {self.state.current_step}: {path} is read from its beginning, after {samples} samples of it"
+            f"after step {self.state.current_step}: {path} is read from its beginning again, after {samples} "
+            "samples of it"
         )
 
     def _train_until_end(self) -> bool:

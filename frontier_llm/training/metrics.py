@@ -180,7 +180,9 @@ class Metrics:
             try:
                 observer.record(kind, step, values)
             except OSError as error:
-                log.warn(f"{type(observer).__name__} did not take the {kind} of step {step}: {error.strerror or error}")
+                log.warn(
+                    f"{type(observer).__name__} did not record the {kind} of step {step}: {error.strerror or error}"
+                )
 
     def _print(self, step: int, result: StepResult, speed: Throughput, eta_s: float) -> None:
         share = f" ({speed.mfu:.1%} of peak)" if speed.mfu is not None else ""

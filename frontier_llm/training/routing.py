@@ -69,7 +69,8 @@ class CollapsedRouter:
         return (
             f"the router of layer {self.layer} has collapsed: for {PATIENCE} steps one expert has had "
             f"{self.token_share:.0%} of all tokens; "
-            "raise model.moe.balance_weight, or set model.moe.selection_bias=true, and go on from a checkpoint before"
+            "raise model.moe.balance_weight, or set model.moe.selection_bias=true, and continue from an earlier "
+            "checkpoint"
         )
 
 

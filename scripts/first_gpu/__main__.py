@@ -127,23 +127,35 @@ def main() -> int:
     """Return the exit code: 0 if no stage failed."""
     parser = argparse.ArgumentParser(prog="scripts/first_gpu.sh", description=__doc__)
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "build" / "first_gpu", metavar="DIR", help="results (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "first_gpu",
+        metavar="DIR",
+        help="folder of the results (default: %(default)s)",
     )
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this Python may lack")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything together (default: 9)")
-    parser.add_argument("--stages", default=",".join(stage.name for stage in STAGES), help="only these (default: all)")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="folder with wheels of packages that this Python may lack"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="time limit in minutes for all stages together (default: 9)"
+    )
+    parser.add_argument(
+        "--stages",
+        default=",".join(stage.name for stage in STAGES),
+        help="run only these stages, comma-separated (default: all)",
+    )
     parser.add_argument(
         "--rehearse", action="store_true", help="play every stage on the CPU or a fake driver, in a bare environment"
     )
     parser.add_argument(
-        "--collect-wheels", type=Path, metavar="DIR", help="download wheels for another machine, and end"
+        "--collect-wheels", type=Path, metavar="DIR", help="download wheels for another machine, and exit"
     )
-    parser.add_argument("--python", default="3.12", help="that machine's Python (default: 3.12)")
+    parser.add_argument("--python", default="3.12", help="Python version of the other machine (default: 3.12)")
     parser.add_argument(
         "--platform",
         action="append",
         default=[],
-        help="a platform tag of wheels that it takes; may be given several times",
+        help="platform tag of wheels that the other machine accepts; may be given several times",
     )
     args = parser.parse_args()
     if args.collect_wheels:
@@ -151,7 +163,8 @@ def main() -> int:
     unknown = set(args.stages.split(",")) - {stage.name for stage in STAGES}
     if unknown:
         parser.error(
-            f"no stage is called {', '.join(sorted(unknown))}; there are {', '.join(stage.name for stage in STAGES)}"
+            f"no stage is called {', '.join(sorted(unknown))}; the stages are "
+            f"{', '.join(stage.name for stage in STAGES)}"
         )
 
     begin = time.monotonic()

@@ -138,13 +138,13 @@ def _step_lines(step: dict[str, Any]) -> Iterator[str]:
     )
     if idle is not None:
         yield (
-            f"The device waits for the host (or for nothing) {idle:.0%} of a step; "
+            f"The device is idle for {idle:.0%} of a step (it waits for the host or has no work); "
             f"{step['launches_per_step']:,.0f} launches per step."
         )
     if "bitwise_equal" in step:
         equal = "equal to the bit" if step["bitwise_equal"] else "NOT EQUAL"
         fastest = "equal to the bit" if step["fastest_bitwise_equal"] else "not equal to the bit"
-        yield f"{len(step['losses'])} losses twice with deterministic ops: {equal}."
+        yield f"{len(step['losses'])} losses of two runs with deterministic ops: {equal}."
         yield f"With the fastest ops they are {fastest}."
         yield f"Deterministic ops add {step['deterministic_price']:.1%} to a step."
     yield "\n| kernel | ms per step | share | calls per step |\n|---|--:|--:|--:|"

@@ -57,7 +57,7 @@ def machine(_out: Path) -> dict[str, Any]:
     import torch
 
     if not REHEARSAL and not torch.cuda.is_available():
-        raise RuntimeError(f"{sys.executable} has no torch that sees a GPU: set PYTHON, or try first_gpu.sh --rehearse")
+        raise RuntimeError(f"torch of {sys.executable} sees no GPU: set PYTHON, or try first_gpu.sh --rehearse")
     tools = {
         name: shutil.which(name)
         for name in ("nvidia-smi", "rocm-smi", "nvcc", "hipcc", "ptxas", "compute-sanitizer", "c++")
@@ -117,7 +117,7 @@ def build(_out: Path) -> dict[str, Any]:
     result["native"] = (
         "built"
         if native.returncode == 0
-        else "not built: a C++ compiler and torch's headers are wanted (logs/build.log)"
+        else "not built: a C++ compiler and torch's headers are needed (see logs/build.log)"
     )
     if REHEARSAL:
         return result | _rehearsed_build()

@@ -72,10 +72,10 @@ def provide(wheels: Path | None, site: Path, python: str) -> list[str]:
             used = unpack(wheels, list(NEEDED), site)
     if fault := imports(python, site):
         raise SystemExit(
-            f"error: this Python cannot import what the package needs: {fault}\n"
-            f"  fix: where there is a network: scripts/first_gpu.sh --collect-wheels DIR --python "
+            f"error: this Python cannot import the packages that frontier_llm needs: {fault}\n"
+            f"  fix: on a machine with a network: scripts/first_gpu.sh --collect-wheels DIR --python "
             f"{sys.version_info[0]}.{sys.version_info[1]}"
-            ", then here: scripts/first_gpu.sh --wheels DIR"
+            ", then on this machine: scripts/first_gpu.sh --wheels DIR"
         )
     return used
 
@@ -106,7 +106,7 @@ def collect(folder: Path, python: str, platforms: list[str]) -> int:
     size = sum(path.stat().st_size for path in files)
     print(f"{len(files)} wheels, {size / 2**20:.1f} MiB, in {folder}: scripts/first_gpu.sh --wheels {folder}")
     if size > MOST_BYTES:
-        print(f"error: more than {MOST_BYTES >> 20} MiB\n  fix: empty {folder} first", file=sys.stderr)
+        print(f"error: {folder} holds more than {MOST_BYTES >> 20} MiB\n  fix: empty it first", file=sys.stderr)
     return int(size > MOST_BYTES)
 
 

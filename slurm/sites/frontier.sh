@@ -25,7 +25,7 @@ module load rccl-net-plugin || {
     echo 'the module rccl-net-plugin cannot be loaded' >&2
     return 2
 }
-FRONTIER_LLM_FROM_MODULES="$(export -p)" # launch/job.sh: what is so now was not exported by the user
+FRONTIER_LLM_FROM_MODULES="$(export -p)" # launch/job.sh takes these values for the modules', not the user's
 unset NCCL_SOCKET_IFNAME FI_CXI_DEFAULT_CQ_SIZE
 export FRONTIER_LLM_BIND=gcd
 export FRONTIER_LLM_NODE_LOCAL="/mnt/bb/${USER:-}"

@@ -43,7 +43,7 @@ def test_a_gigabyte_of_one_line(name: str, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
         (path,) = find_inputs([tmp_path / name])
         items = [item for piece in cut(path, "file", 1 << 20) for item in read(piece)]
-        return "holds more than 128.0 MiB; if that is right, give a larger --max-mib" in items[0].why and all(
+        return "has more than 128.0 MiB; if the input is correct, give a larger --max-mib" in items[0].why and all(
             isinstance(item, Damage) for item in items
         )
 
@@ -63,7 +63,7 @@ def test_an_endless_line_ends_a_packed_file_alone(tmp_path: Path, monkeypatch: p
     assert [item.where for item in end] == [
         f"{path}:4",
         str(path),
-    ] and "one line of more than 2.0 KiB, the rest is left out" in end[1].why
+    ] and "one line of more than 2.0 KiB, so the rest is skipped" in end[1].why
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (piece,) = cut(tmp_path / "a.jsonl", "file", 1 << 20)
     assert list(read(piece, max_bytes=1000))[-1] == Text("c"), "a file that is as long as it says costs what it weighs"

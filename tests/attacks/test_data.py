@@ -65,7 +65,9 @@ def test_two_at_once_on_one_prefix(text: Path, name: str, says: str) -> None:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None and first.stdout.readline() == "begun\n"
         try:
-            with pytest.raises(DataError, match=rf"process {first.pid} on {socket.gethostname()} is making it {says}"):
+            with pytest.raises(
+                DataError, match=rf"process {first.pid} on {socket.gethostname()} is writing it, {says}"
+            ):
                 tokenize([text / name], text / "out", "bytes", workers=1)
         finally:
             first.kill()
@@ -84,7 +86,7 @@ def test_one_deeply_nested_line_does_not_stop_a_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     meta = tokenize([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", TokenizeOptions(skip_damaged=True), workers=1)
     assert (meta.documents, meta.damaged) == (2, 2)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: is no JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: is not JSON"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "other", "bytes", workers=1)
 
 
@@ -126,7 +128,7 @@ def test_a_parquet_value_beyond_the_bound_is_left_out(tmp_path: Path) -> None:
 
     pyarrow.parquet.write_table(pyarrow.table({"text": ["short", "x" * 1001, "also"]}), tmp_path / "a.parquet")
     (piece,) = cut(tmp_path / "a.parquet", "file", 1 << 20)
-    why = "holds more than 1000 B; if that is right, give a larger --max-mib"
+    why = "has more than 1000 B; if the input is correct, give a larger --max-mib"
     assert list(read(piece, max_bytes=1000)) == [
         Text("short"),
         Damage(f"{tmp_path}/a.parquet row 1", why),
@@ -180,7 +182,7 @@ def test_one_long_value_said_often_is_not_held_often(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
     assert path.stat().st_size < 10_000
     (why,) = damages(path, 1 << 20)
-    assert "holds more than 8.0 MiB" in why and peak_bytes() - before < 100 << 20
+    assert "has more than 8.0 MiB" in why and peak_bytes() - before < 100 << 20
 
 
 def test_a_parquet_footer_that_no_file_has(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_a_parquet_footer_that_no_file_has(tmp_path: Path) -> None:
         file.seek(0, 2)
         file.write((90 << 20).to_bytes(4, "little") + b"PAR1")
     (why,) = damages(tmp_path / "a.parquet", 1 << 20)
-    assert "a footer of 94371840 bytes, more than 33554432" in why
+    assert "its footer has 94371840 bytes, more than the limit of 33554432" in why
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
@@ -197,7 +199,7 @@ def test_a_tokenizer_that_is_too_large_is_not_read(tmp_path: Path, name: str) ->
     (tmp_path / "tokenizer.json").write_text("{}")
     with (tmp_path / name).open("wb") as handle:
         handle.truncate((256 << 20) + 1)  # a sparse file that uses no disk space
-    with pytest.raises(DataError, match=f"{name}: is larger than 256.0 MiB"):
+    with pytest.raises(DataError, match=f"{name}: has 256.0 MiB, more than the limit of 256.0 MiB"):
         load_tokenizer(tmp_path / name if name.endswith(".model") else tmp_path)
 
 
@@ -205,14 +207,14 @@ def test_a_record_that_is_too_large_is_not_read(text: Path) -> None:
     tokenize([text / "a.txt"], text / "out", "bytes", workers=1)
     with (text / "out.meta.json").open("wb") as handle:
         handle.truncate((16 << 20) + 1)
-    with pytest.raises(DataError, match=r"is larger than 16\.0 MiB"):
+    with pytest.raises(DataError, match=r"more than the limit of 16\.0 MiB"):
         read_meta(text / "out")
 
 
 def test_floats_are_no_tokens(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "d", "f4") as writer:
         writer.add_document(np.ones(3, np.float32))
-    with pytest.raises(DataError, match="holds float32 values, not token ids"):
+    with pytest.raises(DataError, match="has values of type float32, not token ids"):
         inspect(str(tmp_path / "d"))
 
 
@@ -308,9 +310,9 @@ def test_a_deeply_nested_task_or_tokenizer_file_is_named(tmp_path: Path) -> None
     from frontier_llm.inference.tasks import read_task
 
     (tmp_path / "task.jsonl").write_text("[" * 200_000)
-    with pytest.raises(DataError, match=r"task\.jsonl:1: is no JSON"):
+    with pytest.raises(DataError, match=r"task\.jsonl:1: is not JSON"):
         read_task("piqa", tmp_path / "task.jsonl")
     train_huggingface(["some text"], tmp_path / "tokenizer.json", 300)
     (tmp_path / "tokenizer_config.json").write_text("[" * 200_000)
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: holds no JSON"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: is not a JSON"):
         load_tokenizer(tmp_path / "tokenizer.json")

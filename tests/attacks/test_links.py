@@ -75,7 +75,7 @@ def test_a_rank_of_srun_refuses_a_linked_log(run: Path, victim: Path) -> None:
     (run / "rank_0.log").symlink_to(victim / "rank_0.log")
     variables = {**os.environ, "SLURM_PROCID": "0", "FRONTIER_LLM_LOG_DIR": str(run)}
     ended = subprocess.run(["launch/rank.sh", "true"], env=variables, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2 and "rank_0.log is a link; nothing is written through links" in ended.stderr
+    assert ended.returncode == 2 and "rank_0.log is a link, and logs are not written through links" in ended.stderr
     assert (victim / "rank_0.log").read_text() == "precious\n"
 
 
@@ -133,11 +133,11 @@ def test_a_run_directory_that_goes_away_under_the_launcher(how: str, tmp_path: P
     away += "shutil.rmtree(run)\n" if how == "deleted" else "os.rename(run, run + '-elsewhere')\n"
     away += "os.mkdir(run)\n" if how == "replaced" else ""
     with pytest.raises(
-        FrontierError, match="run: was moved away or deleted while the run goes on; nothing is written in its old place"
+        FrontierError, match="run: was moved or deleted during the run; nothing is written at its old path"
     ) as caught:
         words = ["-c", away + "sys.exit(1)", str(run)]
         run_local_ranks(1, words, os.environ, run / "logs", program=(sys.executable,), run_dir=run)
-    assert "move it back, or start again where it is now" in str(caught.value)
+    assert "move it back, or start the run again at its new path" in str(caught.value)
     assert not run.exists() or list(run.iterdir()) == []
 
 
@@ -156,6 +156,6 @@ def test_a_run_directory_that_goes_away_under_the_supervisor(
 
     monkeypatch.setattr(attempt, "run_step", move_away)
     job: Any = SimpleNamespace(directory=run, allocation=SimpleNamespace(job_id="7", batch_host="n0"))
-    with pytest.raises(FrontierError, match="run: was moved away or deleted while the run goes on"):
+    with pytest.raises(FrontierError, match="run: was moved or deleted during the run"):
         attempt.start_ranks(job, ("n0",), None)
     assert not run.exists() or list(run.iterdir()) == []  # a record here would start another run at step 0

@@ -84,7 +84,7 @@ def test_another_user_of_the_node_is_refused(meeting: Meeting, capfd: pytest.Cap
     assert as_another_user(join) == "True b''"
     _until(
         capfd,
-        r"refused an unauthenticated peer at the rendezvous of this node, from this node: "
+        r"refused an unauthenticated connection to the rendezvous of this node from this node: "
         rf"process \d+ belongs to another user \(uid {NOBODY}\)",
     )
 
@@ -140,7 +140,7 @@ def test_strangers_of_the_network_are_refused(
     attack: Callable[[Meeting], str], why: str, meeting: Meeting, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert "joined" not in as_another_user(functools.partial(attack, meeting))
-    _until(capfd, rf"refused an unauthenticated peer at the rendezvous, from 127\.0\.0\.1:\d+: .*{why}")
+    _until(capfd, rf"refused an unauthenticated connection to the rendezvous from 127\.0\.0\.1:\d+: .*{why}")
     rank = join_store(1, 2, replace(meeting, first=1), 5.0)
     assert rank.get("step") == b"1"
 
@@ -152,7 +152,7 @@ def test_one_that_says_nothing_holds_up_nobody(
     silent = [socket.create_connection((meeting.address, meeting.port)) for _ in range(50)]
     rank = join_store(1, 2, replace(meeting, first=1), 5.0)
     assert rank.get("step") == b"1"
-    _until(capfd, "it said nothing; further ones are refused without a line")
+    _until(capfd, "the peer sent nothing; further ones are refused without a message")
     for connection in silent:
         connection.close()
 
@@ -175,7 +175,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
         entrance = handshake.Handshake(
             taken, lambda peer: handshake.require_proof(peer, b"the neighbour's own"), lambda peer: None, "a test"
         )
-        with pytest.raises(dist.DistStoreError, match=r"no store of this job within 0\.3 s"):
+        with pytest.raises(dist.DistStoreError, match=r"cannot connect to the job's store within 0\.3 s"):
             join_store(1, 2, Meeting("127.0.0.1", port, 1, 1, lambda: SECRET, "authenticated"), 0.3)
         entrance.close()
     forget_stores()
@@ -221,7 +221,7 @@ def _place(rank: int) -> RankEnv:
 def test_the_secret_that_rank_0_writes_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(job_secret.VARIABLE, raising=False)
     other = JobSecret(_place(1), tmp_path)
-    with pytest.raises(FrontierError, match="rank 0 has not told the job's secret"):
+    with pytest.raises(FrontierError, match="rank 0 has not written the job's secret"):
         other.wait(0.05)
     first = JobSecret(_place(0), tmp_path)
     (path,) = tmp_path.iterdir()
@@ -230,11 +230,11 @@ def test_the_secret_that_rank_0_writes_is_for_this_user_alone(tmp_path: Path, mo
     stale = first()
     assert JobSecret(_place(0), tmp_path)() == other() != stale, "a new start, a new secret"
     path.chmod(0o644)
-    with pytest.raises(FrontierError, match="not this user's alone"):
+    with pytest.raises(FrontierError, match="belongs to another user or is accessible to others"):
         other.wait(0.05)
     path.chmod(0o600)
     os.chown(path, NOBODY, NOBODY)
-    with pytest.raises(FrontierError, match="not this user's alone"):
+    with pytest.raises(FrontierError, match="belongs to another user or is accessible to others"):
         other.wait(0.05)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to("elsewhere")
@@ -261,15 +261,15 @@ def test_a_folder_that_somebody_else_made_first_is_not_used(tmp_path: Path, monk
     assert private_folder(SECRET) == folder and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert private_folder(SECRET[::-1]) != folder
     os.chown(folder, NOBODY, NOBODY)
-    with pytest.raises(FrontierError, match="not this user's alone"):
+    with pytest.raises(FrontierError, match="is not a private folder of this user"):
         private_folder(SECRET)
     shutil.rmtree(folder)
     folder.mkdir(mode=0o755)
-    with pytest.raises(FrontierError, match="not this user's alone"):
+    with pytest.raises(FrontierError, match="is not a private folder of this user"):
         private_folder(SECRET)
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    with pytest.raises(FrontierError, match="not this user's alone"):
+    with pytest.raises(FrontierError, match="is not a private folder of this user"):
         private_folder(SECRET)
 
 
@@ -277,11 +277,11 @@ def test_shared_memory_of_somebody_else_is_not_opened(tmp_path: Path) -> None:
     descriptor, path = host_memory.create_memory()
     os.close(host_memory.open_memory(path))
     os.fchmod(descriptor, 0o666)
-    with pytest.raises(OSError, match="not this user's alone"):
+    with pytest.raises(OSError, match="belongs to another user or is accessible to other users"):
         host_memory.open_memory(path)
     os.fchmod(descriptor, 0o600)
     os.fchown(descriptor, NOBODY, NOBODY)
-    with pytest.raises(OSError, match="not this user's alone"):
+    with pytest.raises(OSError, match="belongs to another user or is accessible to other users"):
         host_memory.open_memory(path)
     os.close(descriptor)
     (tmp_path / "victim").write_text("mine")
@@ -293,5 +293,5 @@ def test_shared_memory_of_somebody_else_is_not_opened(tmp_path: Path) -> None:
             f"{path}/../../mem",
             "",
         ):
-            with pytest.raises(OSError, match="is no shared region"):
+            with pytest.raises(OSError, match="not a shared-memory region"):
                 host_memory.open_memory(other)

@@ -40,15 +40,16 @@ def claim(**sizes: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"layers": 60_000}, r"claims 60,000 layers, the checkpoint has \d+ tensors"),
+        ({"layers": 60_000}, r"has 60,000 layers, more than the \d+ tensors of the checkpoint"),
         (
             {"hidden": 1 << 23, "ffn_hidden": 1 << 24},
-            r"claims \d\S+T parameters, the tensors hold \S+K: \S+ would be \(\d+, 8388608\) and is",
+            r"is a model of \d\S+T parameters, but the tensors have \S+K: \S+ should have the shape \(\d+, "
+            r"8388608\), but is",
         ),
-        ({"vocab_size": 1 << 30}, r"claims \S+B parameters, the tensors hold \S+K"),
+        ({"vocab_size": 1 << 30}, r"is a model of \S+B parameters, but the tensors have \S+K"),
         (
             {"tied_embeddings": not TINY.tied_embeddings},
-            r"claims \S+ parameters, the tensors hold \S+: \S+ is no part of the model",
+            r"is a model of \S+ parameters, but the tensors have \S+: \S+ is not part of this model",
         ),
     ],
     ids=["layers", "width", "vocabulary", "head"],
@@ -61,7 +62,7 @@ def test_a_configuration_that_claims_another_model_is_refused_before_anything_is
     with pytest.raises(CheckpointError, match=said):
         CheckpointWeights(checkpoint).model  # noqa: B018
     assert main(["generate", str(checkpoint), "--prompt", "a", "--tokenizer", "bytes"]) == 2
-    assert "the checkpoint was damaged or forged: take another one" in capsys.readouterr().err
+    assert "the checkpoint was damaged or forged: use another one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_a_configuration_that_claims_another_model_is_refused_before_anything_is
         ("/proc/self/mem", "/proc/self/mem: is empty"),
         ("/proc/kmsg", "/proc/kmsg: is empty"),
         ("/dev/zero", "/dev/zero: no such tokenizer"),
-        ("/etc", "/etc: holds neither tokenizer.json nor tokenizer.model"),
+        ("/etc", "/etc: contains neither tokenizer.json nor tokenizer.model"),
         ("x" * 5000, "cannot be read: File name too long"),
         ("a\0b", "no such tokenizer"),
     ],
@@ -98,7 +99,7 @@ def test_a_tokenizer_of_the_hub_is_fetched_only_for_the_user(
     rewrite(checkpoint, lambda content: content["config"]["data"].update(tokenizer="hf://stranger/never-fetched"))
     assert main(["generate", str(checkpoint), "--prompt", "a"]) == 2
     said = capsys.readouterr().err
-    assert "names the tokenizer hf://stranger/never-fetched, which was never fetched here" in said
+    assert "names the tokenizer hf://stranger/never-fetched, which has not been fetched on this machine" in said
     assert "if you trust that name, fetch it with --tokenizer hf://stranger/never-fetched" in said
 
 
@@ -154,7 +155,7 @@ def test_an_index_that_is_cut_during_a_run_is_named(size: int, dataset: IndexedD
             DataError, match=f"tokens.idx: at byte {size}: expected {whole} bytes, as at the start, found {size}"
         ) as caught:
             use()
-        assert "the file was cut while it was in use" in str(caught.value)
+        assert "the file was truncated while it was in use" in str(caught.value)
 
 
 def test_an_index_that_is_replaced_during_a_run_stays_as_it_was(dataset: IndexedDataset) -> None:

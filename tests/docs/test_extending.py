@@ -154,7 +154,7 @@ def test_a_family_of_hugging_face_computes_what_transformers_computes(
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (
         refused.returncode
-        and "'Starcoder2ForCausalLM' has no mapping" in refused.stderr
+        and "'Starcoder2ForCausalLM' is not supported" in refused.stderr
         and "--plugin MODULE" in refused.stderr
     )
     shown = subprocess.run([*command, "--plugin", str(extensions)], capture_output=True, text=True, check=True)
@@ -177,5 +177,5 @@ def test_a_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 def test_a_loss_that_nobody_registered_is_refused_before_ranks_start(tmp_path: Path) -> None:
     config = load_run("train_small", ["train.loss_weights={small-activation: 0.1}", f"train.run_dir={tmp_path}/run"])
-    with pytest.raises(ConfigError, match="'small-activation' is not a loss that was registered"):
+    with pytest.raises(ConfigError, match="'small-activation' is not a registered loss"):
         check(config, 4)

@@ -165,7 +165,9 @@ def test_stop_and_save_files(tmp_path: Path) -> None:
     (run.run_dir / "STOP").touch()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75
-    assert f"is saved; to go on: delete {run.run_dir}/STOP, then the same command again" in output.splitlines()[-1]
+    assert (
+        f"is saved; to continue, delete {run.run_dir}/STOP, then run the same command again" in output.splitlines()[-1]
+    )
     assert latest.read_text() == f"step_{max(run.losses()):08}\n"
 
 

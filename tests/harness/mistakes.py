@@ -222,7 +222,7 @@ MISTAKES = (
     ),
     Mistake(
         name="stale kernels",
-        message="other kernel sources than these: norm.py; stale are ",
+        message="other versions of the kernel sources norm.py; out of date: ",
         plant=_change_a_kernel,
     ),
     Mistake(
@@ -232,7 +232,7 @@ MISTAKES = (
     ),
     Mistake(
         name="unreadable tokenizer",
-        message="is no Hugging Face tokenizer",
+        message="is not a Hugging Face tokenizer",
         plant=_write_half_a_tokenizer,
         words=("data.tokenizer={place}/orion/tokenizer.json",),
     ),

@@ -62,4 +62,4 @@ def test_what_cannot_be_shared_out_is_refused_with_what_can(ranks: RankPool) -> 
     config = COPIES.config()
     assert "parallel.data_mode=fsdp" in plan_problems(config, 4)[0].fix
     config = config_of(Case("gpt", pp=2, dp=2, settings=("parallel.data_shard=2",)), "fsdp", "fp32")
-    assert "a pipeline needs many" in plan_problems(config, 4)[0].what
+    assert "microbatches" in plan_problems(config, 4)[0].what

@@ -224,7 +224,7 @@ def misplaced(rank: int, case: Case) -> str:
 def test_state_elsewhere_than_deepspeed_says_stops_the_run(ranks: RankPool) -> None:
     pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     for said in ranks.run(2, misplaced, Case("llama", dp=2)):
-        assert "DeepSpeed says wrongly where the state of" in said
+        assert "DeepSpeed reports a wrong place for the optimizer state of" in said
 
 
 def save_and_go_on(rank: int, case: Case, engine: str, directory: Path) -> Outcome:

@@ -223,7 +223,7 @@ def test_a_checkpoint_of_another_optimizer_gives_its_weights_alone_and_only_when
 ) -> None:
     losses = ranks.run(2, save_and_go_on, named(SGD, dp=2), tmp_path)[0]
     for refused in ranks.run(2, resume, Case("gpt", tp=2), tmp_path):
-        assert "optimizer.name: 'sgd-momentum' → 'adamw' (only the weights would be taken)" in refused
+        assert "optimizer.name: 'sgd-momentum' → 'adamw' (only the weights would be loaded)" in refused
         assert "--allow-change optimizer.name" in refused
     for case in (Case("gpt", tp=2), named(NORMALIZED, tp=2)):  # the checkpoint has no values of a statistic
         for loss, updates, largest in ranks.run(2, resume, case, tmp_path, "optimizer.name"):

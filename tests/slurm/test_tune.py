@@ -51,7 +51,7 @@ def test_a_search_goes_on_after_its_walltime(cluster: LocalSlurm, tmp_path: Path
     # Two minutes from now. After Slurm's warning and the end of the job, this is too short for many more trials.
     cluster.run("scontrol", "update", f"JobId={first}", f"TimeLimit={int(time.monotonic() - began_s) // 60 + 2}")
     assert cluster.wait_job(first, 300)["JobState"] == "COMPLETED", (tmp_path / "first.out").read_text()[-3000:]
-    assert "start the same again to go on" in (tmp_path / "first.out").read_text()
+    assert "run the same command again to continue" in (tmp_path / "first.out").read_text()
     before = rows(output)
     assert before[0]["why"] == "planner" and before[0]["status"] == "ok"
 

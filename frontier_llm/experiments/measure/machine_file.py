@@ -201,13 +201,12 @@ def report(samples: Samples, config: RunConfig) -> str:
         lines.append(f"{name.replace('_', '-')} over {int(table.rows[0])} ranks: {speed}")
     if len(fitted.contention) > 1:
         lines.append(
-            f"with one of {samples.ranks} ranks busy its kernels take {100 * fitted.contention[0][1]:.0f} % of their "
-            f"time"
+            f"if only one of {samples.ranks} ranks is busy, its kernels take {100 * fitted.contention[0][1]:.0f} % "
+            "of the time that they take if all are busy"
         )
     if samples.ranks > 1:
-        meeting = (
-            f"{fitted.meeting_s * 1e6:.0f} us at each meeting and {100 * fitted.spread:.1f} % of the compute between"
-        )
+        share = f"{100 * fitted.spread:.1f} % of the compute in between"
+        meeting = f"{fitted.meeting_s * 1e6:.0f} us at each synchronisation and {share}"
         lines.append(
             f"ranks wait for each other {meeting}; collectives of sharded weights take {fitted.sharded_slowdown:.2g} "
             f"times those above"
@@ -218,5 +217,5 @@ def report(samples: Samples, config: RunConfig) -> str:
     )
     for name, layout, measured_s in chain(*whole_steps(samples, config)):
         error = float(step_s(config.model, layout, fitted)) / measured_s - 1
-        lines.append(f"  {name}: {measured_s:.3f} s, from these constants {100 * error:+.1f} %")
+        lines.append(f"  {name}: {measured_s:.3f} s measured, prediction from these constants {100 * error:+.1f} %")
     return "\n".join(lines)

@@ -45,7 +45,7 @@ def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = 
         float(row["step_time_s"]) for row in record.steps if row["step"] > last.after_step and "step_time_s" in row
     ]
     if not times:
-        raise DataError("holds no step times", where=str(directory), fix=MISSING)
+        raise DataError("has no step times", where=str(directory), fix=MISSING)
     layout = run_layout(record.config, last.plan.grid.world_size, numbers)
     plan = simulate_layout(record.config.model, layout, numbers, record.config.parallel.stage_layers)
     return MeasuredRun(directory, layout_words(plan), median(times[1:] or times), plan.step_s)

@@ -85,7 +85,7 @@ def read_sample(directory: Path) -> Sample:
     try:
         point = json.loads((directory / POINT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read: {error}", "run the point again", str(directory / POINT_FILE)) from error
+        raise DataError(f"cannot be read: {error}", "run the point again", str(directory / POINT_FILE)) from error
     rows = run_dir.steps(directory)
     if len(rows) >= point["steps"]:
         return Sample(point, "ok", tuple(step_times_s(directory)))
@@ -106,7 +106,9 @@ def harvest(root: Path) -> list[Row]:
     samples = [read_sample(path.parent) for path in sorted(root.glob(f"**/{POINT_FILE}"))]
     if not samples:
         raise DataError(
-            "holds no point of a series", "frontier-llm scaling weak|strong … --output DIR makes them", str(root)
+            "contains no point of a scaling series",
+            "create them with frontier-llm scaling weak|strong … --output DIR",
+            str(root),
         )
     groups: dict[tuple[Any, ...], list[Sample]] = {}
     for sample in samples:

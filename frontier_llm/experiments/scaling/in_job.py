@@ -51,7 +51,8 @@ def run_series(
     for wave in waves(points, launcher.nodes, side_by_side=side_by_side):
         if (left_s := launcher.time_left_s()) < min(row.limit_s for row in wave):
             log.warn(
-                f"{left_s:.0f} s of walltime are left; not run: {', '.join(row.point.directory.name for row in wave)}"
+                f"only {left_s:.0f} s of walltime are left; "
+                f"not run: {', '.join(row.point.directory.name for row in wave)}"
             )
             continue
         limits_s = [min(row.limit_s, left_s) for row in wave]

@@ -124,7 +124,7 @@ class AllocationRanks:
         self.nodes = nodes or have - spares
         if not 0 < self.nodes <= have:
             raise FrontierError(
-                f"{self.nodes} nodes wanted of an allocation of {have}", f"sbatch --nodes={self.nodes}", "--nodes"
+                f"is {self.nodes}, but the allocation has {have} nodes", f"sbatch --nodes={self.nodes}", "--nodes"
             )
         self.devices = self.nodes * self.allocation.tasks_per_node
         self._warning_s = site.warning_time_s if warning_s is None else warning_s
@@ -144,9 +144,11 @@ class AllocationRanks:
         bad = {*self._failed, *slurm.unhealthy(self.allocation.nodes)}
         usable = [node for node in self.allocation.nodes if node not in bad and node not in self._lent]
         if len(usable) < count:
-            what = f"{len(usable)} of {len(self.allocation.nodes)} nodes are free and work, {count} are needed"
+            what = f"only {len(usable)} of {len(self.allocation.nodes)} nodes are free and healthy, {count} are needed"
             raise FrontierError(
-                what, f"more spares, or --exclude={hostlist.compress(sorted(bad))}" if bad else "", "nodes"
+                what,
+                f"submit with more spares, or with --exclude={hostlist.compress(sorted(bad))}" if bad else "",
+                "nodes",
             )
         return tuple(usable[:count])
 
@@ -307,7 +309,7 @@ def judge(directory: Path, end: RunEnd) -> tuple[str, str]:
     if failure is None:
         if rows and not end.exit_code:
             return "ok", ""
-        return "crash", f"ended with {end.exit_code}"
+        return "crash", f"ended with exit code {end.exit_code}"
     if end.exit_code == STUCK or "watchdog" in text.lower() or failure.evidence is Evidence.NOTICES:
         return "hang", failure.describe()
     if end.exit_code == REFUSED or failure.cause == "refused":

@@ -76,7 +76,7 @@ def find_run(model: str) -> str:
     for name in available("runs"):
         if name.startswith("train_") and load_run(name).model.name == model:
             return name
-    fix = f"--run {model}" if model in available("runs") else "give a run file with --run"
+    fix = f"use --run {model}" if model in available("runs") else "give a run file with --run"
     raise ConfigError(f"no run file in configs/runs trains {model!r}", fix, "--model")
 
 
@@ -121,7 +121,11 @@ def make_series(
     Raises LayoutError with each illegal point and its nearest legal node counts.
     """
     if not nodes or repeats < 1:
-        raise ConfigError("a series needs at least one node count and one repeat", "--nodes 16,32,64", "--nodes")
+        raise ConfigError(
+            "a series needs at least one node count and one repeat",
+            "for example --nodes 16,32,64 --repeats 1",
+            "--nodes",
+        )
     points = []
     for count in sorted(set(nodes)):
         for repeat in range(1, repeats + 1):
@@ -171,8 +175,8 @@ def submission_problems(
         problem for count in nodes for problem in request_problems(site, count, minutes, account, partition)
     )
     if site.max_queued_jobs is not None and len(points) > site.max_queued_jobs:
-        what = f"{len(points)} jobs; {site.name} queues {site.max_queued_jobs} per user"
-        yield Problem("points", what, "fewer --nodes or --repeats")
+        what = f"the series has {len(points)} jobs, but {site.name} queues at most {site.max_queued_jobs} per user"
+        yield Problem("points", what, "use fewer --nodes or --repeats")
 
 
 def announce(point: Point) -> None:

@@ -55,8 +55,8 @@ def with_walltime(
 def refuse_few(steps: int | None) -> None:
     """Raise ConfigError if `steps` leaves too few steps to measure."""
     if steps is not None and steps < FEWEST_STEPS:
-        what = f"{steps} steps leave {max(0, steps - WARMUP_STEPS)} to measure: the first {WARMUP_STEPS} do not count"
-        raise ConfigError(what, f"train.steps={FEWEST_STEPS} or more", "train.steps")
+        what = f"{steps} steps leave {max(0, steps - WARMUP_STEPS)} to measure: the first {WARMUP_STEPS} are warm-up"
+        raise ConfigError(what, f"set train.steps={FEWEST_STEPS} or more", "train.steps")
 
 
 def steps_of(point: Point, steps: int | None) -> Point:
@@ -84,10 +84,10 @@ def _problem(
 ) -> Problem:
     """Return the problem of a point that does not fit into its walltime, with a fix that fits."""
     if room >= FEWEST_STEPS:
-        fix = f"train.steps={room}"
+        fix = f"set train.steps={room}"
     else:
         enough = math.ceil(predicted.job_s(FEWEST_STEPS) / 60)
-        smaller = f"leave {point.nodes} nodes out, or take a smaller batch"
+        smaller = f"leave the point of {point.nodes} nodes out, or use a smaller batch"
         fix = "; or ".join([smaller, *longer_jobs(site, point.nodes, enough, partition)])
     step = format_seconds(predicted.step_time_s)
     return Problem(

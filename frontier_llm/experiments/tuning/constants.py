@@ -75,4 +75,4 @@ def tuned_machine(search: Tuner) -> dict[str, Any]:
     sections = numbers_of(after, changed(before, after), provenance, digits=4)
     if "stack" in sections:
         sections["stacks"] = {own_stack(machine): sections.pop("stack")}
-    return {"base": name, "title": f"{machine.title}, as trials have it", **sections}
+    return {"base": name, "title": f"{machine.title}, with constants fitted to trials", **sections}

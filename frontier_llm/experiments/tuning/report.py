@@ -79,7 +79,7 @@ def write_report(search: Tuner, directory: Path) -> Path:
     subtitle = (
         f"{search.space.devices} devices of {config.machine}, {config.batch.global_batch} sequences of "
         f"{config.model.sequence_length} per step; "
-        f"{facts['layouts']} layouts of {search.space.legal} that fit."
+        f"{facts['layouts']} of {search.space.legal} legal layouts fit."
     )
     parts = [_tiles(facts), f"<h2>Predicted and measured</h2>{figures(charts(search))}"]
     parts += [_importance(facts["importance"]), _constants(search), _trials(search)]
@@ -99,9 +99,8 @@ def _tiles(facts: Mapping[str, Any]) -> str:
 def _importance(shares: Mapping[str, float]) -> str:
     rows = [(name, f"{100 * share:.0f} %") for name, share in shares.items()]
     note = (
-        "Share of the variance of the expected log step time, over the whole space, that a choice's values alone "
-        "explain. "
-        "Choices that come together (tensor, pipeline, data) share theirs."
+        "Share of the variance of the expected log step time, over all layouts, that the values of this choice alone "
+        "explain. Choices that depend on each other (tensor, pipeline, data) share the same variance."
     )
     return f"<h2>What mattered</h2>{table(('choice', 'share'), rows)}<p class=sub>{note}</p>" if rows else ""
 
@@ -117,10 +116,14 @@ def _constants(search: Tuner) -> str:
     rows = [(name, f"{old:.4g}", f"{new:.4g}", f"x {new / old:.2f}") for name, (old, new) in moved.items()]
     title = f"<h2>Constants of {text(search.space.config.machine)} that the trials change</h2>"
     note = (
-        "<p class=sub>Fitted to all trials at once, held to the machine file's values where these cannot tell; "
-        "--emit-machine writes them.</p>"
+        "<p class=sub>Fitted to all trials together. A constant that the trials do not determine keeps the value of "
+        "the machine file. --emit-machine writes a machine file with the fitted values.</p>"
     )
-    found = table(("constant", "machine file", "fitted", "factor"), rows) if rows else "<p>None by more than 10 %.</p>"
+    found = (
+        table(("constant", "machine file", "fitted", "factor"), rows)
+        if rows
+        else "<p>No constant changes by more than 10 %.</p>"
+    )
     return title + found + note
 
 

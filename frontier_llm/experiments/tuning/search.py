@@ -22,7 +22,7 @@ LEAST_TRIALS = 8
 MOST_NODE_FAILURES = 3  # in a row
 SLOWER = 2.5  # times the best measured step. A slower layout is stopped.
 PATIENCE = 4.0  # times the planner's step. Used if no step has been measured.
-AGAIN = "start the same again to go on"
+AGAIN = "run the same command again to continue"
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,14 @@ def run_search(
         if proposal is None:
             done = len(search.tried) == len(search.space.plans)
             if done:
-                return "every layout is tried"
+                return "every layout has been tried"
             return f"no other layout is expected to gain more than {100 * WORTH:.1f} %"
         expected_s = search.expected_s(proposal, steps)
         limit_s = search.limit_s(proposal, steps)
         if used + expected_s * limits.nodes / 3600 > limits.node_hours:
             return f"a further trial of about {expected_s:.0f} s would exceed {limits.node_hours:.3g} node-hours"
         if (left_s := limits.time_left_s()) < expected_s:
-            return f"{max(left_s, 0):.0f} s of walltime are left, a trial takes about {expected_s:.0f} s; {AGAIN}"
+            return f"{max(left_s, 0):.0f} s of walltime are left, but a trial takes about {expected_s:.0f} s; {AGAIN}"
         affordable_s = (limits.node_hours - used) * 3600 / limits.nodes
         granted_s = min(limit_s, left_s, affordable_s)
         trial = measure(proposal, granted_s)
@@ -174,7 +174,7 @@ def run_search(
         search.trials.append(trial)
         record(search.trials)
         if trial.status == "interrupted":
-            return f"told to stop; {AGAIN}"
+            return f"a stop was requested; {AGAIN}"
         last = [one.status for one in search.trials[-MOST_NODE_FAILURES:]]
         if last == ["node failure"] * MOST_NODE_FAILURES:
             return f"nodes failed in {MOST_NODE_FAILURES} trials in a row"

@@ -97,7 +97,9 @@ def make_space(
         )
         fixes = f" --fix {fixed_words(fixed)}" if fixed else ""
         raise ConfigError(
-            f"{what} (global batch {config.batch.global_batch}{fixes})", "other --nodes, or fewer --fix", "tune"
+            f"{what} (global batch {config.batch.global_batch}{fixes})",
+            "change --nodes, or give fewer --fix options",
+            "tune",
         )
     seconds = step_s(config.model, fitting, rates)
     order = np.argsort(seconds, kind="stable")

@@ -84,7 +84,7 @@ def read_trials(path: Path, like: Layout) -> list[Trial]:
             trials.append(_trial(row, like))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"line {line} is no trial: {error!r}", "remove the line, or choose another --output", str(path)
+                f"line {line} is not a trial: {error!r}", "remove the line, or choose another --output", str(path)
             ) from None
     return trials
 

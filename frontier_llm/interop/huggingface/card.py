@@ -52,7 +52,7 @@ def model_card(
         'tokenizer = AutoTokenizer.from_pretrained(".")',
         "```",
         "",
-        "No license, evaluation or intended use was recorded by the training run: its owner states them here.",
+        "The training run recorded no license, evaluation or intended use: the owner of the model adds them here.",
         "",
     ]
     return "\n".join(lines)

@@ -39,7 +39,7 @@ def family_for(model: ModelConfig) -> Family:
             return family
     raise CheckpointError(
         [
-            Problem(f"as {name}", "; ".join(why), "train a model of one of these families")
+            Problem(f"cannot be exported as {name}", "; ".join(why), "train a model of one of these families")
             for name, why in reasons.items()
         ]
     )
@@ -127,14 +127,14 @@ class HubRepository:
         self._api = HfApi()
         with _refusals(
             name,
-            "log in with `hf auth login` or set HF_TOKEN, name the repository USER/NAME, or export without "
+            "log in with `hf auth login` or set HF_TOKEN, give the repository as USER/NAME, or export without "
             "--push-to-hub",
         ):
             self._api.create_repo(name, private=private, exist_ok=True)
 
     def upload(self, directory: str | Path) -> str:
         """Upload every file of an export as one commit. Returns the commit's address."""
-        with _refusals(self.name, f"the export is whole; upload it later: hf upload {self.name} {directory}"):
+        with _refusals(self.name, f"the export is complete; upload it later: hf upload {self.name} {directory}"):
             return str(
                 self._api.upload_folder(
                     repo_id=self.name,
@@ -150,4 +150,4 @@ def _refusals(name: str, fix: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(f"the Hub cannot take it: {reason_of(error)}", where=name, fix=fix) from error
+        raise CheckpointError(f"the Hub refused the upload: {reason_of(error)}", where=name, fix=fix) from error

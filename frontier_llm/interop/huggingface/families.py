@@ -114,28 +114,28 @@ class Family:
         fixed = {**{ours: value for ours, value in _USUAL.items() if ours not in self.free}, **self.always}
         needs = {**{ours: (value,) for ours, value in fixed.items()}, **self.either}
         reasons = [
-            f"{ours} is {getattr(model, ours)!r}, needs {' or '.join(map(repr, allowed))}"
+            f"{ours} is {getattr(model, ours)!r}, but must be {' or '.join(map(repr, allowed))}"
             for ours, allowed in needs.items()
             if getattr(model, ours) not in allowed
         ]
         if not self.grouped and model.num_kv_heads != model.heads:
-            reasons.append(f"kv_heads is {model.kv_heads}, needs {model.heads}")
+            reasons.append(f"kv_heads is {model.kv_heads}, but must be {model.heads}")
         if not self.grouped and model.heads * model.dim_per_head != model.hidden:
-            reasons.append(f"head_dim is {model.head_dim}, needs {model.hidden / model.heads:g}")
+            reasons.append(f"head_dim is {model.head_dim}, but must be {model.hidden / model.heads:g}")
         if "qkv_bias" not in self.always and model.has_qkv_bias != model.bias:
-            reasons.append(f"qkv_bias is {model.qkv_bias}, needs {model.bias}")
+            reasons.append(f"qkv_bias is {model.qkv_bias}, but must be {model.bias}")
         if model.rope_scaling is not None and model.rope_scaling.kind != "llama3":
-            reasons.append(f"rope_scaling.kind is {model.rope_scaling.kind!r}, needs 'llama3'")
+            reasons.append(f"rope_scaling.kind is {model.rope_scaling.kind!r}, but must be 'llama3'")
         if (model.moe is None) != (self.routing is None):
-            reasons.append("has experts" if model.moe else "has no experts")
+            reasons.append("the model has experts" if model.moe else "the model has no experts")
         elif model.moe is not None and self.routing is not None:
             reasons += [
-                f"moe.{ours} is {getattr(model.moe, ours)!r}, needs {value!r}"
+                f"moe.{ours} is {getattr(model.moe, ours)!r}, but must be {value!r}"
                 for ours, value in self.routing.items()
                 if getattr(model.moe, ours) != value
             ]
         if self.model_type == "mpt" and model.ffn_hidden != MPT_EXPANSION * model.hidden:
-            reasons.append(f"ffn_hidden is {model.ffn_hidden}, needs {MPT_EXPANSION} x {model.hidden}")
+            reasons.append(f"ffn_hidden is {model.ffn_hidden}, but must be {MPT_EXPANSION} x {model.hidden}")
         return reasons
 
 

@@ -55,7 +55,7 @@ class ShardedReader:
                 problems.append(
                     Problem(
                         str(directory / file),
-                        f"is missing; {INDEX} places {count} tensors in it",
+                        f"is missing; according to {INDEX} it has {count} tensors",
                         "fetch the shard again",
                     )
                 )
@@ -66,10 +66,7 @@ class ShardedReader:
         held = {file: set(handle.keys()) for file, handle in self._open.items()}
         absent = [name for name, file in self.files.items() if name not in held[file]]
         if absent:
-            what = (
-                f"{INDEX} promises {len(absent)} tensors that are not there, e.g. {absent[0]} in "
-                f"{self.files[absent[0]]}"
-            )
+            what = f"{INDEX} lists {len(absent)} tensors that are missing, e.g. {absent[0]} in {self.files[absent[0]]}"
             raise CheckpointError(what, fix="fetch index and shards of the same revision", where=str(directory))
 
     def __contains__(self, name: str) -> bool:
@@ -89,7 +86,7 @@ def _opened(path: Path) -> Any:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > lifted_bound(MAX_HEADER_BYTES):
-            what = f"has a header of {header_bytes} bytes, more than {lifted_bound(MAX_HEADER_BYTES)}"
+            what = f"has a header of {header_bytes} bytes, more than the limit of {lifted_bound(MAX_HEADER_BYTES)}"
             raise CheckpointError(what, f"fetch the file again; {LIFT_HINT}", str(path))
         return safe_open(str(path), framework="pt")
     except FileNotFoundError:
@@ -107,7 +104,7 @@ def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
         text = read_beyond(file, lifted_bound(most_bytes))
     if len(text) > lifted_bound(most_bytes):
         raise CheckpointError(
-            f"has more than {lifted_bound(most_bytes)} bytes",
+            f"has more bytes than the limit of {lifted_bound(most_bytes)}",
             f"fetch the file again; {LIFT_HINT}",
             str(path),
         )
@@ -116,7 +113,9 @@ def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"is not JSON: {error}", "fetch the file again", str(path)) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"holds a {type(content).__name__}, not an object", "fetch the file again", str(path))
+        raise CheckpointError(
+            f"contains a JSON {type(content).__name__}, but an object is expected", "fetch the file again", str(path)
+        )
     return content
 
 
@@ -132,7 +131,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
             raise CheckpointError(f"is damaged: {error!r}", where=str(index), fix="fetch the index again") from error
         if outside:
             raise CheckpointError(
-                f"names {outside[0]!r}, which is no file beside it",
+                f"names {outside[0]!r}, which is not a file in the same directory",
                 where=str(index),
                 fix="fetch the index again",
             )
@@ -143,13 +142,13 @@ def _weight_map(directory: Path) -> dict[str, str]:
     why = f"; {pickles[0]} is a pickle, which can run code and is never opened" if pickles else ""
     fix = "give the model's directory"
     if next(directory.glob("*.safetensors"), None):
-        fix = f"fetch {INDEX} too: it says which shard holds what"
+        fix = f"fetch {INDEX} too: it lists the shard of each tensor"
     elif pickles:
         fix = (
-            "convert it where you trust it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, "
+            "if you trust it, convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, "
             "safe_serialization=True)"
         )
-    raise CheckpointError(f"holds neither {SINGLE} nor {INDEX}{why}", where=str(directory), fix=fix)
+    raise CheckpointError(f"contains neither {SINGLE} nor {INDEX}{why}", where=str(directory), fix=fix)
 
 
 def write_sharded(

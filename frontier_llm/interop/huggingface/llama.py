@@ -39,7 +39,7 @@ class ConfigJson(Fields):
             self.refuse("rope_parameters.rope_type", kind, " or ".join(map(repr, kinds)))
         factor = {**scaling, **new}.get("factor", 1)
         if kind == "default" and factor != 1:
-            self.refuse("rope_parameters.factor", factor, "none without a rope_type")
+            self.refuse("rope_parameters.factor", factor, "no factor if there is no rope_type")
         theta = new.get("rope_theta", self.get(theta_key, ROPE_DEFAULT_THETA))
         fraction = new.get("partial_rotary_factor", self.get(fraction_key, default_fraction))
         values = {"rope_theta": float(theta), "rope_fraction": float(fraction)}
@@ -108,7 +108,7 @@ def read_qwen3_moe(f: ConfigJson) -> dict[str, Any]:
     """Return our fields of a Qwen 3 MoE configuration."""
     dense = f.get("mlp_only_layers", None) or []
     if dense != list(range(len(dense))):
-        f.refuse("mlp_only_layers", dense, "the first layers, or none")
+        f.refuse("mlp_only_layers", dense, "the first layers, or no layers")
     return {**read_llama_like(f), "moe": {"dense_layers": len(dense)}}
 
 
@@ -121,7 +121,7 @@ def read_dots1(f: ConfigJson) -> dict[str, Any]:
     """Return our fields of a dots.llm1 configuration."""
     kinds = set(f.get("layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        f.refuse("layer_types", sorted(kinds), "full_attention alone")
+        f.refuse("layer_types", sorted(kinds), "only full_attention")
     return {
         **read_llama_like(f),
         "moe": {"shared_hidden": f.get("moe_intermediate_size", 1) * f.need("n_shared_experts")},

@@ -33,7 +33,7 @@ class HuggingFaceModel:
             self.model = self.model.model_copy(update={"vocab_multiple": vocab_multiple})
         self._reader = ShardedReader(self.directory)
         if self.model.layers > len(self._reader.files):  # before a list of that length is made
-            what = f"says {self.model.layers} layers, the files hold {len(self._reader.files)} tensors"
+            what = f"has {self.model.layers} layers, more than the {len(self._reader.files)} tensors in the files"
             raise CheckpointError(what, "use config and weights of the same revision", str(self.directory / CONFIG))
         self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self.model)}
         bare = all(not name.startswith(self.family.prefix) for name in self._reader.files)
@@ -74,15 +74,15 @@ class HuggingFaceModel:
                     )
                 )
             elif self._reader.shape(name) != shape:
-                what = f"has shape {list(self._reader.shape(name))}, expected {list(shape)} from {CONFIG}"
+                what = f"has shape {list(self._reader.shape(name))}, but {CONFIG} requires {list(shape)}"
                 problems.append(Problem(name, what, "use config and weights of the same revision"))
         endings = tuple(self.family.ignored)
         if self.model.tied_embeddings:
             endings += ("lm_head.weight", "embed_out.weight")
         for name in self._reader.files:
             if name not in expected and not name.endswith(endings):
-                what = f"has no place in {self.family.architecture} as we compute it"
-                problems.append(Problem(name, what, "the model has parts that are not supported"))
+                what = f"is not a tensor of the supported {self.family.architecture}"
+                problems.append(Problem(name, what, "this model cannot be read: it has parts that are not supported"))
         if problems:
             raise CheckpointError(first_of(problems))
 
@@ -98,14 +98,14 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig]:
         content = read_json(directory / CONFIG, MAX_CONFIG_BYTES)
     except OSError as error:
         what = "is not a Hugging Face model: it has no config.json"
-        raise CheckpointError(what, "give the directory that holds it", str(directory)) from error
+        raise CheckpointError(what, "give the directory with config.json", str(directory)) from error
     family = family_of(content, where)
     fields = ConfigJson(content, where)
     fields.only("quantization_config", None)
     try:
         model = family.read_model(fields)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        what = f"holds a value of another kind than expected: {error}"
+        what = f"has an unexpected value: {error}"
         raise CheckpointError(
             [*fields.problems, Problem(where, what, "restore the config.json that came with the weights")]
         ) from error
@@ -126,17 +126,17 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     if "kv_lora_rank" in config:
         what = (
             f"architecture {', '.join(names) or config.get('model_type')!r} has multi-head latent attention "
-            f"(MLA), which our model does not compute"
+            f"(MLA), which is not supported"
         )
         raise CheckpointError(
             what,
             where=where,
-            fix="of DeepSeek's kind, Dots1ForCausalLM has ordinary attention and is supported",
+            fix="use Dots1ForCausalLM, which is similar to DeepSeek and has ordinary attention",
         )
-    what = f"architecture {', '.join(names) or config.get('model_type')!r} has no mapping"
+    what = f"architecture {', '.join(names) or config.get('model_type')!r} is not supported"
     known = ", ".join(family.architecture for family in FAMILIES)
     raise CheckpointError(
         what,
         where=where,
-        fix=f"supported: {known}; or name a plugin that registers it: --plugin MODULE (docs/extending.md)",
+        fix=f"supported: {known}; or give a plugin that registers it: --plugin MODULE (docs/extending.md)",
     )

@@ -32,7 +32,9 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_length: int) -> dict[str, str
         return {TOKENIZER: content, TOKENIZER_CONFIG: config, "tokenizer.model": tokenizer.path}
     if isinstance(tokenizer, ByteTokenizer):
         return {TOKENIZER: _bytes(), TOKENIZER_CONFIG: tokenizer_config(END_OF_DOCUMENT, sequence_length)}
-    raise DataError(f"a {type(tokenizer).__name__} cannot be written for transformers", where=tokenizer.name)
+    raise DataError(
+        f"a tokenizer of the type {type(tokenizer).__name__} cannot be written for transformers", where=tokenizer.name
+    )
 
 
 def tokenizer_config(eos_token: str, sequence_length: int) -> str:
@@ -58,7 +60,7 @@ def _huggingface(tokenizer: HuggingFaceTokenizer, sequence_length: int) -> dict[
         home = path.parent.resolve()
         # a hub cache has links to its blobs/
         if not real.is_relative_to(home) and not real.is_relative_to(home.parent.parent / "blobs"):
-            what = f"is a link to {real}, outside of its directory; what lies there would be published with the model"
+            what = f"is a link to {real}, outside of its directory; that file would be published with the model"
             raise DataError(what, where=str(path.with_name(name)), fix="copy the file there, or remove the link")
     files.setdefault(TOKENIZER_CONFIG, tokenizer_config(tokenizer.eod_name, sequence_length))
     return {TOKENIZER: tokenizer.as_file, **files}
@@ -97,9 +99,9 @@ def _sentencepiece(path: Path) -> tuple[str, str]:
     ids = {piece: number for number, piece in enumerate(pieces)}
     if source.unk_id() < 0 or not source.is_byte(ids.get("<0x0A>", source.unk_id())):
         raise DataError(
-            "has no byte pieces, which transformers would need to be lossless",
+            "has no byte pieces, which transformers needs to encode every text",
             where=str(path),
-            fix="give a model with byte_fallback",
+            fix="use a sentencepiece model that was trained with byte_fallback",
         )
     # user-defined symbols (the newline) have score 0, as control pieces do; they are matched before any merge
     special = [n for n in range(len(pieces)) if source.is_control(n) or source.is_unknown(n)]

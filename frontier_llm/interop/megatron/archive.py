@@ -108,7 +108,7 @@ class StoredTensor:
                 raise RuntimeError
             return storage.as_strided(self.shape, self.stride, self.offset)
         except RuntimeError as error:
-            what = f"describes a tensor of shape {list(self.shape)} that its storage {self.key} cannot hold"
+            what = f"has a tensor of shape {list(self.shape)}, which is larger than its storage {self.key}"
             raise CheckpointError(what, where=str(self.archive.path), fix="copy the file again") from error
 
 
@@ -131,7 +131,7 @@ class TorchArchive:
             raise CheckpointError(
                 f"cannot be read: {error.strerror or error}",
                 where=str(path),
-                fix="copy the whole checkpoint",
+                fix="copy the complete checkpoint",
             ) from error
         except (
             zipfile.BadZipFile,
@@ -142,11 +142,11 @@ class TorchArchive:
             ValueError,
             EOFError,
         ) as error:
-            what = f"is no zip archive as torch.save writes since 1.6 ({error})"
+            what = f"is not a zip archive, which torch.save writes since torch 1.6 ({error})"
             raise CheckpointError(
                 what,
                 where=str(path),
-                fix="copy the file again; one of an older torch must be saved again",
+                fix="copy the file again; if an older torch wrote it, save it again",
             ) from error
         try:
             _check_pickle(pickled)
@@ -162,7 +162,7 @@ class TorchArchive:
             RecursionError,
         ) as error:
             raise CheckpointError(
-                f"holds a damaged pickle: {error}",
+                f"contains a damaged pickle: {error}",
                 where=str(path),
                 fix="copy the file again",
             ) from error
@@ -173,12 +173,12 @@ class TorchArchive:
             what = "is a zip archive without a data.pkl"
             if member is not None:
                 most = lifted_bound(MAX_PICKLE_BYTES)
-                what = f"has a data.pkl of {member.file_size} bytes, more than {most}; {LIFT_HINT}"
+                what = f"has a data.pkl of {member.file_size} bytes, more than the limit of {most}; {LIFT_HINT}"
             raise CheckpointError(what, where=str(self.path), fix="give a file that torch.save wrote")
         order = self._members.get("byteorder")
         if any(part is not None and part.compress_type not in _BOUNDED for part in (member, order)):
             raise CheckpointError(
-                "is packed with bzip2 or LZMA, which torch.save never does",
+                "is compressed with bzip2 or LZMA, which torch.save never uses",
                 where=str(self.path),
                 fix="save it again with torch.save",
             )
@@ -197,7 +197,7 @@ class TorchArchive:
         """
         member = self._members.get(f"data/{key}")
         if member is None or member.compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(f"lacks the storage {key}", where=str(self.path), fix="copy the file again")
+            raise CheckpointError(f"has no readable storage {key}", where=str(self.path), fix="copy the file again")
         with self.path.open("rb") as file:
             file.seek(member.header_offset)
             header = file.read(_LOCAL_HEADER.size)
@@ -227,7 +227,10 @@ def _check_directory(path: Path) -> None:
         if at >= 0:
             (size,) = struct.unpack_from(form, tail, at + place)
             if size > lifted_bound(MAX_DIRECTORY_BYTES) and size != 0xFFFFFFFF:
-                what = f"lists its members in {size} bytes, more than {lifted_bound(MAX_DIRECTORY_BYTES)}; {LIFT_HINT}"
+                what = (
+                    f"has a table of contents of {size} bytes, more than the limit of "
+                    f"{lifted_bound(MAX_DIRECTORY_BYTES)}; {LIFT_HINT}"
+                )
                 raise CheckpointError(what, where=str(path), fix="give a file that torch.save wrote")
 
 
@@ -240,7 +243,7 @@ def _check_pickle(content: bytes) -> None:
     """
     for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
         if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
-            raise ValueError(f"operation {count} is put down as number {argument}")
+            raise ValueError(f"operation {count} stores its result as number {argument}")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -284,7 +287,7 @@ class _Unpickler(pickle.Unpickler):
         raise self._refusal("builtins.getattr")
 
     def _refusal(self, name: str) -> CheckpointError:
-        what = f"asks to run {name}, which no checkpoint of Megatron's needs; nothing was run"
+        what = f"contains a call of {name}, which no Megatron checkpoint needs; nothing was run"
         fix = "do not load this file with other tools if you do not know where it comes from"
         return CheckpointError(what, where=str(self._archive.path), fix=fix)
 

@@ -43,7 +43,7 @@ def read_model(arguments: dict[str, Any], where: str, vocab_size: int | None) ->
     scaling = {**_ROPE_SCALING, "factor": float(f.get("rope_scaling_factor", _ROPE_SCALING_FACTOR))}
     padded = f.need("padded_vocab_size")
     if vocab_size is not None and vocab_size > padded:
-        f.refuse("padded_vocab_size", padded, f"at least the tokenizer's {vocab_size}")
+        f.refuse("padded_vocab_size", padded, f"at least the {vocab_size} ids of the tokenizer")
     heads = f.need("num_attention_heads")
     groups = (
         f.get("num_query_groups", None) if f.get("group_query_attention", False) else f.get("num_key_value_heads", None)

@@ -75,10 +75,10 @@ def find(directory: Path) -> StoredModel:
             ranks[int(match[1]), int(match[2] or 0)] = held[0]
     if ranks:
         return _megatron(folder, ranks)
-    what = "holds no checkpoint of Megatron-LM or Megatron-DeepSpeed"
+    what = "contains no checkpoint of Megatron-LM or Megatron-DeepSpeed"
     fix = "give the folder with mp_rank_*/ or layer_*-model_states.pt in it, or the one above it"
     if (folder / "metadata.json").exists() or (folder / ".metadata").exists():
-        what = "is in Megatron's torch_dist format, which is not read here"
+        what = "is in Megatron's torch_dist format, which is not supported"
         fix = "save it again with Megatron's --ckpt-convert-format torch"
     raise CheckpointError(what, where=str(folder), fix=fix)
 
@@ -90,14 +90,14 @@ def _step_folder(directory: Path) -> Path:
                 name = file.read(_TRACKER_BYTES).decode(errors="replace").strip()
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", name):
                 raise CheckpointError(
-                    f"holds {name!r}, which is no name of a folder",
+                    f"contains {name!r}, which is not the name of a folder",
                     "give the step's folder itself",
                     str(directory / tracker),
                 )
             folder = directory / (f"iter_{int(name):07d}" if re.fullmatch("[0-9]{1,12}", name) else name)
             if not folder.is_dir():
                 raise CheckpointError(
-                    f"names {name}, which is not there",
+                    f"names {name}, which does not exist",
                     where=str(directory / tracker),
                     fix="give the step's folder itself",
                 )
@@ -163,7 +163,7 @@ def _complete(
     missing = list(islice((name for key, name in expected if key not in files), _REPORTED))
     if missing:
         raise CheckpointError(
-            [Problem(str(folder / name), "is missing", "copy the whole checkpoint") for name in missing]
+            [Problem(str(folder / name), "is missing", "copy the complete checkpoint") for name in missing]
         )
 
 
@@ -171,7 +171,7 @@ def _expect_degree(key: str, arguments: Mapping[str, Any], count: int, folder: P
     """Raise CheckpointError if the degree in the arguments is not `count`: the last ranks' files are missing then."""
     if arguments.get(key, count) != count:
         raise CheckpointError(
-            f"was written with {key} {arguments[key]}, files of {count} are there",
+            f"was written with {key} {arguments[key]}, but only the files of {count} exist",
             where=str(folder),
             fix="copy all files",
         )
@@ -181,7 +181,7 @@ def _arguments(content: Any, path: Path) -> dict[str, Any]:
     arguments = content.get("args") if isinstance(content, dict) else None
     if not isinstance(arguments, Namespace):
         raise CheckpointError(
-            "holds no `args` of its run, which say what the model is", where=str(path), fix="give a training checkpoint"
+            "contains no `args` of its run, which describe the model", where=str(path), fix="give a training checkpoint"
         )
     return vars(arguments)
 
@@ -198,9 +198,7 @@ def _take(
     match = _IN_LAYER.fullmatch(name)
     ours = _renamed(match[2], _LAYER_NAMES) if match else _renamed(name, _END_NAMES)
     if ours is None:
-        raise CheckpointError(
-            f"{name} has no place in the models that are computed here", where=str(path), fix="see docs/megatron.md"
-        )
+        raise CheckpointError(f"{name} is not part of any supported model", where=str(path), fix="see docs/megatron.md")
     full = f"layers.{layers_before + int(match[1])}.{ours}" if match else ours
     held = parts.setdefault(full, [])
     if len(held) == rank:  # a tied embedding is also on the last stage

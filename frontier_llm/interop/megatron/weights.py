@@ -37,7 +37,7 @@ class MegatronModel:
         try:
             self._read(Path(directory), vocab_size, vocab_multiple)
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-            what = f"holds a value of another kind than expected: {type(error).__name__}: {error}"
+            what = f"has an unexpected value: {type(error).__name__}: {error}"
             raise CheckpointError(what, "copy the checkpoint again", str(directory)) from error
 
     def _read(self, directory: Path, vocab_size: int | None, vocab_multiple: int | None) -> None:
@@ -46,13 +46,13 @@ class MegatronModel:
         update = {"name": directory.resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
         self.model = model.model_copy(update=update)
         if self.model.layers > len(self._stored.tensors):  # before a list of that length is made
-            what = f"says {self.model.layers} layers, its files hold {len(self._stored.tensors)} tensors"
-            raise CheckpointError(what, "copy the whole checkpoint", self._stored.where)
+            what = f"has {self.model.layers} layers, more than the {len(self._stored.tensors)} tensors in its files"
+            raise CheckpointError(what, "copy the complete checkpoint", self._stored.where)
         self._parameters = model_parameters(self.model)
         self._degree = max(len(parts) for parts in self._stored.tensors.values())
-        why = "" if self._stored.version in (0, 1, 2, 3) else "; the order of query_key_value is known for 0 to 3"
+        why = "" if self._stored.version in (0, 1, 2, 3) else "; the order of query_key_value is known only for 0 to 3"
         if self._stored.version < 2 and self.model.num_kv_heads != self.model.heads:
-            why = ", which had no grouped queries"
+            why = ", which does not support grouped-query attention"
         if why:
             what = f"has checkpoint_version {self._stored.version:g}{why}"
             raise CheckpointError(what, where=self._stored.where, fix="convert it with the Megatron-LM that wrote it")
@@ -72,7 +72,7 @@ class MegatronModel:
             shapes = [part.shape for part in parts]
             if len(parts) != self._degree or any(shape != expected for shape in shapes):
                 what = f"is {shapes or 'missing'}, expected {self._degree} parts of shape {list(expected)}"
-                problems.append(Problem(name, what, "copy the whole checkpoint"))
+                problems.append(Problem(name, what, "copy the complete checkpoint"))
         tied_copy = {"head.weight"} if self.model.tied_embeddings else set()
         for name in sorted(self._stored.tensors.keys() - self._parameters.keys() - tied_copy):
             problems.append(
@@ -132,10 +132,12 @@ class MegatronModel:
         for number, copy in enumerate(copies[1:], start=1):
             if not torch.equal(copies[0], copy):
                 apart = float((copies[0].double() - copy.double()).abs().max())
-                what = f"differs by up to {apart:.3g} between tensor ranks 0 and {number}, which should hold copies"
+                what = (
+                    f"differs by up to {apart:.3g} between tensor ranks 0 and {number}, which should have equal copies"
+                )
                 raise CheckpointError(
                     what,
                     where=f"{self._stored.where}: {name}",
-                    fix="decide which copy is right and write it to all files",
+                    fix="find out which copy is correct, and write it to all files",
                 )
         return copies[0]

@@ -206,7 +206,7 @@ def check_extras(metadata: Any) -> None:
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "tensordesc_meta")
     asked = [name for name in extras if getattr(metadata, name, None)]
     if asked or getattr(metadata, "num_ctas", 1) != 1:
-        what = f"the kernel wants {', '.join(asked) or 'clusters of blocks'}, which the launcher does not give"
+        what = f"the kernel needs {', '.join(asked) or 'clusters of blocks'}, which the launcher does not support"
         raise BackendError(what, "use the Triton that docs/ops.md names")
 
 
@@ -222,7 +222,9 @@ def build(architectures: list[str], destination: Path, jobs: int | None = None) 
         triton, *_ = (importlib.import_module(name) for name in ("triton", "msgpack", "elftools"))
     except ImportError as error:
         fix = f"{install_triton()} && {build_command(named)}" if error.name == "triton" else build_command(named)
-        raise BackendError(f"the GPU ops are compiled by Triton, which is not all here: {error}", fix) from error
+        raise BackendError(
+            f"the GPU ops are compiled by Triton, and a package for that is missing: {error}", fix
+        ) from error
     check_triton(triton.__version__, named, str(triton.__file__))
     built: dict[str, list[CodeObject]] = {}
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(jobs or os.cpu_count()) as pool:

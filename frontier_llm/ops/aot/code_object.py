@@ -84,8 +84,8 @@ def read(image: bytes) -> Declared:
         if machine == "EM_CUDA":
             return _read_nvidia(elf)
     except _DAMAGED as error:
-        raise BackendError(f"a code object that cannot be read: {type(error).__name__}: {error}") from error
-    raise BackendError("not a code object of AMD's or NVIDIA's")
+        raise BackendError(f"the code object cannot be read: {type(error).__name__}: {error}") from error
+    raise BackendError("the file is not a code object for an AMD or NVIDIA GPU")
 
 
 def check_launch(
@@ -115,12 +115,14 @@ def check_launch(
     for index, (wanted, ours) in enumerate(zip(declared.parameters, given, strict=False)):
         asked[f"argument {index} ({[*kinds, 'scratch', 'scratch'][index]})"] = (wanted, ours)
     differences = [
-        f"{what}: the code object says {theirs}, the launcher gives {ours}"
+        f"{what}: {theirs} in the code object, but {ours} in the launcher"
         for what, (theirs, ours) in asked.items()
         if theirs != ours
     ]
     if shared_bytes > machine.block_shared_bytes:
-        differences.append(f"{shared_bytes} bytes of shared memory: a block has at most {machine.block_shared_bytes}")
+        differences.append(
+            f"it needs {shared_bytes} bytes of shared memory, and a block has at most {machine.block_shared_bytes}"
+        )
     if differences:
         raise BackendError("; ".join(differences), "use the Triton that docs/ops.md names", f"code object of {symbol}")
 
@@ -138,7 +140,7 @@ def amd_metadata(elf: ELFFile) -> dict[str, Any]:
     note = sections(elf)[".note"]
     owner_bytes, size, kind = struct.unpack_from("<3I", note)
     if kind != _NT_AMDGPU_METADATA:
-        raise ValueError(f"a note of kind {kind}")
+        raise ValueError(f"its note has the unknown kind {kind}")
     begin = 12 + -(-owner_bytes // 4) * 4
     metadata: dict[str, Any] = msgpack.unpackb(note[begin : begin + size])
     return metadata
@@ -150,7 +152,7 @@ def _read_amd(elf: ELFFile) -> Declared:
     own = [argument for argument in kernel[".args"] if not argument[".value_kind"].startswith("hidden_")]
     parameters = tuple(Slot(a[".offset"], a[".size"], a[".value_kind"] == "global_buffer") for a in own)
     if kernel[".uses_dynamic_stack"] or kernel[".group_segment_fixed_size"]:
-        raise ValueError("a kernel with a dynamic stack, or with shared memory that is not the launcher's to give")
+        raise ValueError("the kernel has a dynamic stack, or shared memory that the launcher does not allocate")
     return Declared(
         architecture=metadata["amdhsa.target"].rpartition("-")[2],
         symbol=kernel[".symbol"].removesuffix(".kd"),

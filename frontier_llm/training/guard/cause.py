@@ -86,7 +86,7 @@ class Inquiry:
                 self._heartbeat_store.post(self._rank, heartbeat)
             except RuntimeError as error:
                 if self._heartbeat_store.outlives_rank_0:
-                    log.warn(f"from now on no failed rank can be named: {error}")
+                    log.warn(f"from now on, the rank that fails first cannot be found: {error}")
                 self._heartbeat_store = None  # if the store's node is gone, the main thread's collectives fail
 
     def answer_alarm(self) -> None:
@@ -145,8 +145,8 @@ class Inquiry:
     def _store_is_gone(self, symptom: str) -> Failure:
         """Return the failure if the store is gone. It was served on rank 0's node."""
         if self._rank == 0:
-            return self._own(f"{symptom}; the store's process on this node is gone or stopped")
-        here = self._own("its node, or the process there that serves the store, is gone or stopped")
+            return self._own(f"{symptom}; the store's process on this node has ended or is stopped")
+        here = self._own("its node, or the process there that serves the store, has ended or is stopped")
         return replace(here, evidence=Evidence.NOTICES, rank=0, host="")
 
     def accuse(self, error: WrongResults) -> None:
@@ -172,12 +172,12 @@ class Inquiry:
             try:
                 run_dir.distrust(self._run_dir, hosts)
                 log.warn(
-                    f"no longer used: {', '.join(hosts)}"
+                    f"hosts that are no longer used: {', '.join(hosts)}"
                     if hosts
-                    else "no host is excluded: the suspects are more than half of all"
+                    else "no host is excluded, because more than half of all hosts are suspects"
                 )
             except OSError as failed:
-                log.warn(f"cannot write down that {', '.join(hosts)} should no longer be used: {failed.strerror}")
+                log.warn(f"cannot record that {', '.join(hosts)} must no longer be used: {failed.strerror}")
             self._claim(failure)
         elif self._heartbeat_store is not None:
             with suppress(RuntimeError):  # the store is gone, and with it rank 0
@@ -252,12 +252,12 @@ class Inquiry:
         known = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat is not None}
         if silent:
             rank = silent[0]
-            how = "it died or was stopped: it gives no sign of life"
+            how = "it died or was stopped: it sends no heartbeats"
         else:
             rank = min(known, key=lambda number: (known[number]["progress"], number))
             how = (
-                f"all live, and it is furthest behind ({known[rank]['collectives']} collectives, the last: "
-                f"{known[rank]['call']})"
+                f"all ranks send heartbeats, and this one is furthest behind ({known[rank]['collectives']} "
+                f"collectives, the last: {known[rank]['call']})"
             )
         heartbeat = known.get(rank, {"host": "", "step": None, "section": ""})
         place = {name: heartbeat[name] for name in ("host", "step", "section")}
@@ -271,4 +271,4 @@ def _within(limit_s: float, work: Callable[[], T]) -> T:
     try:
         return in_daemon(work, "store").result(limit_s)
     except TimeoutError:
-        raise RuntimeError("the store does not answer") from None
+        raise RuntimeError("the store does not respond") from None

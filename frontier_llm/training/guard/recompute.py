@@ -42,9 +42,9 @@ class UntrustedRank:
 
     def __str__(self) -> str:
         if self.kind == TRANSIENT:
-            how = "two runs of one step differ"
+            how = "two computations of the same step differ"
         else:
-            how = "twice alike, but not as on the other replicas"
+            how = "two computations agree, but differ from the other replicas"
         return f"{self.kind} error on rank {self.rank} on {self.host}: {how}, first in the gradient of {self.tensor}"
 
 

@@ -130,9 +130,9 @@ class ReplicaCheck:
             )
             head = Problem(
                 f"step {step}",
-                "replicas have drifted apart",
-                "suspect these ranks' memory; start again without their nodes, from the newest checkpoint, which was "
-                "compared before it was saved",
+                "replicas of the same tensor differ",
+                "the memory of these ranks may be faulty: start again without their nodes, from the newest checkpoint; "
+                "its replicas were compared before it was saved",
             )
             suspects = [Suspect(rank, hosts[rank], drift.tensor) for drift in unique for rank in drift.ranks]
             raise ReplicaDrift([*(drift.problem() for drift in unique), head], suspects, hosts)

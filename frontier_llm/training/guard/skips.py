@@ -123,7 +123,7 @@ class Skips:
         `left_out_samples` counts the samples left out since the run began.
         """
         self._decisions.add(step, "rewind", spike_at=spike_at, left_out_samples=left_out_samples)
-        log.info(f"spike at step {spike_at}: back to step {step}, leaving out {samples} samples of data")
+        log.info(f"spike at step {spike_at}: the run goes back to step {step}, leaving out {samples} samples of data")
 
 
 class Decisions:

@@ -52,7 +52,7 @@ class RequestCollector:
     def stop_requested(self, requests: Requests) -> bool:
         """Return True if `requests`, the requests of all ranks together, contains a stop request, and log it."""
         if requests.stop:
-            log.info(f"stopping on {self._signals.requested or 'a request of another rank or the file STOP'}")
+            log.info(f"stopping on {self._signals.requested or 'a stop request of another rank or the file STOP'}")
         return requests.stop
 
     def _stop(self) -> bool:

@@ -62,7 +62,7 @@ def check(config: RunConfig) -> None:
     """Raise ConfigError with the nearest name if a name of `train.observers` is not registered."""
     for name in config.train.observers:
         if name not in _MAKERS:
-            raise ConfigError(f"{name!r} is no observer that was registered", suggest(name, _MAKERS), "train.observers")
+            raise ConfigError(f"{name!r} is not a registered observer", suggest(name, _MAKERS), "train.observers")
 
 
 def make(config: RunConfig, rank: int) -> list[Observer]:

@@ -47,7 +47,7 @@ class Events(Observer):
             for name, number in scalars(kind, values).items():
                 self._writer.add_scalar(name, number, step)
         except OSError as error:  # raised by TensorBoard's own writer thread, which has ended
-            log.warn(f"TensorBoard's events end at step {step}: {error.strerror}; metrics.jsonl goes on")
+            log.warn(f"TensorBoard's events end at step {step}: {error.strerror}; metrics.jsonl is still written")
             self._writer = None
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ def test_prunes_nothing_while_one_that_is_kept_is_damaged(tmp_path: Path, capfd:
     flip(run.checkpoints.directory / "step_00000002" / "shard_00000.safetensors", 100_000)
     run.save(3)
     assert folder.named_steps(run.checkpoints.directory) == [3, 2, 1]
-    assert "nothing is deleted" in capfd.readouterr().err
+    assert "no older checkpoint is deleted" in capfd.readouterr().err
     flip(run.checkpoints.directory / "step_00000003" / "shard_00000.safetensors", 100_000)
     assert run.checkpoints.newest().step == 1
     run.check(1)
@@ -101,10 +101,10 @@ def test_a_checkpoint_that_latest_names_is_missed(tmp_path: Path, capfd: pytest.
     run = Run(tmp_path)
     run.save(1, 2)
     (run.checkpoints.directory / "step_00000002").rename(tmp_path / "away")
-    with pytest.raises(CheckpointError, match="step_00000002: is not there, though LATEST names it"):
+    with pytest.raises(CheckpointError, match="step_00000002: does not exist, although LATEST names it"):
         run.checkpoints.newest(strict=True)
     assert run.checkpoints.newest().step == 1
-    assert "step_00000002: is not there, though LATEST names it" in capfd.readouterr().err
+    assert "step_00000002: does not exist, although LATEST names it" in capfd.readouterr().err
     folder.point_latest(run.checkpoints.directory, "step_00000002")
     (run.checkpoints.directory / "step_00000001").rename(tmp_path / "away too")
     with pytest.raises(CheckpointError, match="no checkpoint is intact"):  # must not start from step 0 instead
@@ -170,7 +170,8 @@ def test_other_tokens_under_the_same_path_must_be_allowed(tmp_path: Path) -> Non
     run.checkpoints.close()
     assert resumes({"text": one, "moved": other})  # a changed path is a change of data.train
     with pytest.raises(
-        CheckpointError, match=r"'1{12}' → '2{12}' \(the tokens of more are others\)\n[\s\S]*--allow-change data.train"
+        CheckpointError,
+        match=r"'1{12}' → '2{12}' \(the tokens of more have changed\)\n[\s\S]*--allow-change data.train",
     ):
         resumes({"text": one, "more": other})
     assert resumes({"text": one, "more": other}, "data")
@@ -188,7 +189,7 @@ def test_a_parent_looks_at_the_data_before_ranks_start(tmp_path: Path) -> None:
     run.checkpoints.close()
     check_resume(tmp_path / "checkpoints", config, [])
     write(2)
-    with pytest.raises(CheckpointError, match=r"the tokens of .*text are others"):
+    with pytest.raises(CheckpointError, match=r"the tokens of .*text have changed"):
         check_resume(tmp_path / "checkpoints", config, [])
     check_resume(tmp_path / "checkpoints", config, ["data"])
 
@@ -234,7 +235,7 @@ def test_other_model_is_named_by_its_tensors(tmp_path: Path) -> None:
     path = run.checkpoints.directory / "step_00000002"
     run.buckets[0].parameters[0].spec = shard(Parameter("other.weight", (3,), ParameterKind.VECTOR))
     with pytest.raises(
-        CheckpointError, match=r"other.weight: the model has \(3,\), the checkpoint nothing of that name"
+        CheckpointError, match=r"other.weight: has the shape \(3,\) in the model and does not exist in the checkpoint"
     ):
         run.checkpoints.load(path)
 

@@ -53,7 +53,7 @@ def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[st
     flip(directory / "step_00000004" / "shard_00000.safetensors", -1)
     assert main(["checkpoint", "verify", str(directory)]) == 1
     said = capsys.readouterr()
-    assert "step_00000004  DAMAGED" in said.out and "MiB read in" in said.out and "it holds" in said.err
+    assert "step_00000004  DAMAGED" in said.out and "MiB read in" in said.out and "it contains" in said.err
 
 
 def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> N
         == [directory / "step_00000002"]
         == [open_model(directory / "step_00000002").path]
     )
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         find(directory / "checkpoints")
-    with pytest.raises(CheckpointError, match="is no model"):
+    with pytest.raises(CheckpointError, match="is not a model"):
         open_model(directory / "checkpoints")
 
 

@@ -29,7 +29,7 @@ def test_a_longer_run_whose_learning_rate_rises_again_is_told_so(
     )
     (change,) = config_changes(saved, current, step=done)
     assert str(change).startswith(f"train.steps: 240 → {longer}") and not change.mathematics
-    assert ("the learning rate fell from step" in str(change)) is rises
+    assert ("the learning rate has decayed since step" in str(change)) is rises
 
 
 def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None:
@@ -41,7 +41,7 @@ def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None
         changes, ["optimizer.lr", "model", "model.rope_scaling.factor"], "step_10"
     )  # these changes were made before the last save, so nothing is left to allow
     for mistyped in ("optimizer.rl", "optimiser"):
-        with pytest.raises(ConfigError, match="is no key of a run"):
+        with pytest.raises(ConfigError, match="is not a key of a run file"):
             check_allowed(changes, [mistyped], "step_10")
 
 
@@ -52,7 +52,7 @@ def test_a_run_is_told_why_its_length_is_mathematics() -> None:
     )
     with pytest.raises(
         CheckpointError,
-        match=r"train.steps: 10 → 20 \(the learning rate of every step follows .* optimizer.decay_steps is null",
+        match=r"train.steps: 10 → 20 \(the learning rate of every step depends on .* optimizer.decay_steps is null",
     ):
         check_allowed(config_changes(saved, longer), [], "step_10")
 

@@ -62,7 +62,7 @@ def holder_elsewhere(tmp_path: Path, silent_s: float, **changes: object) -> Path
 
 def test_holder_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     path = holder_elsewhere(tmp_path, silent_s=20)
-    with pytest.raises(CheckpointError, match=r"job 12 on n7.*last sign of life is 2. s old") as caught:
+    with pytest.raises(CheckpointError, match=r"job 12 on n7.*last heartbeat is 2. s old") as caught:
         RunLock(tmp_path, this_process("13"))
     assert "start again in" in str(caught.value)
     os.utime(path, (time.time() - STALE_AFTER_S - 1,) * 2)
@@ -81,7 +81,7 @@ def test_a_dead_holder_whose_clock_was_ahead_is_watched_and_replaced(
 ) -> None:
     holder_elsewhere(tmp_path, silent_s=-7200)
     assert RunLock(tmp_path, this_process("13")).incarnation == 2
-    assert "its clock is 7,200 s ahead, and no heartbeat has come" in capfd.readouterr().err
+    assert "its last heartbeat is 7,200 s in the future, and no new heartbeat was seen" in capfd.readouterr().err
 
 
 def test_a_living_holder_whose_clock_is_ahead_is_kept(tmp_path: Path, quick_watch: None) -> None:
@@ -96,10 +96,10 @@ def test_a_living_holder_whose_clock_is_ahead_is_kept(tmp_path: Path, quick_watc
     thread.start()
     try:
         with pytest.raises(
-            CheckpointError, match=r"is in use by job 12 on n7.*ahead, and a heartbeat has come"
+            CheckpointError, match=r"is in use by job 12 on n7.*in the future, and a new heartbeat was seen"
         ) as caught:
             RunLock(tmp_path, this_process("13"))
-        assert f"if you know that it is dead, delete {path}" in str(caught.value)
+        assert f"if you know that the process is dead, delete {path}" in str(caught.value)
     finally:
         ended.set()
         thread.join()
@@ -112,7 +112,7 @@ def test_a_launcher_says_how_to_free_a_run(tmp_path: Path, quick_watch: None) ->
     os.utime(path)
     with pytest.raises(FrontierError, match="is in use by job 12 on n7") as caught:
         holder.refuse_second_start(tmp_path)
-    assert f"if you know that it is dead, delete {path}" in str(caught.value)
+    assert f"if you know that the process is dead, delete {path}" in str(caught.value)
 
 
 def test_the_last_number_of_a_start_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_the_last_number_of_a_start_is_an_error_and_no_endless_loop(tmp_path: Pa
         lambda: holder.take(tmp_path, "13", "n0"),
     ):
         with pytest.raises(
-            FrontierError, match="claims to be start 99999999 of the run, and no run starts so often"
+            FrontierError, match="records start 99999999 of the run, and start numbers end at 99999999"
         ) as caught:
             start()
         assert str(last) in str(caught.value) and "if no job of this run is alive, delete the file" in str(caught.value)

@@ -157,7 +157,7 @@ def test_real_full_disk(tmp_path: Path) -> None:
         run = Run(mounted)
         run.save(2, 4)
         with pytest.raises(
-            CheckpointError, match=r"No space left on device; needs 2\.\d MiB, 1\.\d MiB and \d+ files are free"
+            CheckpointError, match=r"No space left on device; it needs 2\.\d MiB, and 1\.\d MiB and \d+ files are free"
         ):
             run.save(6)
         assert run.checkpoints.newest(strict=True).step == 4
@@ -175,7 +175,7 @@ def test_file_size_limit(tmp_path: Path) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old[1]))
     try:
-        with pytest.raises(CheckpointError, match="File too large; needs"):
+        with pytest.raises(CheckpointError, match="File too large; it needs"):
             run.save(4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -231,7 +231,7 @@ def test_the_second_failure_in_a_row_is_raised(tmp_path: Path, capfd: pytest.Cap
     run = Run(tmp_path)
     full = "checkpoint.shard_created=errno:ENOSPC"
     attempt(run, 5, full)
-    assert "a save failed, training goes on and stops if the next one fails too" in capfd.readouterr().err
+    assert "a save failed; training continues, and stops if the next save fails too" in capfd.readouterr().err
     assert run.checkpoints.newest_step == -1  # the step may be saved again
     attempt(run, 10)
     assert run.checkpoints.newest_step == 10
@@ -366,7 +366,7 @@ def test_a_directory_moved_away_mid_run_is_called_that(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(2)
     (tmp_path / "checkpoints").rename(tmp_path / "archive")
-    with pytest.raises(CheckpointError, match="was moved away or deleted while the run goes on") as caught:
+    with pytest.raises(CheckpointError, match="was moved or deleted during the run") as caught:
         run.checkpoints.begin(progress(4))
     assert not isinstance(caught.value, Superseded) and not (tmp_path / "checkpoints").exists()
     run.checkpoints.close()
@@ -385,7 +385,7 @@ def test_a_full_disk_while_importing_names_the_file(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(
-        CheckpointError, match=r"step_00000000\.tmp\.0/shard_00000\.safetensors: .*No space left on device; needs"
+        CheckpointError, match=r"step_00000000\.tmp\.0/shard_00000\.safetensors: .*No space left on device; it needs"
     ):
         write_checkpoint(source, config, 1 << 30)
     assert list((tmp_path / "imported" / "checkpoints").iterdir()) == []

@@ -82,7 +82,7 @@ def test_what_a_step_read_is_shown(packing: str, tmp_path: Path, capsys: pytest.
     assert position.samples == 6
     assert main(["data", "show", "run", "--step", "2"]) == 0 and "step 2 read 2 samples" in capsys.readouterr().out
     assert main(["data", "show", "run", "--step", "7"]) == 2
-    assert "step 7 is not one of the 6 steps that were trained" in capsys.readouterr().err
+    assert "step 7 was not trained: the run has trained 6 steps" in capsys.readouterr().err
 
 
 def test_the_plan_says_what_is_read_twice_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +111,7 @@ def test_the_plan_says_what_is_read_twice_and_left_out(tmp_path: Path, capsys: p
         "of b is never read" in note for note in plan["notes"]
     )
     assert any(
-        "a is read in 2 orders, which may show a token again: 480 at length 16, 192 at length 32" in note
+        "a is read in 2 orders, so a token can be read twice: 480 at length 16, 192 at length 32" in note
         for note in plan["notes"]
     )
     assert main(["train", *words, "train.steps=4"]) == 0

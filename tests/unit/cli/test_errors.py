@@ -30,7 +30,7 @@ def test_each_name_is_replaced_in_every_part_of_every_problem() -> None:
     [
         (
             ["ops", "kernels", "gfx90"],
-            "ARCHITECTURE: no GPU ops are built for 'gfx90'\n    fix: did you mean 'gfx90a'?",
+            "ARCHITECTURE: there are no GPU ops for 'gfx90'\n    fix: did you mean 'gfx90a'?",
         ),
         (
             ["calibrate", "quickstart", "--emit-machine", "mine.txt"],

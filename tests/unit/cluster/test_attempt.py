@@ -174,7 +174,7 @@ def test_nobody_is_blamed_for_losing_a_peer(tmp_path: Path, end: str, silent: bo
     ]
     outcome = diagnose(137, said, tmp_path)
     assert (named(outcome)[::2], outcome.peers_only) == (("crash", ""), silent)
-    assert "lost a peer" in outcome.failure.describe()  # type: ignore[union-attr]
+    assert "no rank recorded the cause" in outcome.failure.describe()  # type: ignore[union-attr]
 
 
 def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
 
 
 SURVIVORS = Failure(
-    "it died or was stopped: it gives no sign of life; seen as: Connection closed by peer",
+    "it died or was stopped: it sends no heartbeats; seen as: Connection closed by peer",
     Evidence.NOTICES,
     rank=1,
     host="n0",
@@ -258,7 +258,7 @@ def test_the_ranks_own_record_comes_before_their_logs(tmp_path: Path) -> None:
 
 
 def test_a_silent_rank_is_not_blamed_where_srun_has_seen_another_one_killed(tmp_path: Path) -> None:
-    silent = Failure("it gives no sign of life", Evidence.NOTICES, rank=3, host="n0", host_suspect=True)
+    silent = Failure("it sends no heartbeats", Evidence.NOTICES, rank=3, host="n0", host_suspect=True)
     said = ["srun: error: n2: task 12: Killed"]
     assert named(diagnose(137, said, tmp_path, silent)) == ("crash", 12, "n2", True)
     assert named(diagnose(137, [], tmp_path, silent)) == ("crash", 3, "n0", True)

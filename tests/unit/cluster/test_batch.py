@@ -123,7 +123,7 @@ def test_an_unknown_setting_is_refused() -> None:
 def test_one_node_at_least_is_left_to_work(tmp_path: Path, spares: str, nodes: int | None) -> None:
     words = (*SMALL, f"train.run_dir={tmp_path}", f"job.spares={spares}")
     if nodes is None:
-        with pytest.raises(FrontierError, match=r"job.spares: 2 of 2 nodes"):
+        with pytest.raises(FrontierError, match=r"job.spares: is 2, and the allocation has 2 nodes"):
             open_batch(words)
     else:
         assert open_batch(words).job.nodes == nodes
@@ -139,10 +139,10 @@ def test_a_shipped_script_makes_the_record_of_its_words(
             monkeypatch.setenv(name, value)
         run = open_batch(words)
         notices = capsys.readouterr().err
-        assert all(f"{name} is still read" in notices for name in VARIABLES)
+        assert all(f"{name} is an old name" in notices for name in VARIABLES)
     else:
         run = open_batch((*words[:3], *WORDS, "job.preflight=true", *words[3:]))
-        assert "still read" not in capsys.readouterr().err
+        assert "is an old name" not in capsys.readouterr().err
     expected = Job(
         run_dir=str(tmp_path),
         words=("train_small", "machine=local", *words[1:-1]),
@@ -170,7 +170,7 @@ def test_a_script_of_submit_receives_the_directory(
     monkeypatch.setenv("FRONTIER_LLM_CONTINUE", "never")
     run = open_batch((f"--run-dir={tmp_path}",))
     assert run.job == job and run.command[-1] == "--strict" and run.config.model.name == "gpt-tiny"
-    assert "FRONTIER_LLM_CONTINUE=never is not read" in capsys.readouterr().err
+    assert "FRONTIER_LLM_CONTINUE=never is ignored" in capsys.readouterr().err
     run = open_batch((f"--run-dir={tmp_path}", "train.steps=7", "--allow-change=train.steps", "job.spares=0"))
     assert run.job == job  # arguments of one start are not recorded
     assert run.config.train.steps == 7 and run.command[-3:] == (
@@ -197,9 +197,9 @@ def test_a_directory_without_a_record_gets_it_from_the_variables(
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"nodes": 3}, "nodes is 3, and this allocation has 2"),
-        ({"site": "lumi"}, "site is lumi, and this job runs on local"),
-        ({"words": [*SMALL, "train.run_dir=/elsewhere"]}, "train.run_dir is /elsewhere, and this is the job of"),
+        ({"nodes": 3}, "nodes is 3, but this allocation has only 2"),
+        ({"site": "lumi"}, "site is lumi, but this job runs on local"),
+        ({"words": [*SMALL, "train.run_dir=/elsewhere"]}, "train.run_dir is /elsewhere, but this job trains in"),
         ({"nodes": 0}, "nodes is 0, expected a number of nodes, 1 or more"),
         ({"spares": "1"}, "spares is '1', expected a number of nodes, 0 or more"),
         ({"warning_s": None}, "warning_s is None, expected seconds"),
@@ -208,8 +208,8 @@ def test_a_directory_without_a_record_gets_it_from_the_variables(
         ({"preflight": 1}, "preflight is 1, expected true or false"),
         ({"flags": "--strict"}, "flags is '--strict', expected a list of words"),
         ({"words": []}, "words is [], expected a list of words that begins with a run file"),
-        ({"run_dir": "/elsewhere"}, "run_dir is /elsewhere: the record of another run"),
-        ({"version": 3}, "version is 3, this program reads 2"),
+        ({"run_dir": "/elsewhere"}, "run_dir is /elsewhere, so this is the record of another run"),
+        ({"version": 3}, "version is 3, but this program reads at most version 2"),
         ({"version": None}, "version is None, expected 2"),
         ({"failed_start_node_hours": 0}, "failed_start_node_hours is 0, expected node-hours above 0, or null"),
         ({"spears": 1}, "spears is not a field of a job; did you mean 'spares'?"),

@@ -104,7 +104,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         NEW,
         replace(NOW, stop_requested=True),
         Done,
-        {"reason": "stopped at step 0 by /run/STOP; delete it to go on"},
+        {"reason": "stopped at step 0 by /run/STOP; delete the file to continue"},
     ),
     (
         "STOP ends a run whose ranks have saved because of it",
@@ -112,7 +112,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(made("interrupted", 0, 7, exit_code=75)),
         replace(NOW, stop_requested=True),
         Done,
-        {"reason": "stopped at step 7 by /run/STOP; delete it to go on"},
+        {"reason": "stopped at step 7 by /run/STOP; delete the file to continue"},
     ),
     # budget: Slurm charges 2 nodes and a spare, so 12 node-hours last 4 h
     ("ranks save when the budget ends", BUDGET, NEW, NOW, Start, {"save_after_s": 4 * 3600 - 120.0}),
@@ -156,7 +156,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         NEW,
         replace(NOW, time_left_s=1200.0),
         GiveUp,
-        {"exit_code": 2, "problem": "1200 s of walltime, but ranks are told to save 2010 s before its end"},
+        {"exit_code": 2, "problem": "only 1200 s are left, but ranks are warned to save 2010 s before its end"},
     ),
     (
         "and the repair is named",
@@ -223,7 +223,10 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(*NO_PROGRESS),
         NOW,
         GiveUp,
-        {"exit_code": 1, "problem": "three attempts ended at step 5: giving up; see /run/failure.json"},
+        {
+            "exit_code": 1,
+            "problem": "three attempts in a row ended at step 5, so the run is not started again",
+        },
     ),
     ("two are not", JOB, after(*NO_PROGRESS[:2]), NOW, Start, {"nodes": FIRST_TWO}),
     (
@@ -256,7 +259,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(*NO_PROGRESS[:2], made("node failure", 5, 5), NO_PROGRESS[2]),
         NOW,
         GiveUp,
-        {"problem": "giving up"},
+        {"problem": "the run is not started again"},
     ),
     ("a new job tries again after a crash loop", JOB, after(*NO_PROGRESS, own=0), NOW, Start, {"nodes": FIRST_TWO}),
     (
@@ -265,7 +268,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(*STOPPED_EARLY),
         NOW,
         GiveUp,
-        {"exit_code": 2, "problem": "told to stop before they had saved a further step"},
+        {"exit_code": 2, "problem": "had to stop before they saved a further step"},
     ),
     (
         "and the text names the warning time",
@@ -306,7 +309,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(*[failed_start()] * 2),
         NOW,
         GiveUp,
-        {"problem": "the limit is 2.0: giving up"},
+        {"problem": "the limit is 2.0, so the run is not started again"},
     ),
     (
         "one finished step begins the count again",
@@ -346,7 +349,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(*[failed_start(fault="ValueError: vocabulary of # tokens")] * 3),
         NOW,
         GiveUp,
-        {"problem": "3 starts in a row failed before their first step with the same error: giving up"},
+        {"problem": "3 starts in a row failed before their first step with the same error: the run is not restarted"},
     ),
     (
         "different errors are not",
@@ -437,7 +440,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(made("node failure", 0, 9)),
         replace(NOW, unhealthy=("n0", "n1")),
         Requeue,
-        {"reason": "n[0-1] failed; 1 nodes are left of the 2 needed", "avoid": ("n0", "n1")},
+        {"reason": "n[0-1] failed; only 1 of the 2 needed nodes are left", "avoid": ("n0", "n1")},
     ),
     (
         "with an untrusted host: not the same job, which may get the same nodes",
@@ -445,7 +448,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         replace(NEW, untrusted_hosts=frozenset({"n1", "n2"})),
         NOW,
         Successor,
-        {"reason": "n[1-2] failed; 1 nodes are left of the 2 needed"},
+        {"reason": "n[1-2] failed; only 1 of the 2 needed nodes are left"},
     ),
     (
         "an untrusted host elsewhere does not matter",
@@ -512,7 +515,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(made("node failure", 0, 9, exit_code=137)),
         replace(NOW, unhealthy=("n0", "n1")),
         GiveUp,
-        {"exit_code": 137, "problem": "1 nodes are left of the 2 needed", "avoid": ("n0", "n1")},
+        {"exit_code": 137, "problem": "only 1 of the 2 needed nodes are left", "avoid": ("n0", "n1")},
     ),
     (
         "never: too few nodes from the beginning are a failure",

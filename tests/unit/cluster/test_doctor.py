@@ -136,7 +136,7 @@ def test_a_driver_that_refuses_to_be_read_is_no_node_without_gcds(tmp_path: Path
     assert gcd_memory_gib(tmp_path) == ((64.0,) * 5, 3)
     fact = replace(healthy("n0"), gcd_memory_gib=(64.0,) * 5, gcds_refused=3)
     (finding,) = judge(FRONTIER, {"n0": fact}, {}, ["n0"], 0)
-    assert not finding.fatal and finding.what.startswith("cannot tell: the driver shows 5 of 8 and refuses 3")
+    assert not finding.fatal and finding.what.startswith("unknown: the driver shows 5 of 8 and denies access to 3")
 
 
 def test_interfaces(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     out = capsys.readouterr().out
     assert (
-        "0 of 8 are visible\n    fix: a login node has none: ask inside an allocation" in out
+        "0 of 8 are visible\n    fix: a login node has no GCDs: run this inside an allocation" in out
         and "RCCL plugin" in out
         and "hsn0, hsn1" in out
     )

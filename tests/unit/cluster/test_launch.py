@@ -243,7 +243,7 @@ def test_spares_stand_in_for_nodes_that_do_not_get_the_environment(
     done = broadcast(tmp_path, dead="n1")
     assert (
         done.returncode == 1
-        and "n1 did not get the environment (sbcast ended with 1), 0 spares" in done.stderr
+        and "n1 did not get the environment (sbcast ended with 1), and the job has only 0 spares" in done.stderr
         and not done.stdout
     )
     write_job(Job(run_dir=f"{tmp_path}/run", words=("r",), site="local", nodes=1, warning_s=60.0, spares=1))

@@ -65,16 +65,16 @@ MISTAKES = {
     ),
     "CPU torch": (
         with_torch(version="2.10.0+cpu", hip=""),
-        "has torch 2.10.0+cpu for CPUs; frontier has amd GPUs (MI250X GCD)",
+        "has torch 2.10.0+cpu for CPUs, but frontier has amd GPUs (MI250X GCD)",
     ),
     "CUDA torch": (
         with_torch(version="2.10.0", hip="", cuda="12.8"),
-        "has torch 2.10.0 for CUDA 12.8; frontier has amd GPUs",
+        "has torch 2.10.0 for CUDA 12.8, but frontier has amd GPUs",
     ),
     "an old torch": (with_torch(version="2.9.1+rocm6.4"), "has torch 2.9.1+rocm6.4; at least 2.10 is needed"),
     "another torch than the extension's": (
         replace(GOOD, built_for="2.9.1+rocm6.4"),
-        "libfrontier_ops.so was built for torch 2.9.1+rocm6.4; /env/bin/python3 has torch 2.10.0+rocm7.1",
+        "libfrontier_ops.so was built for torch 2.9.1+rocm6.4, but /env/bin/python3 has torch 2.10.0+rocm7.1",
     ),
     "no extension": (
         replace(GOOD, libraries={name: f"{name} has not been built" for name in GOOD.libraries}, built_for=""),
@@ -82,7 +82,7 @@ MISTAKES = {
     ),
     "kernels of another architecture": (
         NO_KERNELS,
-        "the ops for gfx90a have not been built; built are those for sm_90",
+        "the ops for gfx90a have not been built; only those for sm_90 are built",
     ),
     "requirements": (replace(GOOD, missing_modules=("safetensors", "tokenizers")), "has no safetensors, tokenizers"),
     "a torch that breaks the package": (
@@ -116,7 +116,7 @@ def test_each_problem_is_said_once_and_all_are_said() -> None:
     wrong = replace(NO_KERNELS, libraries={**GOOD.libraries, TORCH_OPS: f"{TORCH_OPS} has not been built"})
     said = refusals(with_torch(wrong, version="2.9.0", hip="", cuda="12.8"))
     assert [
-        said.count(text) for text in ("at least 2.10", "for CUDA 12.8", "libfrontier_ops.so has not", "built are those")
+        said.count(text) for text in ("at least 2.10", "for CUDA 12.8", "libfrontier_ops.so has not", "only those for")
     ] == [
         1,
         1,
@@ -144,13 +144,13 @@ def test_back_ends_are_asked_for_only_if_the_run_names_them() -> None:
     ]
     assert refusals(NO_KERNELS, *everything, "ops.experts=reference", "ops.accumulate=reference") == ""
     assert refusals(NO_KERNELS, "ops.allow_fallback=true") == ""
-    assert "built are those for sm_90" in refusals(NO_KERNELS, "ops.allow_fallback=true", "ops.norm=triton")
+    assert "only those for sm_90 are built" in refusals(NO_KERNELS, "ops.allow_fallback=true", "ops.norm=triton")
 
 
 def test_a_run_on_cpus_needs_no_gpu() -> None:
     cpu = with_torch(replace(GOOD, kernels=NO_KERNELS.kernels), version="2.10.0+cpu", hip="")
     assert refusals(cpu, "train.device=cpu") == ""
-    assert "to compute on CPUs all the same: train.device=cpu" in refusals(cpu)
+    assert "to train on CPUs instead, set train.device=cpu" in refusals(cpu)
     assert refusals(cpu, site="local") == ""  # a machine that expects no particular GPU
 
 
@@ -204,7 +204,7 @@ def test_an_archive_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "env.tar.gz").touch()
     config = load_run("train_small", ["machine=local", f"train.run_dir={tmp_path}/run"])
     answer = before_the_queue(config, site, tmp_path / "run", {})
-    assert answer.problems == () and "is unpacked in the job" in answer.open_points[0]
+    assert answer.problems == () and "is unpacked only in the job" in answer.open_points[0]
 
 
 def test_a_job_on_another_cluster_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,5 +212,5 @@ def test_a_job_on_another_cluster_is_refused(tmp_path: Path, monkeypatch: pytest
     allocation = slurm.Allocation("1", ("n0",), "n0", tasks_per_node=1, cpus_per_task=1)
     job = Job(run_dir=str(tmp_path), words=("x",), site="planted", nodes=1, warning_s=60.0)
     site = load_site(str(planted_site(tmp_path)))
-    with pytest.raises(ConfigError, match="this job runs on cluster there; planted is cluster here"):
+    with pytest.raises(ConfigError, match="this job runs on cluster there, but planted is cluster here"):
         refuse_unready(BatchRun(job=job, config=run(), site=site, allocation=allocation))

@@ -32,7 +32,7 @@ echo "n0|idle"; echo "n1|down*"
 def test_a_supervisor_waits_for_a_controller_that_is_away(sinfo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm.unhealthy(["n0", "n1"]) == ["n1"]
     assert len(sinfo.read_text()) == 3
-    assert capsys.readouterr().err.count("does not answer sinfo") == 1
+    assert capsys.readouterr().err.count("does not respond to sinfo") == 1
 
 
 def test_a_person_is_told_at_once(sinfo: Path) -> None:

@@ -116,8 +116,8 @@ def test_slow_hosts_and_waits(run_directory: Path, capsys: pytest.CaptureFixture
         file.writelines(json.dumps(row) + "\n" for row in rows)
     assert main(["status", str(run_directory)]) == 0
     text = capsys.readouterr().out
-    assert "  waits      tp half below 128 us, 99 % below 4.1 ms of 9,000 calls\n" in text
-    assert "  slow       n7 2 times, at step 38 by a factor of 1.4; --exclude=n7 leaves it out" in text
+    assert "  waits      tp median 128 us, 99th percentile 4.1 ms, 9,000 calls\n" in text
+    assert "  slow       n7 2 times, last at step 38 by a factor of 1.4; exclude it with --exclude=n7" in text
     run_dir.add_bad_hosts(run_directory, ["n7"])
     assert main(["status", "--json", str(run_directory)]) == 0
     status = json.loads(capsys.readouterr().out)[0]

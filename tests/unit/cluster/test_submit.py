@@ -85,7 +85,7 @@ def test_everything_wrong_is_said_before_sbatch_is_called(
     assert (
         "-A PROJECT" in err
         and "at most 12:00:00" in err
-        and "500 nodes of 8 ranks are no whole replicas" in err
+        and "500 nodes of 8 ranks cannot be divided into replicas" in err
         and "--nodes 448 or 512" in err
     )
     assert fake_slurm.read_text() == "" and not (tmp_path / "r").exists()
@@ -241,9 +241,9 @@ def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
     assert main(words) == 0
     assert "50 TB" not in capsys.readouterr().err
     assert main([*words, "train.keep_checkpoints=3"]) == 0
-    assert "up to 4 checkpoints of 12.1 TB are 48 TB" in capsys.readouterr().err
+    assert "up to 4 checkpoints of 12.1 TB exist at the same time, 48 TB in total" in capsys.readouterr().err
     assert main([*words, "train.steps=15259", "train.keep_every=5000"]) == 0  # three more that are kept permanently
-    assert "up to 6 checkpoints of 12.1 TB are 73 TB" in capsys.readouterr().err
+    assert "up to 6 checkpoints of 12.1 TB exist at the same time, 73 TB in total" in capsys.readouterr().err
     assert (
         main([*words, "train.keep_checkpoints=3", "train.save_interval=0", "train.save_final=false", "train.steps=5"])
         == 0
@@ -283,7 +283,7 @@ def test_fp16_on_mi250x_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys:
     words = [*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
     for dtype, noted in (("fp16", True), ("bf16", False)):
         assert main([*words, f"precision.dtype={dtype}"]) == 0
-        assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted
+        assert ("treat numbers below 6.1e-5 as zero" in capsys.readouterr().err) is noted
 
 
 def test_a_device_from_a_test_at_home_is_pointed_out(
@@ -384,7 +384,7 @@ def test_a_job_gets_the_walltime_of_its_own_partition(
     for partition, walltime in (("batch", "02:00:00"), ("extended", "1-00:00:00")):
         assert main([*words, "--partition", partition]) == 0
         shown = capsys.readouterr()
-        assert f"#SBATCH --time={walltime}\n" in shown.out and f"{walltime} each slice" in shown.err
+        assert f"#SBATCH --time={walltime}\n" in shown.out and f"{walltime} per job" in shown.err
 
 
 def test_data_that_is_not_there_is_found_before_the_queue(
@@ -418,7 +418,7 @@ def test_another_machine_prints_the_open_points_and_queues_nothing(
     assert main([*words, "--dry-run"]) == 0
     shown = capsys.readouterr()
     point = (
-        "not checkable here: this is cluster here, and frontier is cluster frontier. `submit` on the site checks "
+        "not checkable here: this is cluster here, but frontier is cluster frontier. `submit` on the site checks "
         "torch and its build"
     )
     assert point in shown.err and shown.out.startswith("#!/bin/bash")
@@ -426,7 +426,7 @@ def test_another_machine_prints_the_open_points_and_queues_nothing(
     assert "not checkable here" in capsys.readouterr().err
     (fake_slurm.parent / "bin" / "scontrol").write_text("#!/bin/bash\nexit 1\n")
     assert main([*words, "--dry-run"]) == 0
-    assert "no Slurm answers, so this is no login node of frontier" in capsys.readouterr().err
+    assert "Slurm does not respond, so this is not a login node of frontier" in capsys.readouterr().err
     assert main(words) == 1
     assert "sbatch" not in fake_slurm.read_text() and not (tmp_path / "r").exists()
 

@@ -103,7 +103,7 @@ def test_a_short_walltime_is_refused_after_the_checks_of_the_run(
     admitted = list[BatchRun]()
     assert supervise(cluster.run, admitted.append) == 2
     assert admitted == [cluster.run] and cluster.used == []
-    assert "100 s of walltime" in capsys.readouterr().err
+    assert "only 100 s are left" in capsys.readouterr().err
 
 
 def test_a_host_that_computes_wrongly_gives_way_to_the_spare_and_is_never_used_again(
@@ -144,7 +144,7 @@ def test_a_record_of_another_run_stops_it_before_any_rank_starts(
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 100))
     write_job(replace(cluster.run.job, run_dir=str(tmp_path / "other")))
     (tmp_path / "other" / "job.json").rename(tmp_path / "job.json")
-    with pytest.raises(FrontierError, match=r"run_dir is .*other: the record of another run"):
+    with pytest.raises(FrontierError, match=r"run_dir is .*other, so this is the record of another run"):
         cluster.supervise()
     assert cluster.used == [] and cluster.requeued == 0
 

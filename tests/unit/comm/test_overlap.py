@@ -190,9 +190,11 @@ def test_tensor_chunks_stay_within_rounding(
 
 
 def test_chunks_must_divide_a_ranks_part_of_the_sequence() -> None:
-    with pytest.raises(LayoutError, match=r"5 does not divide a rank's 6 of 12 tokens[\s\S]*use one of"):
+    with pytest.raises(
+        LayoutError, match=r"5 does not divide the 6 tokens that a rank has of each sequence of 12[\s\S]*use one of"
+    ):
         make_plan(_config(Case("llama", tp=2, sequence_parallel=True), {"tensor_chunks": 5}, "fp32"), 2)
-    with pytest.raises(LayoutError, match=r"5 does not divide a rank's 12 of 12 tokens"):
+    with pytest.raises(LayoutError, match=r"5 does not divide the 12 tokens that a rank has of each sequence of 12"):
         make_plan(_config(Case("llama", tp=2), {"tensor_chunks": 5}, "fp32"), 2)
     with pytest.raises(LayoutError, match="without tensor parallelism"):
         make_plan(_config(Case("llama", dp=2), {"tensor_chunks": 2}, "fp32"), 2)

@@ -346,7 +346,7 @@ def test_a_peer_that_has_not_come_yet_is_not_taken_for_dead(ranks: RankPool) -> 
 
 def _disagree(rank: int, kind: str) -> None:
     axis = _axis(rank, 2)
-    with pytest.raises(RankFailure, match="another operation, or has another shape"):
+    with pytest.raises(RankFailure, match="another operation, or passes another shape"):
         if kind == "operation":
             (all_reduce_ if rank else reduce_scatter)(torch.ones(8), axis)
         elif kind == "shape":

@@ -163,7 +163,8 @@ def test_a_port_on_which_something_else_listens_ends_in_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         meeting = Meeting("127.0.0.1", silent.getsockname()[1], 0, 2, lambda: SECRET)
         with pytest.raises(
-            dist.DistStoreError, match=r"no store of this job within 1 s: .*does not answer as torch's store"
+            dist.DistStoreError,
+            match=r"cannot connect to the job's store within 1 s: .*does not respond as torch's TCPStore",
         ):
             join_store(1, 2, meeting, 1.0)
         with pytest.raises(OSError, match="Address already in use"):
@@ -189,7 +190,7 @@ def test_the_limit_of_open_files_is_raised_or_refused_with_the_figure() -> None:
         assert raise_open_file_limit(2000) is None
         assert raised.call_args.args[1] == (3024, 4096)
         problem = raise_open_file_limit(150_000)
-        assert problem is not None and "4096 files here, and the store needs 151024" in problem
+        assert problem is not None and "needs 151024 open files, but the hard limit is 4096" in problem
 
 
 def test_rank_0_is_told_that_the_store_s_process_may_not_open_enough_files() -> None:
@@ -200,8 +201,8 @@ def test_rank_0_is_told_that_the_store_s_process_may_not_open_enough_files() -> 
     rank += f"rendezvous.join_store(0, 1000, Meeting('127.0.0.1', {free_port()}, 0, 1000), {START_S})"
     done = subprocess.run([sys.executable, "-c", rank], capture_output=True, text=True, check=False)
     assert (
-        "BackendError: comm.store: a process may open 2000 files here, and the store needs 5024: up to 4000 connections"
-        in done.stderr
+        "BackendError: comm.store: the store needs 5024 open files, but the hard limit is 2000: it opens up to 4000 "
+        "connections" in done.stderr
     )
 
 
@@ -236,7 +237,7 @@ def test_without_the_library_heartbeats_come_from_python(capfd: pytest.CaptureFi
         heartbeat_store.post(0, {"at": 1})
         heartbeat_store.post(0, {"at": 2})
     assert heartbeat_store.read(0) == {"at": 2, "posts": 2}
-    assert capfd.readouterr().err.count("heartbeats come from Python") == 1
+    assert capfd.readouterr().err.count("heartbeats are sent from Python") == 1
 
 
 def test_a_store_that_is_gone_ends_the_heartbeats(rank_0: Callable[..., Rank0]) -> None:

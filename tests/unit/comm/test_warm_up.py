@@ -43,4 +43,4 @@ def refusal(rank: int, plant: str) -> str:
 def test_a_group_that_hangs_at_its_first_use_is_named(ranks: RankPool, axis: str, members: str) -> None:
     texts = ranks.run(4, refusal, f"comm.warm_up.{axis}@3=sleep:2")
     expected = f"the first communication of axis {axis} among {members} did not end within 1 s"
-    assert expected in texts[3] and "leave out a node" in texts[3]
+    assert expected in texts[3] and "exclude one of its nodes" in texts[3]

@@ -78,14 +78,21 @@ def test_every_contradiction_is_named_with_the_run_files_key(tmp_path: Path) -> 
         "zero_optimization.round_robin_gradients",
         "zero_optimization.offload_optimizer",
     }
-    assert "is 16, the run file says 8" in said["train_batch_size"] and "batch.global_batch" in said["train_batch_size"]
+    assert (
+        "is 16, but the run file requires 8" in said["train_batch_size"]
+        and "batch.global_batch" in said["train_batch_size"]
+    )
     assert "parallel.zero" in said["zero_optimization.stage"]
     assert "precision.dtype" in said["bf16.enabled"]
 
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [("{", "is not JSON"), ("[]", "an object of settings"), ({"zero_optimization": 1}, "an object of settings")],
+    [
+        ("{", "is not JSON"),
+        ("[]", "a JSON object of settings"),
+        ({"zero_optimization": 1}, "a JSON object of settings"),
+    ],
 )
 def test_a_file_that_is_no_deepspeed_configuration_is_refused(tmp_path: Path, content: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
@@ -110,5 +117,5 @@ def test_overlap_is_refused_where_it_means_nothing(tmp_path: Path) -> None:
         batch=BatchConfig(global_batch=8),
         optimizer=OptimizerConfig(engine="deepspeed", deepspeed_config=str(path)),
     )
-    with pytest.raises(ConfigError, match=r"zero_optimization\.overlap_comm: is True, the run file says False"):
+    with pytest.raises(ConfigError, match=r"zero_optimization\.overlap_comm: is true, but the run file requires false"):
         deepspeed_settings(config, 8)

@@ -63,7 +63,7 @@ def test_the_last_phase_goes_on_to_the_runs_end_and_a_run_that_ends_before_it_is
     assert [phase.end for phase in phases_of(shorter)] == [3, 4]
     assert (
         phase_note(shorter)
-        == "train.steps=4 ends the run in phase 2 of 3; leave train.steps out, or set it to the 7 steps of all"
+        == "train.steps=4 ends the run in phase 2 of 3; remove train.steps, or set it to 7, the sum of all phases"
     )
 
 
@@ -95,7 +95,7 @@ def test_tokens_are_counted_over_phases_from_the_start_and_a_decay_from_the_end(
     assert (config.optimizer.warmup_steps, config.optimizer.decay_steps) == (5, 3)
     with pytest.raises(
         ConfigError,
-        match=r"train.save_interval: '2K tokens', but the steps of the run's phases differ in size",
+        match=r"train.save_interval: is given as '2K tokens', but the phases have steps of different sizes",
     ):
         run(tmp_path, f"train.phases={THREE}", "train.save_interval=2K tokens")
 
@@ -158,7 +158,10 @@ def test_epochs_are_of_the_data_that_lie_there(tmp_path: Path) -> None:
     tokenize([tmp_path / "a.txt"], tmp_path / "tokens", "bytes")  # 1,201 tokens
     config = run(tmp_path, f"data.train={tmp_path}/tokens", "train.steps=2 epochs", "optimizer.warmup_steps=0.1 epochs")
     assert (config.train.steps, config.optimizer.warmup_steps) == (10, 1)
-    for data, what in (("synthetic", "synthetic data has none"), (f"{tmp_path}/none", "none: No such file")):
+    for data, what in (
+        ("synthetic", "synthetic data has no epochs"),
+        (f"{tmp_path}/none", "none cannot be read: No such file"),
+    ):
         with pytest.raises(ConfigError, match=what):
             run(tmp_path, f"data.train={data}", "train.steps=2 epochs")
 

@@ -71,8 +71,8 @@ def test_an_older_run_falls_back_to_the_working_directory_with_a_notice(
     (places / "elsewhere" / "one.py").write_text("")
     assert load_run("../runs/run.yaml").plugins == (str(places / "elsewhere" / "one.py"),)
     assert (
-        "one.py is not beside that file and is taken from the working directory; write ../elsewhere/one.py"
-        in capsys.readouterr().err
+        "one.py is not in the folder of that file; the copy in the working directory is used. To keep it, write "
+        "../elsewhere/one.py" in capsys.readouterr().err
     )
 
 

@@ -15,4 +15,6 @@ def test_a_warmup_longer_than_the_run_is_said(warmup: int, steps: int, warned: b
     note = warmup_note(load_run("train_small", [f"optimizer.warmup_steps={warmup}", f"train.steps={steps}"]))
     assert bool(note) == warned
     if warned:
-        assert f"optimizer.warmup_steps={warmup} is not over when the run ends at train.steps={steps}" in note
+        assert (
+            f"optimizer.warmup_steps={warmup} is not less than train.steps={steps}, so the learning rate rises" in note
+        )

@@ -191,7 +191,7 @@ def test_large_tables_are_cached_and_of_another_dataset_noticed(
     assert [sample(cached, k) for k in range(30)] == in_memory
     stream = PackedSamples(dataset, 16, 1)
     stream.__dict__["_pieces"] = PackedSamples(write(tmp_path / "f", [1] * 96), 16, 1)._pieces
-    with pytest.raises(DataError, match="belongs to another dataset"):
+    with pytest.raises(DataError, match="was made for another dataset"):
         sample(stream, 0)
 
 

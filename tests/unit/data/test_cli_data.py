@@ -101,12 +101,12 @@ def test_inspect_finds_the_tokenizer_beside_moved_data(corpus: Path, capsys: pyt
 def test_inspect_refuses_another_tokenizer(corpus: Path) -> None:
     run("tokenizer", corpus / "in", "--output", corpus / "tok.model", "--vocab-size", 290)
     run("tokenize", corpus / "in", "--output", corpus / "t", "--tokenizer", "bytes", "--workers", 1)
-    with pytest.raises(DataError, match="did not make"):
+    with pytest.raises(DataError, match="is not the tokenizer of"):
         run("inspect", corpus / "t", "--tokenizer", corpus / "tok.model")
 
 
 def test_tokenizer_output_without_a_kind(corpus: Path) -> None:
-    with pytest.raises(DataError, match="names no kind"):
+    with pytest.raises(DataError, match="has no ending that names a kind of tokenizer"):
         run("tokenizer", corpus / "in", "--output", corpus / "tok")
 
 
@@ -115,7 +115,7 @@ def test_another_tokenizer_is_not_replaced_unasked(corpus: Path, capsys: pytest.
     words = ("tokenizer", corpus / "in", "--output", corpus / f"t.{kind}")
     assert run(*words, "--vocab-size", 290) == run(*words, "--vocab-size", 290) == 0  # the same result again
     before = (corpus / f"t.{kind}").read_bytes()
-    with pytest.raises(DataError, match=rf"(?s)t\.{kind}: is another tokenizer.*t\.new\.{kind}"):
+    with pytest.raises(DataError, match=rf"(?s)t\.{kind}: is already another tokenizer.*t\.new\.{kind}"):
         run(*words, "--vocab-size", 300)
     assert (corpus / f"t.{kind}").read_bytes() == before != (corpus / f"t.new.{kind}").read_bytes()
     assert run(*words, "--vocab-size", 300, "--overwrite") == 0
@@ -152,7 +152,9 @@ def test_a_prefix_may_be_what_a_shell_completes_but_no_folder(corpus: Path, caps
         assert run("inspect", f"{corpus}/tokens{ending}", "--samples", 0) == 0
     with pytest.raises(SystemExit):
         run("tokenize", corpus / "in", "--output", f"{corpus}/folder/", "--tokenizer", "bytes")
-    assert f"'{corpus}/folder/' names no file" in capsys.readouterr().err and not (corpus / "folder").exists()
+    assert (
+        f"'{corpus}/folder/' is not the name of a file" in capsys.readouterr().err and not (corpus / "folder").exists()
+    )
 
 
 def test_fewer_ids_than_asked_for_are_announced(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +164,9 @@ def test_fewer_ids_than_asked_for_are_announced(corpus: Path, capsys: pytest.Cap
 
 def test_more_ids_than_asked_for_are_announced(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("tokenizer", corpus / "in", "--output", corpus / "few.json", "--vocab-size", 100) == 0
-    assert "100 ids are too few for every byte and the end of a document: it has 257" in capsys.readouterr().err
+    assert (
+        "100 ids are too few for every byte and the end of a document: the tokenizer has 257" in capsys.readouterr().err
+    )
 
 
 def test_records_of_datasets_are_no_text(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +200,9 @@ def test_check_names_the_first_id_outside(tmp_path: Path, capsys: pytest.Capture
     assert run("check", tmp_path / "d") == 0
     assert "800" in capsys.readouterr().out
     assert run("check", tmp_path / "d", "--vocab-size", 257) == 1
-    assert f"{tmp_path}/d: document 1, token 1 is 700, outside of the vocabulary of 257" in capsys.readouterr().out
+    assert (
+        f"{tmp_path}/d: document 1, token 1 is 700, which is outside the vocabulary of 257" in capsys.readouterr().out
+    )
     assert run("check", tmp_path / "d", "--vocab-size", 801, "--json") == 0
     (scan,) = json.loads(capsys.readouterr().out)
     assert (scan["largest_id"], scan["smallest_id"], scan["outside"]) == (800, 1, None)

@@ -61,15 +61,15 @@ def test_mds_tokens(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     np.array([1, 2, 3, 400], "<u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(DataError, match=r"a\.bin: token 3 is 400, the vocabulary has 257"):
+    with pytest.raises(DataError, match=r"a\.bin: token 3 has the id 400, but the vocabulary has 257"):
         import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes", "uint16")
-    with pytest.raises(DataError, match="no header that says its type"):
+    with pytest.raises(DataError, match="no header, so the type of its tokens is unknown"):
         import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes")
     (tmp_path / "a.bin").write_bytes(b"123")
-    with pytest.raises(DataError, match="3 bytes are no whole number of uint16"):
+    with pytest.raises(DataError, match="3 bytes are not a whole number of uint16"):
         import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes", "uint16")
     (tmp_path / "a.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="hold no tokens"):
+    with pytest.raises(DataError, match="contain no tokens"):
         import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes", "uint16")
     (tmp_path / "b.csv").write_text("")
     (tmp_path / "empty").mkdir()

@@ -154,7 +154,7 @@ def test_bin_of_another_size(small: Path, change: int) -> None:
     small.with_suffix(".bin").write_bytes(data[:change] if change < 0 else data + bytes(change))
     with pytest.raises(
         DataError,
-        match=rf"d\.bin: at byte \d+: expected 12 bytes, as d\.idx says, found {12 + change}",
+        match=rf"d\.bin: at byte \d+: expected 12 bytes, as recorded in d\.idx, found {12 + change}",
     ):
         IndexedDataset(small)
 

@@ -57,7 +57,7 @@ def test_damaged_lines_keep_their_number_under_any_cut(
     assert [item.where for item in damage] == [f"{path}:{line}" for line in (3, 4, 5, 6, 8)]
     for item, why in zip(
         damage,
-        ["not a string", "did you mean 'txt'", "is no JSON", "is a JSON list", "surrogate"],
+        ["not a string", "did you mean 'txt'", "is not JSON", "is a JSON list", "surrogate"],
         strict=True,
     ):
         assert why in item.why
@@ -125,7 +125,7 @@ def test_a_directory_says_what_it_leaves_alone(tmp_path: Path, capsys: pytest.Ca
     for name in ("a.txt", "b.jsonl", "README", "wiki_00"):
         (tmp_path / name).touch()
     assert [path.name for path in find_inputs([tmp_path])] == ["a.txt", "b.jsonl"]
-    assert f"{tmp_path}: read 2 files, left 2 of other kinds, e.g. README" in capsys.readouterr().err
+    assert f"{tmp_path}: reading 2 files, ignoring 2 of other kinds, e.g. README" in capsys.readouterr().err
     (tmp_path / "README").unlink()
     (tmp_path / "wiki_00").unlink()
     find_inputs([tmp_path])
@@ -205,7 +205,7 @@ def test_find_inputs(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         find_inputs([tmp_path / "picture.png", tmp_path / "b.text", tmp_path / "nothing"])
     assert len(error.value.problems) == 3
-    for words in ("unknown kind '.png'", "did you mean 'b.txt'", "holds no text"):
+    for words in ("unknown kind '.png'", "did you mean 'b.txt'", "contains no text"):
         assert words in str(error.value)
     with pytest.raises(DataError, match="none given"):
         find_inputs([])

@@ -92,7 +92,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_in_the_background_reaches_the_caller() -> None:
     batches = Batches(SyntheticSamples(8, 3, 50), 4, 1, vocab_size=10)
-    with pytest.raises(DataError, match=r"sample \d+ holds token \d+, the vocabulary has 10"):
+    with pytest.raises(DataError, match=r"sample \d+ has the token id \d+, but the vocabulary has 10"):
         for index in range(4):
             batches.microbatch(0, index)
     batches.close()
@@ -200,7 +200,7 @@ def test_a_problem_names_the_key_and_comes_once(corpus: Path) -> None:
     assert len(problems) == len(set(problems)) > 0
     blend = run_config(corpus, validation=(DataSource(path=f"0.3 {corpus}/a 0.7 {corpus}/b"),))
     (problem,) = data_problems(blend)
-    assert problem.where == "data.validation" and "as Megatron writes it" in problem.what
+    assert problem.where == "data.validation" and "in Megatron's notation" in problem.what
     assert problem.fix == "data.validation=[{path: PREFIX, weight: 0.3}, …]"
 
 
@@ -209,7 +209,7 @@ def test_another_tokenizer_is_refused(corpus: Path) -> None:
 
     train_sentencepiece(["a text to train on, with words and words\n" * 20], corpus / "other.model", 290)
     text = "\n".join(map(str, data_problems(run_config(corpus, tokenizer=str(corpus / "other.model")))))
-    assert "did not make" in text
+    assert "is not the tokenizer of" in text
     assert "set data.tokenizer to bytes" in text
     small = "\n".join(
         map(str, data_problems(run_config(corpus, vocab_size=280, tokenizer=str(corpus / "other.model"))))
@@ -317,7 +317,7 @@ def test_a_token_beyond_the_vocabulary_names_dataset_document_and_place(tmp_path
     batches = Batches(samples, 10, 10, vocab_size=256, read_ahead=0)
     with pytest.raises(
         DataError,
-        match=rf"{tmp_path}/d: document 7, token 4: sample 1\d holds token 300, the vocabulary has 256",
+        match=rf"{tmp_path}/d: document 7, token 4: sample 1\d has the token id 300, but the vocabulary has 256",
     ):
         batches.microbatch(1, 0)  # the second epoch, in which row numbers and sample numbers differ
 
@@ -349,12 +349,13 @@ def test_another_tokenizer_in_any_source_is_refused(tmp_path: Path, split: str, 
     if named:
         assert problem.where == "data.tokenizer"
         assert problem.what == (
-            f"bytes (sha256 {bytes_digest}) did not make {tmp_path}/b: that was b.model (bbbbbbbbbbbb)"
+            f"bytes (sha256 {bytes_digest}) is not the tokenizer of {tmp_path}/b, which was made with b.model "
+            "(sha256 bbbbbbbbbbbb)"
         )
     else:
         assert problem.where == ("data.validation" if split == "validation" else "data.train")
         assert (
-            f"{tmp_path}/b was made by the tokenizer b.model (sha256 bbbbbbbbbbbb), {tmp_path}/a by bytes (sha256 "
+            f"{tmp_path}/b was made by the tokenizer b.model (sha256 bbbbbbbbbbbb), but {tmp_path}/a by bytes (sha256 "
             f"{bytes_digest})" in problem.what
         )
 
@@ -379,4 +380,7 @@ def test_a_dataset_whose_largest_id_the_model_lacks_is_refused_before_the_start(
     run = {"model": model, "batch": {"global_batch": 1}, "data": {"train": str(tmp_path / "d")}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     (problem,) = data_problems(load_run(str(tmp_path / "run.yaml")))
-    assert (problem.where, problem.what) == ("model.vocab_size", f"257 ids, and {tmp_path}/d holds the id 400")
+    assert (problem.where, problem.what) == (
+        "model.vocab_size",
+        f"the model has 257 ids, but {tmp_path}/d contains the id 400",
+    )

@@ -97,5 +97,5 @@ def test_the_command_line_and_what_is_no_jsonl(tmp_path: Path, capsys: pytest.Ca
     assert main([*words, "--text-key", "a", "--prompt-key", "q"]) == 0
     assert IndexedDataset(tmp_path / "a").learnt(0, 11).tolist() == [False] * 3 + [True] * 8
     (tmp_path / "b.txt").write_text("text")
-    with pytest.raises(DataError, match="is no JSONL, and has no field 'q'"):
+    with pytest.raises(DataError, match="is not JSONL, so it has no field 'q'"):
         tokenize([tmp_path / "b.txt"], tmp_path / "b", "bytes", TokenizeOptions(prompt_key="q"), workers=1)

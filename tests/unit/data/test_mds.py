@@ -45,7 +45,7 @@ def test_tokenize_reads_them(tmp_path: Path) -> None:
     meta = tokenize([SHARDS / "text-zstd"], tmp_path / "out", "bytes", workers=1)
     assert meta.documents == 40
     assert bytes(IndexedDataset(tmp_path / "out").document(39)[:-1].tolist()).decode() == "sample 39 é"
-    with pytest.raises(DataError, match="is int, not str"):
+    with pytest.raises(DataError, match="has the encoding int, not str"):
         tokenize([SHARDS / "text-zstd"], tmp_path / "n", "bytes", TokenizeOptions(text_key="n"), workers=1)
 
 
@@ -61,7 +61,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     path.write_bytes(good)
     values = read_texts(path, "text")
     assert next(values) == "ab"
-    with pytest.raises(DataError, match=r"at byte \d+: sample 1 takes 13 bytes of its 6"):
+    with pytest.raises(DataError, match=r"at byte \d+: sample 1 needs 13 bytes, but has 6"):
         next(values)
     path.write_bytes(good[:-1])
     with pytest.raises(DataError, match=f"expected {len(good)} bytes, found {len(good) - 1}"):
@@ -73,7 +73,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     ):
         open_column(path, "text")
     path.write_bytes(b"\x01")
-    with pytest.raises(DataError, match="is no MDS shard"):
+    with pytest.raises(DataError, match="is not an MDS shard"):
         open_column(path, "text")
     path.write_bytes(shard([struct.pack("<I", 1) + b"\xff"], ["text"], ["str"], [None]))
     with pytest.raises(DataError, match="sample 0 is not UTF-8"):
@@ -93,7 +93,7 @@ def test_token_value_that_is_no_array(tmp_path: Path) -> None:
     path = tmp_path / "shard.00000.mds"
     for value in (b"", b"\x07\x04\x02ab", b"\x10\x04\x02abc"):
         path.write_bytes(shard([struct.pack("<I", len(value)) + value], ["tokens"], ["ndarray"], [None]))
-        with pytest.raises(DataError, match="sample 0 holds no token array"):
+        with pytest.raises(DataError, match="sample 0 is not an array of tokens"):
             next(read_tokens(path, "tokens"))
 
 

@@ -154,7 +154,7 @@ def test_what_lets_somebody_in_is_used_and_kept_nowhere(
     told = capsys.readouterr()
     assert "HUSH" not in told.err + told.out and f"{address}/a.jsonl:201" in told.err.replace("\n", "")
     meta = read_meta(output)
-    assert meta is not None and meta.damaged_examples[0].startswith(f"http://{address}/a.jsonl:201: is no JSON")
+    assert meta is not None and meta.damaged_examples[0].startswith(f"http://{address}/a.jsonl:201: is not JSON")
     assert not any(b"HUSH" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     # a new signature in the URL gives the same plan
     assert (
@@ -241,7 +241,7 @@ def test_a_dataset_by_name(tmp_path: Path) -> None:
     for query, why in [
         ("split=tests", "did you mean 'test'"),
         ("subset=en", "another subset"),
-        ("name=en", "no part of a dataset"),
+        ("name=en", "unknown parameter"),
     ]:
         with pytest.raises(DataError, match=why):
             find_inputs([f"dataset://{folder}?{query}"])

@@ -187,7 +187,7 @@ def test_index_of_another_dataset_is_noticed(tmp_path: Path) -> None:
     other = write(tmp_path / "e", [[3]] * 100 + [[4]] * 100)
     stream = DocumentSamples(dataset, 7, 1)
     stream.index.prefix = EpochIndex(other, stream.key).prefix
-    with pytest.raises(DataError, match="belongs to another dataset"):
+    with pytest.raises(DataError, match="was made for another dataset"):
         for k in range(80):
             sample(stream, k)
 
@@ -198,7 +198,7 @@ def test_damaged_index_entry_is_noticed_by_a_lookup_in_its_block(tmp_path: Path,
     prefix = stream.index.prefix(0)
     assert prefix.tolist() == [0, 64 * 30, 128 * 30]
     prefix[entry] += 1
-    with pytest.raises(DataError, match="belongs to another dataset"):
+    with pytest.raises(DataError, match="was made for another dataset"):
         stream.index.pieces(0, {0: 100, 1: 100, 2: 3000}[entry], 8)
 
 
@@ -216,7 +216,7 @@ def test_empty_and_float_datasets_are_refused(tmp_path: Path) -> None:
         pass
     with IndexedWriter(tmp_path / "floats", "f4") as writer:
         writer.add_document(np.array([1.0], np.float32))
-    with pytest.raises(DataError, match="holds no tokens"):
+    with pytest.raises(DataError, match="has no tokens"):
         DocumentSamples(IndexedDataset(tmp_path / "empty"), 4, 0)
     with pytest.raises(DataError, match="not token ids"):
         DocumentSamples(IndexedDataset(tmp_path / "floats"), 4, 0)

@@ -45,24 +45,24 @@ def test_each_dataset_is_said_with_its_epochs(prefix: str, capsys: pytest.Captur
 
 def test_more_than_four_epochs_are_warned_of(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     log_datasets(run_config(steps=20, train=(DataSource(path=prefix),)))
-    assert "warning: the run goes 4.3 times through" in capsys.readouterr().err
+    assert " 4.3 times; a model learns little from more than 4 epochs" in capsys.readouterr().err
     log_datasets(run_config(steps=18, train=(DataSource(path=prefix),)))
     assert "warning" not in capsys.readouterr().err
 
 
 def test_synthetic_data_is_called_that(capsys: pytest.CaptureFixture[str]) -> None:
     log_datasets(run_config())
-    assert "data.train: synthetic: made-up tokens" in capsys.readouterr().err
+    assert "data.train: synthetic: random tokens" in capsys.readouterr().err
 
 
 def test_data_shorter_than_a_batch_or_a_sequence_is_refused(prefix: str) -> None:
     source = (DataSource(path=prefix),)
     assert data_problems(run_config(train=source, global_batch=18)) == []
     (problem,) = data_problems(run_config(train=source, global_batch=19))
-    assert str(problem).startswith("data.train: holds 1201 tokens, less than one batch of 19 sequences of 64 (1216)")
+    assert str(problem).startswith("data.train: has 1201 tokens, less than one batch of 19 sequences of 64 (1216)")
     assert problem.fix == "give more data, or set batch.global_batch to at most 18"
     (problem,) = data_problems(run_config(sequence_length=1201, train="synthetic", validation=source))
-    assert problem.what == f"{prefix} holds 1201 tokens, less than one sequence of 1201 + 1"
+    assert problem.what == f"{prefix} has 1201 tokens, less than one sequence of 1201 + 1"
     assert data_problems(run_config(sequence_length=1200, train="synthetic", validation=source)) == []
 
 
@@ -79,9 +79,9 @@ def test_check_says_the_same(prefix: str, tmp_path: Path, capsys: pytest.Capture
     ]
     assert main([*words, f"data.train=[{{path: {prefix}}}]", "train.steps=20"]) == 0
     text = capsys.readouterr().err
-    assert f"data.train: {prefix}: 1 document, 1.2K tokens, weight 1" in text and "warning: the run goes" in text
+    assert f"data.train: {prefix}: 1 document, 1.2K tokens, weight 1" in text and "warning: the run reads" in text
     assert main(["train", "bench", "--dry-run", f"train.run_dir={tmp_path}/run"]) == 0
-    assert "data.train: synthetic: made-up tokens" in capsys.readouterr().err
+    assert "data.train: synthetic: random tokens" in capsys.readouterr().err
     assert main([*words, f"data.train=[{{path: {prefix}}}]", "model.sequence_length=1300"]) == 2
     assert "less than one" in capsys.readouterr().err
 
@@ -95,8 +95,8 @@ def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix:
     assert data_problems(run) == []
     phases = {"phases": [{"steps": 20}, {"steps": 4, "data": {"train": [{"path": prefix}]}}], "eval_samples": 9}
     (problem,) = data_problems(build(RunConfig, {**run.model_dump(), "train": phases}))
-    assert str(problem).startswith(f"data.train: the run goes 1.92 times through {prefix}, and its max_epochs is 1.5")
-    assert "at most 78.2% of its weight or of the steps" in problem.fix
+    assert str(problem).startswith(f"data.train: the run reads {prefix} 1.92 times, more than its max_epochs of 1.5")
+    assert "reduce its weight or the steps to 78.2%" in problem.fix
 
 
 def test_validation_data_that_is_also_trained_on_is_said(
@@ -116,6 +116,6 @@ def test_validation_data_that_is_also_trained_on_is_said(
         )
     )
     text = capsys.readouterr().err
-    assert f"data.validation.same: {prefix} is also trained on: its loss says nothing about new text" in text
-    assert f"data.validation.copy: {tmp_path}/copy is also trained on as {prefix}: " in text
+    assert f"data.validation.same: {prefix} is also training data, so its loss does not show" in text
+    assert f"data.validation.copy: {tmp_path}/copy is also training data as {prefix}, so " in text
     assert "others is also" not in text

@@ -162,13 +162,13 @@ def test_damage_stops_or_is_skipped_and_counted(corpus: Path, tmp_path: Path, wo
 
 def test_empty_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n{"text": ""}\n')
-    with pytest.raises(DataError, match="corpus is empty"):
+    with pytest.raises(DataError, match="contain no documents"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", workers=1)
     (tmp_path / "a.jsonl").write_text("broken\n")
     with pytest.raises(DataError, match=r"1 damaged inputs were skipped"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", TokenizeOptions(skip_damaged=True), workers=1)
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(DataError, match="corpus is empty"):
+    with pytest.raises(DataError, match="contain no documents"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", workers=1)
     assert not list(tmp_path.glob("out*"))
 

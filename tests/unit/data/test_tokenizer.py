@@ -101,7 +101,7 @@ def test_directory_and_declared_end_of_document(tmp_path: Path) -> None:
         assert load_tokenizer(tmp_path).eod == 0
     for damaged in ('{"eos_token":', "[1]"):
         (tmp_path / "tokenizer_config.json").write_text(damaged)
-        with pytest.raises(DataError, match=r"tokenizer_config\.json: holds no JSON object"):
+        with pytest.raises(DataError, match=r"tokenizer_config\.json: is not a JSON object"):
             load_tokenizer(tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_gpt2s_pair_is_the_tokenizer_json_of_the_same_model(tmp_path: Path) -> N
         whole.encode(text) for text in (*SOURCES[:5], *HARD)
     ]
     assert (pair.eod, pair.vocab_size) == (whole.eod, whole.vocab_size)
-    with pytest.raises(DataError, match=r"half a tokenizer\n    fix: give the vocab\.json"):
+    with pytest.raises(DataError, match=r"has only the merges of a tokenizer\n    fix: give the vocab\.json"):
         load_tokenizer(tmp_path / "pair" / "gpt2-merges.txt")
     digest = pair.digest
     merges = tmp_path / "pair" / "gpt2-merges.txt"
@@ -129,31 +129,31 @@ def test_gpt2s_pair_is_the_tokenizer_json_of_the_same_model(tmp_path: Path) -> N
 )
 def test_foreign_files(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=r"is no .*tokenizer|is no sentencepiece"):
+    with pytest.raises(DataError, match=r"is not a .*tokenizer|is not a sentencepiece"):
         load_tokenizer(tmp_path / name)
 
 
 def test_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such tokenizer"):
         load_tokenizer(tmp_path / "x.model")
-    with pytest.raises(DataError, match="holds neither"):
+    with pytest.raises(DataError, match="contains neither"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("train", [train_sentencepiece, train_huggingface])
 def test_empty_corpus(tmp_path: Path, train: object) -> None:
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match="contain no text"):
         train([], tmp_path / "x.model", 300)  # type: ignore[operator]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_vocabulary_larger_than_the_text_allows(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no more than 282 pieces, fewer than 5000") as raised:
+    with pytest.raises(DataError, match="at most 282 pieces, fewer than --vocab-size 5000") as raised:
         train_sentencepiece(["too little"], tmp_path / "x.model", 5000)
     assert raised.value.problems[0].fix == "set --vocab-size to at most 282, or give more text"
     with pytest.raises(
         DataError,
-        match="100 pieces are too few: every byte and the characters of the text take 276",
+        match="--vocab-size 100 is too small: all bytes and the characters of the text need 276",
     ) as raised:
         train_sentencepiece(["too little text of many words"], tmp_path / "x.model", 100)
     assert raised.value.problems[0].fix == "set --vocab-size to at least 276"

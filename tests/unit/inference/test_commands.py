@@ -175,7 +175,11 @@ def test_a_flipped_byte_is_named_and_ends_the_command(
     command, *options = words
     assert main([command, str(tmp_path / "run"), *options, *ranks, "--json"]) == 2
     said = capfd.readouterr()
-    assert f"{shard}: is damaged: digest" in said.err and "--no-verify reads it as it is" in said.err and not said.out
+    assert (
+        f"{shard}: is damaged: digest" in said.err
+        and "--no-verify reads it without checks" in said.err
+        and not said.out
+    )
     damaged = answer(capfd, command, str(tmp_path / "run"), *options, *ranks, "--json", "--no-verify")
     assert (damaged if command == "evaluate" else damaged[0])["verification"] == "not verified (--no-verify)"
     assert main([command, str(tmp_path / "run"), *options, *ranks, "--no-verify"]) == 0
@@ -197,7 +201,7 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
     ("words", "said"),
     [
         (["generate", "{room}/none"], "does not exist"),
-        (["generate", "{room}"], "is no model"),
+        (["generate", "{room}"], "is not a model"),
         (["generate", "{room}/run", "--temperature=-1"], "--temperature: -1.0 is not 0"),
         (["generate", "{room}/run", "--top-p=2"], "--top-p: 2.0 is not in (0, 1]"),
         (["generate", "{room}/run", "--tokenizer={room}/none.json"], "no such tokenizer"),
@@ -205,7 +209,8 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
         (["generate", "{room}/run", "parallel.tensor=3"], "set parallel.tensor to one of [1, 2]"),
         (
             ["evaluate", "{room}/run", "parallel.pipeline=9"],
-            "parallel.pipeline: 9 stages = 9 pieces for 4 layers\n    fix: at most 4 pieces; lower parallel.pipeline\n",
+            "parallel.pipeline: 9 stages = 9 virtual stages, more than the 4 layers\n    fix: "
+            "lower parallel.pipeline to at most 4 virtual stages\n",
         ),
         (["evaluate", "{room}/hf"], "there is nothing to evaluate"),
         (["evaluate", "{room}/run", "--task=piqa"], "NAME=FILE"),
@@ -213,7 +218,7 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
         (["evaluate", "{room}/run", "--data={room}/none"], "no such file"),
         (
             ["evaluate", "{room}/run", "--data={room}/others"],
-            "others: was made by another tokenizer, gone.model, than the model's, bytes",
+            "others: was made by the tokenizer gone.model, but the model's tokenizer is bytes",
         ),
         (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml", "model.heads=8"], "set model.heads=4"),
         (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml"], "step_00000000 already"),
@@ -234,7 +239,7 @@ def test_what_cannot_be_is_refused_with_a_way_out(
 def test_a_tokenizer_of_another_size_is_refused(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     export_huggingface(RandomWeights(load_model("llama-tiny")), tmp_path / "small", torch.float32)
     assert main(["generate", str(tmp_path / "small"), "--tokenizer=bytes"]) == 2
-    assert "has 257 ids, the model's vocabulary 250" in capfd.readouterr().err
+    assert "has 257 ids, more than the 250 of the model's vocabulary" in capfd.readouterr().err
 
 
 def test_tokens_that_read_the_same_belong_to_the_model(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +261,7 @@ def test_a_gpu_where_there_is_none(
 
 def test_a_generation_beyond_the_context_says_so(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(room / "run"), "--prompt=the quick", "--max-new-tokens=60", "--temperature=0"]) == 0
-    assert "the model's context of 64 tokens has room for 55 of 60 new ones" in capfd.readouterr().err
+    assert "the model's context of 64 tokens has space for only 55 of the 60 new tokens" in capfd.readouterr().err
 
 
 def test_json_is_strict_where_a_number_does_not_exist(

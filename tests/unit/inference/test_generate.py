@@ -114,9 +114,9 @@ def test_tokens_come_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("bad", "word"),
     [
-        ([[]], "holds no token"),
-        ([[1] * 32], "leave no room in a context of 32"),
-        ([[1], [250]], "holds token 250"),
+        ([[]], "contains no token"),
+        ([[1] * 32], "leaves no space for new ones in a context of 32"),
+        ([[1], [250]], "contains the token id 250"),
         ([], "no prompt"),
     ],
 )

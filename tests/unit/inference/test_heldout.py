@@ -59,14 +59,14 @@ def test_no_record_of_the_text_no_bits_per_byte(tmp_path: Path) -> None:
 
 
 def test_unfit_data_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds 20 tokens, less than one window of 32"):
+    with pytest.raises(DataError, match="has 20 tokens, less than one window of 32"):
         held_out(tiny("llama-tiny"), dataset(tmp_path, (20,))[0])
     (tmp_path / "b").mkdir()
     with pytest.raises(DataError, match="vocabulary has 250"):
         held_out(tiny("llama-tiny"), dataset(tmp_path / "b", (2000,), vocab=400)[0])
     with IndexedWriter(tmp_path / "negative", "i4") as writer:
         writer.add_document([*range(60), -3, *range(60)])
-    with pytest.raises(DataError, match="holds token -3, the model's vocabulary has 250"):
+    with pytest.raises(DataError, match="contains the token id -3, but the model's vocabulary has 250"):
         held_out(tiny("llama-tiny"), str(tmp_path / "negative"))
 
 

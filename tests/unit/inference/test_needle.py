@@ -64,5 +64,5 @@ def test_a_model_is_asked(tmp_path: Path) -> None:
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds 20 tokens"):
+    with pytest.raises(DataError, match="has 20 tokens"):
         needles(tiny("llama-tiny"), dataset(tmp_path, (20,))[0], samples=1)

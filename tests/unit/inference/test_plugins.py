@@ -153,7 +153,7 @@ def test_a_run_directory_of_another_user_is_like_a_checkpoint_alone(trained: Pat
         pytest.skip("only root can give a file away")
     os.chown(run_dir / "config.yaml", 65534, 65534)
     refused = frontier_llm("evaluate", str(run_dir), cwd=tmp_path)
-    assert refused.returncode == 2 and "neither --plugin nor a run file of yours names it" in refused.stderr
+    assert refused.returncode == 2 and "which neither --plugin nor your run file names" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_a_checkpoint_from_before_digests_is_known_by_its_plugins_names(trained:
     assert refused.returncode == 2 and "needs the plugin mine.py (sha256 not recorded)" in refused.stderr
     found = frontier_llm("evaluate", str(run_dir), "--json", cwd=tmp_path)
     assert (
-        "plugins: mine.py is not beside that file and is taken from the working directory; write ../mine.py"
-        in found.stderr
+        "plugins: mine.py is not in the folder of that file; the copy in the working directory is used. To keep it, "
+        "write ../mine.py" in found.stderr
     )
     usual = loss_of(frontier_llm("evaluate", str(trained / "run"), "--json", cwd=tmp_path))
     assert loss_of(found) == usual

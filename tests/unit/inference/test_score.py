@@ -65,7 +65,7 @@ def test_the_models_own_choice_is_greedy() -> None:
         (([], [1]), "empty context"),
         (([1], []), "empty continuation"),
         (([1], [2] * 33), "33 tokens"),
-        (([250], [1]), "holds token 250"),
+        (([250], [1]), "contains the token id 250"),
     ],
 )
 def test_impossible_requests_are_named(request_: tuple[list[int], list[int]], word: str) -> None:

@@ -334,13 +334,13 @@ def test_pairs_are_cut_where_the_context_ends(exported: Path) -> None:
     [
         ("piqa", ['{"goal": "g", "sol1": "a", "label": 0}'], [":1", "'sol2'", "expected goal, sol1, sol2, label"]),
         ("mine", ['{"query": "q", "choices": ["a"]}'], [":1", "'gold'", "expected query, choices, gold"]),
-        ("mine", ['{"query": "q", "choices": ["a"], "gold": 3}'], ["option 3 of 1"]),
-        ("winogrande", ['{"sentence": "no gap", "option1": "a", "option2": ' '"b", ' '"answer": ' '"1"}'], [":1", "another form"]),  # noqa: E501
-        ("hellaswag", ['{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", ' '"endings": ' '["d"], ' '"label": ' '""}'], [":1", "another form"]),  # noqa: E501
-        ("piqa", ["{"], [":1", "is no JSON"]),
+        ("mine", ['{"query": "q", "choices": ["a"], "gold": 3}'], ["option 3, counted from 0, of 1"]),
+        ("winogrande", ['{"sentence": "no gap", "option1": "a", "option2": ' '"b", ' '"answer": ' '"1"}'], [":1", "unexpected form"]),  # noqa: E501
+        ("hellaswag", ['{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", ' '"endings": ' '["d"], ' '"label": ' '""}'], [":1", "unexpected form"]),  # noqa: E501
+        ("piqa", ["{"], [":1", "is not JSON"]),
         ("piqa", ["[]"], [":1", "is a JSON list"]),
-        ("piqa", [], ["holds no line"]),
-        ("picqa", ['{"a": 1}'], ["no known task", "did you mean 'piqa'"]),
+        ("piqa", [], ["contains no line"]),
+        ("picqa", ['{"a": 1}'], ["is not a known task", "did you mean 'piqa'"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_task_file_is_named(name: str, lines: list[str], words: list[str], tmp_path: Path) -> None:

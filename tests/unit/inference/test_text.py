@@ -86,7 +86,7 @@ def test_rows_end_on_their_own(batch_size: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_prompt_that_does_not_fit_is_refused_before_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     answer_with(monkeypatch, [[*b"abc"], [*b"abc"]])
-    with pytest.raises(ConfigError, match="prompt 1: 32 tokens leave no room"):
+    with pytest.raises(ConfigError, match="prompt 1: has 32 tokens, which leaves no space"):
         complete(
             MODEL,
             BYTES,

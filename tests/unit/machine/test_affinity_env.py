@@ -85,7 +85,7 @@ def test_environment_depends_on_the_size_and_says_why() -> None:
         for nodes in (299, 300)
     }
     assert interfaces[299].value == "hsn0,hsn1,hsn2,hsn3"
-    assert interfaces[300].value == "hsn0" and "from 300 nodes on" in interfaces[300].reason
+    assert interfaces[300].value == "hsn0" and "from 300 nodes" in interfaces[300].reason
     largest = {variable.name: variable.value for variable in environment("frontier", 9408)}
     assert largest["TORCH_NCCL_COORD_CHECK_MILSEC"] == "3763"  # 75,264 ranks at 20,000 checks per second
     for variables in (one, many):

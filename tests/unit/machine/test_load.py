@@ -157,7 +157,7 @@ def test_a_former_name_is_read_with_a_notice(
 ) -> None:
     load._new_name.cache_clear()  # the notice is printed once per process
     assert load_machine(former) == load_machine(name)
-    assert f"machine {former!r} is now called {name!r}" in capsys.readouterr().err
+    assert f"machine {former!r} has the new name {name!r}" in capsys.readouterr().err
     assert former not in machine_names()
     path = tmp_path / "mine.yaml"
     path.write_text(f"base: {former}\ntitle: mine\n")
@@ -203,8 +203,8 @@ def test_a_machine_may_be_rehearsed_without_its_gpus(tmp_path: Path) -> None:
     ("content", "rule"),
     [
         ("device: {vendor: intel}", "device.vendor"),
-        ("device: {architecture: '{mi250x}'}", "architecture '{mi250x}' is not the name of one: write e.g. gfx90a"),
-        ("device: {architecture: sm_90}", "architecture sm_90 is one of vendor nvidia, and vendor is amd"),
+        ("device: {architecture: '{mi250x}'}", "'{mi250x}' is not the name of an architecture: write e.g. gfx90a"),
+        ("device: {architecture: sm_90}", "architecture sm_90 belongs to vendor nvidia, but vendor is amd"),
         ("device: {vendor: nvidia, architecture: sm_86}", "runs the kernels of sm_80: write sm_80"),
         ("device: {vendor: nvidia, architecture: sm_90}", "environment frontier sets the variables of amd"),
     ],

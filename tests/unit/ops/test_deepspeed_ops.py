@@ -47,7 +47,7 @@ def pinned(tmp_path: Path, *words: str) -> RunConfig:
 def test_an_op_counts_only_with_its_library_and_this_torch(deepspeed: Path) -> None:
     assert op_states() == {"fused_adam": "not prebuilt", "cpu_adam": "not prebuilt", "pin_memory": "prebuilt for cpu"}
     record(deepspeed, "2.1")
-    assert op_states()["pin_memory"] == f"built for torch 2.1, here is {TORCH}"
+    assert op_states()["pin_memory"] == f"built for torch 2.1, but torch {TORCH} is installed"
     (deepspeed / "git_version_info_installed.py").unlink()
     assert op_states() == dict.fromkeys(LOADED_BY, "not prebuilt")
 

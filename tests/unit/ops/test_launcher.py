@@ -107,7 +107,7 @@ def test_a_kernel_that_wants_alignment_refuses_anything_else(gpu):
     q = torch.zeros(16, 1, 1, 64, dtype=torch.bfloat16)
     arguments = {"o": q, "grad_o": q, "delta": torch.zeros(16), "sequence": 16, "heads": 1, "head_dim": 72}
     strides = {"o_s": 64, "o_b": 64, "o_a": 64, "g_s": 64, "g_b": 72, "g_a": 64}
-    with pytest.raises(BackendError, match=r"head_dim, g_b: not a multiple of 16(.|\n)*"):
+    with pytest.raises(BackendError, match=r"head_dim, g_b must be a multiple of 16(.|\n)*"):
         kernels.launch("attention_delta", torch.bfloat16, "d64", (1, 1, 1), **arguments, **strides)
 
 
@@ -138,9 +138,9 @@ def test_wrong_tensors_numbers_and_grids_are_refused_before_the_driver(gpu):
         BackendError, match=r"attention_forward \(fp32, d64\)(.|\n)*no code object for this(.|\n)*ops\.\* to sdpa"
     ):
         GpuOps(kernels).attention(q, q, q, Scores(0.125))
-    with pytest.raises(BackendError, match=r"main_grad is torch\.float64 on cpu, the kernel reads torch\.float32"):
+    with pytest.raises(BackendError, match=r"main_grad is torch\.float64 on cpu, but the kernel reads torch\.float32"):
         kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), main_grad=main.double(), grad=main, count=64)
-    with pytest.raises(BackendError, match=r"on cpu, the kernel reads torch\.float32 on the current device \(0\)"):
+    with pytest.raises(BackendError, match=r"on cpu, but the kernel reads torch\.float32 on the current device 0"):
         checked_address("grad", torch.float32, main, 0)
     given = {"x": main, "weights": None, "out": main, "has_weights": 0}
     with pytest.raises(BackendError, match=r"does not fit its type(.|\n)*columns 4294967296"):
@@ -181,7 +181,7 @@ def test_what_the_driver_says_is_said(gpu):
     text = str(error.value)
     assert (
         "may be newer than this driver" in text
-        and f"rebuild here, with the Triton that this torch came with: python setup.py build_ops --arch "
+        and f"build them again on this machine, with the Triton of this torch: python setup.py build_ops --arch "
         f"{kernels.architecture}"
         in text
     )

@@ -22,7 +22,7 @@ def test_the_library_records_the_sources_that_it_was_built_from() -> None:
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "torch_ops_sources", lambda: "0" * 64)
     reason = native.load_cpu_library.__wrapped__()
-    assert reason == "libfrontier_ops.so was built from other sources than csrc/cpu holds now"
+    assert reason == "libfrontier_ops.so was built from other sources than the present csrc/cpu"
 
 
 def test_the_digest_follows_every_source_and_an_installed_wheel_has_none(

@@ -35,7 +35,7 @@ def test_every_op_of_the_face_belongs_to_one_group_and_has_a_reference():
     grouped = [op for ops in GROUPS.values() for op in ops]
     assert sorted(grouped) == sorted(name for name, value in vars(Ops).items() if isinstance(value, staticmethod))
     assert all(getattr(Ops, op) is getattr(reference, op) for op in grouped)
-    with pytest.raises(TypeError, match="a function for each op"):
+    with pytest.raises(TypeError, match="one function for each op"):
         Ops(rms_norm=reference.rms_norm)
 
 
@@ -58,7 +58,7 @@ def test_without_the_library_auto_says_how_to_build_it(without_cpu_library, caps
     ops = select_ops(OpsConfig(), "cpu", torch.float32)
     assert ops.attention is sdpa.attention and ops.rms_norm is reference.rms_norm
     said = capsys.readouterr().err
-    reason = "passed over cpu (libfrontier_ops.so has not been built; build: scripts/build_native.sh"
+    reason = "not used: cpu (libfrontier_ops.so has not been built; build: scripts/build_native.sh"
     assert all(reason in line for line in said.splitlines()) and all(group in said for group in GROUPS)
 
 
@@ -104,7 +104,7 @@ def test_a_back_end_whose_parameters_differ_from_the_face_is_refused():
     assert set(providers.functions_of(types.SimpleNamespace(rms_norm=right))) == {"rms_norm"}
     for wrong in (another_order, too_few, another_type, another_default):
         with pytest.raises(
-            TypeError, match=r"rms_norm\(.*the face's is \(x: 'Tensor', weight: 'Tensor', eps: 'float'\)"
+            TypeError, match=r"rms_norm\(.*differs from .* reference, \(x: 'Tensor', weight: 'Tensor', eps: 'float'\)"
         ):
             providers.functions_of(types.SimpleNamespace(rms_norm=wrong))
 
@@ -149,15 +149,15 @@ def test_stretches_on_a_gpu_have_kernels_and_are_never_silently_squares_of_score
     ):
         assert chosen(**masks).provider.name == "triton"
     for mask, name in {"documents": "document masks", "alibi": "ALiBi", "window": "a sliding window"}.items():
-        assert f"torch's flash kernels know no {name}" in chosen("sdpa", **{mask: True}).what
+        assert f"torch's flash kernels do not support {name}" in chosen("sdpa", **{mask: True}).what
     outcome = chosen(window=True)
     assert (
         outcome.where == "ops.attention=auto"
-        and "triton has no attention in a sliding window" in outcome.what
+        and "triton does not support a sliding window" in outcome.what
         and "=heads" in outcome.fix
     )
     assert chosen(allow_fallback=True, window=True).provider.name == "reference"
-    assert "no float32 on a GPU" in chosen(dtype=torch.float32).what
+    assert "do not support float32 on a GPU" in chosen(dtype=torch.float32).what
     monkeypatch.setattr(sdpa, "blocks_missing", lambda: "torch's flash attention does not run on this GPU")
     assert "does not run on this GPU" in chosen("sdpa").what
 
@@ -177,16 +177,17 @@ def test_softly_capped_scores_have_kernels_and_are_never_silently_squares_of_sco
     assert chosen["cuda", torch.bfloat16].provider.name == "triton"
     assert "triton has no float32 attention" in chosen["cuda", torch.float32].what
     assert (
-        "no attention in a sliding window"
+        "does not support a sliding window"
         in select.choose("attention", "triton", "cuda", torch.bfloat16, AttentionNeeds(window=True)).what
     )
-    with pytest.raises(BackendError, match="sdpa has no soft cap of attention's scores"):
+    with pytest.raises(BackendError, match="sdpa does not support a soft cap of attention's scores"):
         select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, needs)
 
 
 def test_attention_over_parts_of_a_sequence_is_refused_where_it_is_not_there():
     with pytest.raises(
-        BackendError, match=r"sdpa has no attention over part of a sequence .* no document masks or ALiBi"
+        BackendError,
+        match=r"sdpa does not support attention over part of a sequence .* do not support document masks or ALiBi",
     ):
         select_ops(
             OpsConfig(attention="sdpa"), "cpu", torch.float32, AttentionNeeds(documents=True, parts=True, alibi=True)
@@ -194,7 +195,7 @@ def test_attention_over_parts_of_a_sequence_is_refused_where_it_is_not_there():
     with pytest.raises(BackendError, match="cudnn does not run on cpu"):
         select_ops(OpsConfig(attention="cudnn"), "cpu", torch.bfloat16, AttentionNeeds(parts=True))
     assert (
-        "gives each row's log-sum-exp"
+        "needs each row's log-sum-exp"
         in select.choose("attention", "flash_attn", "cuda", torch.bfloat16, AttentionNeeds(parts=True)).what
     )
     assert (
@@ -233,7 +234,7 @@ def missing_kernels(monkeypatch, why):
 
 
 @pytest.mark.parametrize(
-    "why", ["no manifest.json", "built from other kernel sources than these", "the driver refuses the code object"]
+    "why", ["no manifest.json", "built from other versions of the kernel sources", "the driver refuses the code object"]
 )
 def test_auto_does_not_go_on_without_the_kernels_of_a_gpu(monkeypatch, why):
     missing_kernels(monkeypatch, why)
@@ -250,7 +251,7 @@ def test_auto_does_not_go_on_without_the_kernels_of_a_gpu(monkeypatch, why):
 def test_allow_fallback_goes_on_and_says_why(monkeypatch, capsys):
     missing_kernels(monkeypatch, "no manifest.json")
     select_ops(OpsConfig(allow_fallback=True), "cuda", torch.bfloat16)
-    assert "passed over triton (no manifest.json" in capsys.readouterr().err
+    assert "not used: triton (no manifest.json" in capsys.readouterr().err
 
 
 def test_flash_attn_is_not_first_where_documents_are_masked(monkeypatch):
@@ -286,7 +287,7 @@ def test_apex_of_pypi_is_recognised_and_refused(monkeypatch, tmp_path):
     (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "apex", raising=False)
-    assert "nothing to do with NVIDIA's" in providers.apex_missing()
+    assert "not NVIDIA's" in providers.apex_missing()
     (tmp_path / "apex" / "multi_tensor_apply.py").touch()
     assert "without its extensions amp_C, fused_layer_norm_cuda" in providers.apex_missing()
     for name in ("amp_C", "fused_layer_norm_cuda"):

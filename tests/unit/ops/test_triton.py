@@ -86,7 +86,7 @@ def test_attention_over_stretches_of_a_sequence(queries, keys, offset, kind):
 
 def test_keys_that_begin_after_the_queries_are_refused():
     q = normal(64, 1, 1, 16, dtype=torch.float16)
-    with pytest.raises(BackendError, match="queries that begin 20 positions before the keys"):
+    with pytest.raises(BackendError, match="the queries begin 20 positions before the keys"):
         gpu.attention_block(q, (q, q), Scores(0.25, offset=-20))
 
 

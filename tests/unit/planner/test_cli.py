@@ -142,7 +142,7 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("simulated", "words"),
-    [(8, ""), (4, ": 4 of the 8 microbatches, the pattern of the middle repeats")],
+    [(8, ""), (4, ": 4 of the 8 microbatches; the pattern in the middle repeats")],
 )
 def test_a_pipeline_that_is_drawn_in_part_says_so(simulated: int, words: str) -> None:
     schedule = SimpleNamespace(microbatches=simulated)
@@ -199,7 +199,7 @@ def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
     assert saves and config.train.save_interval == int(saves[1])
     assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-4, 1e-5)  # the nearest published values (GPT-3 13B)
     assert 0 < config.optimizer.warmup_steps * config.batch.global_batch * config.model.sequence_length < 0.1 * tokens
-    told = [line for line in out.splitlines() if line.startswith("fill in data.train")]
+    told = [line for line in out.splitlines() if line.startswith("set data.train to")]
     assert told and f"# {told[0]}" in path.read_text()
     assert [problem.where for problem in data_problems(config)] == ["data.train: FILL_IN.bin"]
     words = out.splitlines()[-1]
@@ -245,8 +245,8 @@ def plan_of(step_s: float, **risks: object) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("risks", "said"),
     [
-        ({"tight": True}, "it fills memory to within 5 %, so it would have to win by 3 %"),
-        ({"sharding": "weights"}, "its overlap is an estimate, so it would have to win by 3 %"),
+        ({"tight": True}, "it fills memory to within 5 %, so it must be faster by 3 % to be chosen"),
+        ({"sharding": "weights"}, "its overlap is an estimate, so it must be faster by 3 % to be chosen"),
     ],
 )
 def test_a_faster_runner_up_is_told_what_decided(risks: dict[str, object], said: str) -> None:
@@ -404,13 +404,13 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
         (["gpt-1t", "--nodes", "383", "batch.global_batch=9600"], "or 384 nodes"),
         (
             ["gpt-22b", "--nodes", "8", "--fix", "tensor=7"],
-            "with tensor=7\n    fix: use another number of nodes, or fix less",
+            "with tensor=7\n    fix: use another number of nodes, or fix fewer choices",
         ),
         (["gpt-175b", "--nodes", "1"], "does not fit on 1 node of frontier"),
         (["train_175b"], "is a run, not a model\n    fix: frontier-llm plan --run train_175b"),
         (["{file}"], "is a run, not a model\n    fix: frontier-llm plan --run "),
         (["gpt-1t", "--nodes", "64", "--fix", "tensor=1", "--fix", "recompute=full"], "none of the"),
-        (["gpt-1t", "--machine", "local"], "the smallest that holds it"),
+        (["gpt-1t", "--machine", "local"], "the smallest machine with enough memory"),
         ([], "no model is named"),
         (["gpt-22b", "--nodes", "0"], "is not a whole number above 0"),
     ],
@@ -453,7 +453,7 @@ def test_fp16_on_a_device_that_flushes_is_pointed_out(tmp_path: Path, capsys: py
     for dtype, machine, noted in (("fp16", "lumi", True), ("bf16", "lumi", False), ("fp16", "mi300x", False)):
         written.write_text(f"base: train_small\nprecision: {{dtype: {dtype}}}\n")
         assert main(["plan", "--run", str(written), "--machine", machine, "--nodes", "1"]) == 0
-        assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted
+        assert ("treat numbers below 6.1e-5 as zero" in capsys.readouterr().err) is noted
 
 
 def test_nothing_but_validation_loads_the_measurements() -> None:

@@ -41,7 +41,7 @@ def test_every_choice_that_can_be_fixed_is_refused_with_its_rule(
 def test_a_choice_that_is_no_field_of_a_layout_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("moe-tiny", "--nodes", "1", "batch.global_batch=16", "--fix", "expert=1")
     assert main(["plan", *asked, "--what-if", "expert_all_to_all=auto"]) == 0
-    assert "what if expert_all_to_all=auto: the choice has that already" in capsys.readouterr().out
+    assert "what if expert_all_to_all=auto: the chosen layout already has it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("axis", ["cp", "ep"])

@@ -45,7 +45,7 @@ def test_a_backward_beside_its_own_forward_is_refused() -> None:
     schedule = paired(2, 8)
     (backward, forward), *_ = beside(schedule, 0).items()
     own = Action(Kind.FORWARD, backward.microbatch, forward.position)
-    with pytest.raises(ScheduleError, match=rf"{backward} is beside {own}"):
+    with pytest.raises(ScheduleError, match=rf"{backward} is paired with {own}"):
         check_rank(swap(schedule, 0, own, forward), 0)
 
 

@@ -41,7 +41,7 @@ def test_evaluation_has_the_forwards_alone() -> None:
     schedule = build("interleaved", 2, 3, 2)
     kinds = {action.kind for actions in forward_only(schedule).actions for action in actions}
     assert kinds == {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD}
-    with pytest.raises(ScheduleError, match="B0@0 does not belong here"):
+    with pytest.raises(ScheduleError, match="B0@0 does not belong to this stage"):
         check(dataclasses.replace(schedule, name=forward_only(schedule).name))
 
 

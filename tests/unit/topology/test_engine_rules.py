@@ -21,16 +21,22 @@ DEEPSPEED = {"engine": "deepspeed"}
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"parallel": {"data_mode": "fsdp", "pipeline": 2}}, "parallel.pipeline: 2 stages with fsdp: "),
+        (
+            {"parallel": {"data_mode": "fsdp", "pipeline": 2}},
+            "parallel.pipeline: 2 stages cannot be combined with fsdp, ",
+        ),
         ({"parallel": {"context": 2}, "optimizer": DEEPSPEED}, "optimizer.engine: deepspeed with context 2"),
         (
             {"parallel": {"data_mode": "fsdp"}, "optimizer": DEEPSPEED},
-            "parallel.data_mode: fsdp and the engine deepspeed",
+            "parallel.data_mode: is fsdp, which cannot be combined with the engine deepspeed",
         ),
         ({"parallel": {"zero": 2}}, "parallel.zero: 2 is not supported: "),
         ({"parallel": {"zero": 3}, "optimizer": DEEPSPEED}, "parallel.zero: 3 is not supported: "),
-        ({"optimizer": {"name": "adamv"}}, "optimizer.name: 'adamv' is no optimizer; did you mean 'adamw'?"),
-        ({"parallel": {"zero": 0}, "optimizer": DEEPSPEED}, "parallel.zero: without ZeRO"),
+        ({"optimizer": {"name": "adamv"}}, "optimizer.name: 'adamv' is not an optimizer; did you mean 'adamw'?"),
+        (
+            {"parallel": {"zero": 0}, "optimizer": DEEPSPEED},
+            "parallel.zero: is 0, but the engine deepspeed needs ZeRO-1",
+        ),
         ({"precision": {"dtype": "fp16"}, "optimizer": DEEPSPEED}, "precision.dtype: fp16 with the engine deepspeed"),
         (
             {"optimizer": {"deepspeed_config": "ds.json"}},

@@ -136,7 +136,7 @@ def test_sequence_parallel_needs_a_divisible_sequence() -> None:
 
 def test_every_tensor_rank_needs_a_real_vocabulary_row() -> None:
     problem = only(config({"vocab_size": 768, "vocab_multiple": 1024}, tensor=4), 4, "model.vocab_multiple")
-    assert "leaves the last of 4 tensor ranks no real row" in problem.what
+    assert "gives the last of 4 tensor ranks only padding rows" in problem.what
     assert plan_problems(config({"vocab_size": 769, "vocab_multiple": 1024}, tensor=4), 4) == []
     both = plan_problems(config({"vocab_size": 600, "vocab_multiple": 1024, "ffn_hidden": 258}, tensor=4), 4)
     assert [problem.where for problem in both] == ["model.ffn_hidden", "model.vocab_multiple"]
@@ -152,7 +152,7 @@ def test_suggested_tensor_degrees_are_legal() -> None:
 
 def test_no_more_pieces_than_layers() -> None:
     problem = only(config(pipeline=3, chunks=3, schedule="interleaved"), 3, "parallel.pipeline")
-    assert "3 stages x 3 chunks = 9 pieces for 8 layers" in problem.what
+    assert "3 stages x 3 chunks = 9 virtual stages, more than the 8 layers" in problem.what
 
 
 def test_chunks_need_the_interleaved_schedule() -> None:
@@ -167,7 +167,7 @@ def test_chunks_need_stages() -> None:
 @pytest.mark.parametrize("counts", [(4, 5), (8,), (2, 3, 3)])
 def test_given_stage_layers_must_fit(counts: tuple[int, ...]) -> None:
     problem = only(config(pipeline=2, stage_layers=counts), 2, "parallel.stage_layers")
-    assert "give 2 entries that sum to 8" in problem.fix
+    assert "give 2 entries with the sum 8" in problem.fix
 
 
 def test_given_stage_layers_are_used() -> None:

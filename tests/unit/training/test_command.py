@@ -99,7 +99,7 @@ def test_a_users_own_config_yaml_is_not_overwritten(run_file, tmp_path, capsys):
     own = run_file.rename(tmp_path / "config.yaml")
     words = ["train", str(own), f"train.run_dir={tmp_path}", "--dry-run"]
     assert command_line.main(words) == 2
-    assert "config.yaml is not from a run, and a run there would overwrite it" in capsys.readouterr().err
+    assert "config.yaml does not belong to a run, and a run there would overwrite it" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
     assert command_line.main(words) == 0  # checkpoints/ shows that a run was there
 
@@ -124,7 +124,7 @@ def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
     again = train(run_file, f"train.run_dir={whole}")
     assert again.returncode == 0 and "resuming after step 4" in again.stderr
-    assert "nothing to train: 4 steps are done, train.steps is 4" in again.stderr
+    assert "nothing to train: 4 steps are done, and train.steps is 4" in again.stderr
     changed = [f"train.run_dir={parts}", "optimizer.lr=2e-3", "parallel.tensor=2"]
     logs = (parts / "logs" / "rank_0.log").stat()
     refused = train(run_file, *changed)
@@ -157,7 +157,7 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare
         return checks.check_start(config, 6)
     with pytest.raises(
         ConfigError,
-        match=r"optimizer state of 6 ranks take .*of memory to spare and no GPU\n    fix: take a smaller model",
+        match=r"optimizer state of 6 ranks take .*of free memory and no GPU\n    fix: use a smaller model",
     ):
         checks.check_start(config, 6)
 
@@ -188,7 +188,7 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, de
     if not refused:
         return checks.check_start(config, 4)
     expected = (
-        rf"train.device: is {device}, which means a GPU on machine={machine}, and this computer has "
+        rf"train.device: is {device}, which means a GPU on machine={machine}, but this computer has "
         rf"none[\s\S]*machine=local"
     )
     with pytest.raises(ConfigError, match=expected):

@@ -78,7 +78,7 @@ def test_a_gpu_of_another_architecture_is_refused(
     pretend_gpus(monkeypatch, architecture=architecture)
     with pytest.raises(
         DeviceError,
-        match=rf"pretended {architecture} on {node_name()} has the architecture {architecture}; .*machine={machine}",
+        match=rf"{architecture} on {node_name()} has the architecture {architecture}, but .*machine={machine}",
     ):
         choose_device(run(f"machine={machine}"), place(), None)
 
@@ -86,11 +86,11 @@ def test_a_gpu_of_another_architecture_is_refused(
 def test_no_gpu_is_refused_where_one_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, count=0)
     expected = re.escape(
-        f"torch 2.10.0 for ROCm 7.0 on {node_name()} sees no GPU; train.device=auto means an AMD GPU (gfx90a)"
+        f"torch 2.10.0 for ROCm 7.0 on {node_name()} sees no GPU, but train.device=auto means an AMD GPU (gfx90a)"
     )
     with pytest.raises(DeviceError, match=expected):
         choose_device(run("machine=frontier"), place(), None)
-    with pytest.raises(DeviceError, match=r"sees no GPU; train\.device=cuda needs one"):
+    with pytest.raises(DeviceError, match=r"sees no GPU, but train\.device=cuda needs one"):
         choose_device(run("train.device=cuda"), place(), None)
     assert choose_device(run(), place(), None).type == "cpu"
 
@@ -115,7 +115,7 @@ def test_a_machine_file_without_an_architecture_takes_any_of_the_vendor(
         pretend_gpus(amd, architecture="gfx1100")
         assert choose_device(config, place(), None).type == "cuda"
     pretend_gpus(monkeypatch, architecture="sm_90")
-    with pytest.raises(DeviceError, match=r"cannot use AMD GPUs; train\.device=auto means an AMD GPU on machine="):
+    with pytest.raises(DeviceError, match=r"cannot use AMD GPUs, but train\.device=auto means an AMD GPU on machine="):
         choose_device(config, place(), None)
 
 
@@ -212,7 +212,8 @@ def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(monkeypatch: pytes
         with monkeypatch.context() as another_process:
             another_process.setattr(device, "_LOCKS", {})
             with pytest.raises(
-                FrontierError, match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job has"
+                FrontierError,
+                match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job already uses",
             ):
                 choose_device(config, place(1, 2), folder)
             pretend_gpus(monkeypatch, count=1, bus=0xC6)

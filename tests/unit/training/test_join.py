@@ -76,7 +76,7 @@ def test_fsdp_keeps_its_queues(clean: pytest.MonkeyPatch, capfd: pytest.CaptureF
         assert environ("CUDA_DEVICE_MAX_CONNECTIONS") == value
     clean.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     set_environment(load_run("bench", ["machine=h200", "parallel.data_mode=fsdp"]))
-    assert environ("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and "keeps FSDP's gathers behind" in capfd.readouterr().err
+    assert environ("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and "cannot overlap with compute" in capfd.readouterr().err
 
 
 def test_threads_are_those_that_are_claimed(clean: pytest.MonkeyPatch) -> None:
@@ -151,4 +151,4 @@ def test_each_value_of_comm_store_names_a_store(
         assert job is not None
         join._start_store(config, job)
         assert join._meeting(config, job).store == kind
-    assert (f"comm.store={value} is read as auto: torch's TCPStore" in capfd.readouterr().err) == is_said
+    assert (f"comm.store={value} is an old value and means auto: torch's TCPStore" in capfd.readouterr().err) == is_said

@@ -240,7 +240,7 @@ def test_a_source_is_restarted_in_another_order(tmp_path: Path) -> None:
     ]
     assert streams[0].order != streams[2].order
     assert decisions(tmp_path / "run") == [{"step": 4, "action": "restart source", "path": "a", "samples_taken": 2}]
-    with pytest.raises(ConfigError, match=r"--restart-source: 'c' is no dataset of this run"):
+    with pytest.raises(ConfigError, match=r"--restart-source: 'c' is not a dataset of this run"):
         resumed(tmp_path / "run", 9, Resume(restart_sources=("c",)), "data.train=[a, b]")
 
 
@@ -250,13 +250,13 @@ def test_a_dataset_that_grew_is_a_new_source_said_in_figures(
     trained(tmp_path / "run", 4, "data.train=a")
     with IndexedWriter(tmp_path / "a", "u2") as writer:
         writer.add_document([7] * 5000)
-    with pytest.raises(CheckpointError, match="the tokens of a are others"):
+    with pytest.raises(CheckpointError, match="the tokens of a have changed"):
         trained(tmp_path / "run", 6, "data.train=a")
     trained(tmp_path / "run", 6, "data.train=a", allow=["data.train"])
     said = capsys.readouterr().err
     assert re.search(
-        r"a is a new source of 5K tokens: 1\.\d+K tokens were there, of which 64 were read; it is read from its "
-        r"beginning",
+        r"a has changed and is read from its beginning: it has 5K tokens instead of 1\.\d+K, of which 64 were "
+        r"read",
         said,
     ), said
     assert [stream.taken for stream in position(tmp_path / "run", 6).streams] == [4, 2]
@@ -288,7 +288,7 @@ def test_a_checkpoint_from_before_goes_on_where_it_was(
     as_version_3(tmp_path / "run", 5)
     assert trained(tmp_path / "run", 8, *words) == whole
     assert (
-        "what earlier changes of batch, weights or data skipped or read twice is not recorded"
+        "Data that earlier changes of batch, weights or data skipped or read twice is not recorded"
         in capsys.readouterr().err
     )
     assert position(tmp_path / "run", 8) == position(tmp_path / "whole", 8) and before.samples >= 5

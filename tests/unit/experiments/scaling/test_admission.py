@@ -147,7 +147,7 @@ def test_submit_refuses_a_long_run_on_synthetic_data(tmp_path: Path, capsys: pyt
     assert main(words) == 2
     assert "data.allow_synthetic=true" in capsys.readouterr().err
     assert main([*words, "data.allow_synthetic=true"]) == 0
-    assert "no limit is set" in capsys.readouterr().err
+    assert "no limit of node-hours is set" in capsys.readouterr().err
     assert main([*words, "data.allow_synthetic=true", "--max-node-hours", "5000"]) == 0
     assert "ends when 5,000.0 node-hours are used" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_the_preview_says_nodes_minutes_node_hours_and_bytes(
     )
     assert f"this job writes no checkpoint (0 bytes), only logs and metrics, to {tmp_path}/r\n" in err
     # a run that saves nothing is not continued
-    assert "at most 1 job of 2 h, 768 node-hours" in err and "no limit is set" not in err
+    assert "at most 1 job of 2 h, 768 node-hours" in err and "no limit of node-hours is set" not in err
     production = ["submit", "pretrain_1t", *ON_384_NODES, f"train.run_dir={tmp_path}/p", *SYNTHETIC]
     assert main(production) == 0
     err = capsys.readouterr().err
@@ -180,7 +180,7 @@ def test_a_bare_sbatch_makes_the_same_checks(
     allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("train_1t", f"train.run_dir={tmp_path}/r")
-    with pytest.raises(ConfigError, match=r"15259 steps on synthetic data, about [\d,]+ node-hours"):
+    with pytest.raises(ConfigError, match=r"15259 steps on synthetic data take about [\d,]+ node-hours"):
         admit_job(open_batch(("pretrain_1t", WARNED, f"train.run_dir={tmp_path}/r", "data.train=synthetic")))
     with pytest.raises(ConfigError, match="GiB per device"):
         admit_job(open_batch((*words, "train.recompute=none", "batch.micro_batch=4")))
@@ -209,7 +209,7 @@ def test_a_lead_time_shorter_than_a_step_is_pointed_out(
     """
     words = ("train_1t", f"train.run_dir={tmp_path}/r", "train.save_final=true")
     admit_job(open_batch((*words, "job.warning_s=60")))
-    assert "told to save 60 s before the walltime, but a step takes about 580 s" in capsys.readouterr().err
+    assert "warned 60 s before the end of the walltime, but a step takes about 580 s" in capsys.readouterr().err
     admit_job(open_batch((*words, WARNED)))
     assert "told to save" not in capsys.readouterr().err
 

@@ -68,7 +68,7 @@ def test_the_site_is_asked_about_every_point_before_the_first_is_queued(config: 
     points = make_series("weak", config, FRONTIER, [8, 128], 640, tmp_path, repeats=60)
     found = {problem.where: problem for problem in submission_problems(points, FRONTIER, None, None, 300)}
     assert set(found) == {"--account", "--time", "points"}
-    assert "of 8 nodes" in found["--time"].what and "120 jobs" in found["points"].what
+    assert "for 8 nodes" in found["--time"].what and "120 jobs" in found["points"].what
     assert not list(submission_problems(points[:2], FRONTIER, "ABC", None, 60))
 
 

@@ -35,7 +35,7 @@ def test_wanted_steps_that_do_not_fit_are_refused_with_those_that_do() -> None:
         with_walltime(strong([64, 128]), FRONTIER, steps=100)
     assert [problem.where for problem in caught.value.problems] == ["64 nodes", "128 nodes"]
     for problem, nodes in zip(caught.value.problems, (64, 128), strict=True):
-        fits = int(problem.fix.removeprefix("train.steps="))
+        fits = int(problem.fix.removeprefix("set train.steps="))
         ((point, minutes),) = with_walltime(strong([nodes]), FRONTIER, steps=fits)
         assert point.config.train.steps == fits and minutes is not None
 
@@ -60,4 +60,4 @@ def test_a_site_without_limits_leaves_the_time_open() -> None:
 def test_fewer_than_five_measured_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="5 steps leave 2 to measure") as caught:
         with_walltime(strong([128]), FRONTIER, steps=5)
-    assert caught.value.problems[0].fix == "train.steps=8 or more"
+    assert caught.value.problems[0].fix == "set train.steps=8 or more"

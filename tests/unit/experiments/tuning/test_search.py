@@ -129,7 +129,7 @@ def test_a_slow_layout_need_not_finish_and_a_shortened_hang_says_nothing(space: 
         lambda rows: None,
     )
     assert (
-        why == "told to stop; start the same again to go on"
+        why == "a stop was requested; run the same command again to continue"
         and search.trials[-1].status == "interrupted"
         and len(search.tried) == 1
     )
@@ -171,7 +171,7 @@ def test_it_goes_on_from_its_table(space: Space, tmp_path: Path) -> None:
     )
     assert [trial.layout for trial in search.trials] == [trial.layout for trial in whole.trials]
     path.write_text(path.read_text().replace(",1f1b,", ",", 1))
-    with pytest.raises(DataError, match="is no trial"):
+    with pytest.raises(DataError, match="is not a trial"):
         read_trials(path, space.plans[0].layout)
 
 
@@ -184,7 +184,7 @@ def test_everything_is_tried_once(space: Space) -> None:
         lambda proposal, limit_s: trial_of(search, proposal, 1.0 + proposal.number),
         lambda rows: None,
     )
-    assert why == "every layout is tried" and len(search.trials) == len(space.plans) == len(search.tried)
+    assert why == "every layout has been tried" and len(search.trials) == len(space.plans) == len(search.tried)
 
 
 def test_the_space_is_what_the_planner_prices_and_each_layout_can_be_said_in_words(space: Space) -> None:

@@ -279,21 +279,21 @@ def test_all_values_without_counterpart_are_named_at_once(tmp_path: Path) -> Non
         (
             "llama-gqa",
             {"rope_parameters": None, "rope_scaling": {"factor": 2.0}},
-            "rope_parameters.factor: 2.0 has no counterpart",
+            "rope_parameters.factor: 2.0 is not supported",
         ),
         ("llama-gqa", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "llama-gqa",
             {"attention_bias": True},
-            "attention_bias: True has no counterpart here\n    fix: supported: the same as mlp_bias, False",
+            "attention_bias: True is not supported\n    fix: supported: the same as mlp_bias, False",
         ),
-        ("llama-gqa", {"hidden_size": "48"}, "holds a value of another kind than expected"),
-        ("llama-gqa", {"num_attention_heads": 0}, "holds a value of another kind than expected"),
+        ("llama-gqa", {"hidden_size": "48"}, "has an unexpected value"),
+        ("llama-gqa", {"num_attention_heads": 0}, "has an unexpected value"),
         ("llama-gqa", {"num_key_value_heads": 4}, "kv_heads"),
         ("llama-3.1", {"rope_parameters": {**LLAMA_3, "low_freq_factor": None}}, "low_freq_factor: is missing"),
         ("llama-3.1", {"rope_parameters": {**LLAMA_3, "high_freq_factor": 1.0}}, "not above low_freq_factor"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' has no counterpart"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         ("olmo2", {"attention_bias": True}, "attention_bias"),
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ("neox", {"rope_parameters": LLAMA_3}, "llama3"),
@@ -381,7 +381,7 @@ def test_shards_without_their_index_and_an_index_that_points_elsewhere(tmp_path:
     assert f"fetch {INDEX} too" in refusal(tmp_path)
     first = min(tmp_path.glob("model-*.safetensors")).name
     (tmp_path / INDEX).write_text(index.replace(first, f"../{first}"))
-    assert f"names '../{first}', which is no file beside it" in refusal(tmp_path)
+    assert f"names '../{first}', which is not a file in the same directory" in refusal(tmp_path)
 
 
 def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_missing_wrong_and_extra_tensors_are_named_with_the_expected_shape(tmp_p
     save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
     message = refusal(tmp_path)
     assert "model.norm.weight: is missing; expected a tensor of shape [48]" in message
-    assert "has shape [79, 48], expected [80, 48]" in message
+    assert "has shape [79, 48], but config.json requires [80, 48]" in message
     assert "q_norm" in message
 
 
@@ -425,5 +425,5 @@ def test_a_model_of_no_family_is_told_what_each_would_need() -> None:
     with pytest.raises(CheckpointError) as caught:
         family_for(odd)
     message = str(caught.value)
-    assert "as LlamaForCausalLM: position is 'alibi', needs 'rope'" in message
+    assert "cannot be exported as LlamaForCausalLM: position is 'alibi', but must be 'rope'" in message
     assert all(family.architecture in message for family in FAMILIES)

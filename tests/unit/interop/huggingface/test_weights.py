@@ -150,7 +150,7 @@ def test_a_run_that_has_begun_is_not_overwritten(tmp_path: Path) -> None:
     source = HuggingFaceModel(tmp_path / "hf")
     config = run_config(source.model, tmp_path / "run")
     write_checkpoint(source, config, 1 << 30)
-    with pytest.raises(CheckpointError, match="step_00000000 already"):
+    with pytest.raises(CheckpointError, match="already contains step_00000000"):
         write_checkpoint(source, config, 1 << 30)
 
 

@@ -102,7 +102,7 @@ def test_hosts_that_cannot_be_written_down_are_told(tmp_path: Path, capsys: pyte
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_dir, "untrusted_hosts", lambda _: [])
         inquiry(heartbeat_store, 0).accuse(wrong(3))
-    assert "cannot write down that n1 should no longer be used" in capsys.readouterr().err
+    assert "cannot record that n1 must no longer be used" in capsys.readouterr().err
     assert heartbeat_store.first is not None
 
 
