@@ -239,7 +239,9 @@ setup(
     python_requires=">=3.11",
     license="Apache-2.0",
     packages=find_packages(include=["frontier_llm", "frontier_llm.*"]),
-    package_data={"frontier_llm": ["_native/*.so", "_native/gpu/*/*", "planner/best_published.json"]},
+    package_data={
+        "frontier_llm": ["_native/*.so", "_native/gpu/*/*", "planner/best_published.json", "py.typed", "__init__.pyi"]
+    },
     data_files=shared_files(),
     ext_modules=native_libraries(),
     cmdclass={"build_ext": NativeBuild, "build_ops": BuildOps},

@@ -63,6 +63,21 @@ class FrontierError(Exception):
     def __str__(self) -> str:
         return "\n".join(f"  {problem}" if len(self.problems) > 1 else str(problem) for problem in self.problems)
 
+    @property
+    def what(self) -> str:
+        """What is wrong: the rule and the offending value of the first problem."""
+        return self.problems[0].what if self.problems else ""
+
+    @property
+    def why(self) -> str:
+        """The key, path or rank that caused the first problem. '' if there is none."""
+        return self.problems[0].where if self.problems else ""
+
+    @property
+    def fix(self) -> str:
+        """The command or change that repairs the first problem. '' if none is known."""
+        return self.problems[0].fix if self.problems else ""
+
     def reword(self, names: Mapping[str, str]) -> None:
         """Replace names in all problems, for example configuration keys by a command's flags."""
 

@@ -44,8 +44,8 @@ from frontier_llm.training.guard import (
     RouterWatch,
     Skips,
     Watchdog,
-    provenance,
 )
+from frontier_llm.training.guard.provenance import provenance
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.metrics import Metrics, metrics_of
 from frontier_llm.training.progress import AS_BEFORE, Resume, progress_of, restore
@@ -121,7 +121,7 @@ class _Session:
         self.routers = RouterWatch(self.config.model)
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
-        facts = _job_facts(config, state, self.datasets)
+        facts = job_facts(config, state, self.datasets)
         self.checkpoints = Checkpoints(config.train, state.mesh, state.optimizer, facts, resume.allow_changes)
         self.skips = Skips(self.config.guard, self.decisions, self.checkpoints)
 
@@ -425,7 +425,7 @@ def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
     return {path: Dataset(*dataset) for path, dataset in found.items()}
 
 
-def _job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Dataset]) -> JobFacts:
+def job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Dataset]) -> JobFacts:
     """Return the facts of this job for checkpoints.
 
     Only rank 0, which writes the manifest, records environment and plugins.

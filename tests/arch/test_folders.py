@@ -107,4 +107,4 @@ def test_a_wheel_contains_the_package_and_its_shared_files_alone(tmp_path: Path)
     )
     assert done.returncode == 2 and f"installed from a wheel ({tmp_path}/packages/frontier_llm)" in done.stderr
     (place,) = (tmp_path / "data" / "share").iterdir()
-    assert {path.name for path in place.iterdir()} == {"configs", "launch", "slurm"}
+    assert {path.name for path in place.iterdir()} == {"configs", "docs", "launch", "slurm"}

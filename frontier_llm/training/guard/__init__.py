@@ -11,7 +11,6 @@ Recompute     computes one step twice on every replica and compares
 provenance    records code, libraries and device
 """
 
-from frontier_llm.training.guard.provenance import provenance
 from frontier_llm.training.guard.recompute import Recompute, WrongArithmetic
 from frontier_llm.training.guard.replicas import ReplicaCheck, ReplicaDrift
 from frontier_llm.training.guard.skips import Decisions, Skips, SpikePolicy
@@ -31,5 +30,4 @@ __all__ = [
     "SpikePolicy",
     "Watchdog",
     "WrongArithmetic",
-    "provenance",
 ]

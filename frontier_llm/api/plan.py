@@ -1,0 +1,160 @@
+"""Planning from Python: the same search as `frontier-llm plan`, as an object that a notebook shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.api.run import Run, load_run
+from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.config import ModelConfig, load_model, phases_of, planned_tokens
+from frontier_llm.machine.load import load_machine, own_stack, rates
+from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine
+from frontier_llm.pages import can_draw, figures, text
+from frontier_llm.planner import report
+from frontier_llm.planner.candidates import parse_fixed
+from frontier_llm.planner.emit import recipe, run_content
+from frontier_llm.planner.figures import memory_chart, pipeline_chart, write_figures
+from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, campaign
+from frontier_llm.planner.refusal import check_found, too_big
+from frontier_llm.planner.search import Search, default_global_batch, search, smallest_machine
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Result of a search: the chosen layout and the runners-up. All times are simulated."""
+
+    outcome: Search
+    machine: Machine
+    machine_name: str  # name or path that `plan` was called with
+    stack: str
+    rates: Rates
+    run: Run | None  # the run that was planned; None: only a model
+    tokens: float  # tokens of the training, from which steps and costs follow
+
+    @property
+    def step_s(self) -> float:
+        """Simulated seconds per step of the chosen layout."""
+        return self.outcome.best.step_s
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Keys of a run file that describe the chosen layout, by section."""
+        content = run_content(self.machine_name, self.machine, self.outcome, self.rates, self.outcome.model.name)
+        return {name: content[name] for name in ("parallel", "batch", "precision", "comm") if name in content}
+
+    def table(self) -> str:
+        """Return the best layouts as a text table, fastest first."""
+        return report.table(self.outcome.plans)
+
+    def explain(self) -> str:
+        """Return the reasons for the choice: where the step's time and the memory go, and what limits them."""
+        return report.explain(self.outcome.best, self.machine, self.stack, self.rates)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `frontier-llm plan --json` prints."""
+        cost = campaign(self.machine, self.outcome.best, self.tokens)
+        return report.search_as_dict(self.outcome, self.machine, self.stack, self.rates, cost)
+
+    def figure(self, path: str | Path) -> Path:
+        """Write a self-contained HTML page with the figures of the plan, and return its path.
+
+        Raises FrontierError if Plotly is not installed.
+        """
+        return write_figures(Path(path), self.outcome, self.machine, self.stack, self.rates)
+
+    def to_run(self, overrides: Mapping[str, Any] | None = None, /) -> Run:
+        """Return a run with this layout. `overrides` has keys as in `load_run`.
+
+        If a model was planned, the run trains on synthetic tokens unless `overrides` names `data.train`. Its learning
+        rate and number of steps are those of `frontier-llm plan --emit`.
+        """
+        choice = run_content(self.machine_name, self.machine, self.outcome, self.rates, self.outcome.model.name)
+        if self.run is not None:
+            content = self.run.to_dict()
+            content["train"] = {**content["train"], **choice["train"]}
+        else:
+            needs = recipe(self.outcome.best, self.tokens, None)
+            model = self.outcome.model.model_dump(mode="json")
+            content = {"model": model, **needs, "data": {"train": "synthetic"}}
+            content["train"] = {**choice["train"], **needs["train"]}
+        for section in ("machine", "parallel", "precision", "comm", "batch"):
+            if section in choice:
+                value = choice[section]
+                content[section] = {**content.get(section, {}), **value} if isinstance(value, Mapping) else value
+        return load_run(content, overrides)
+
+    def __str__(self) -> str:
+        cost = campaign(self.machine, self.outcome.best, self.tokens)
+        return report.text(self.outcome, self.machine, self.stack, self.rates, cost)
+
+    def _repr_html_(self) -> str:
+        """Return the table and, if Plotly is installed, the pipeline's timeline and the memory per rank."""
+        words = f"<pre>{text(str(self))}</pre>"
+        if not can_draw():
+            return words
+        return words + figures([pipeline_chart(self.outcome.best), memory_chart(self.outcome.best)])
+
+
+def plan(
+    model_or_run: str | Path | Mapping[str, Any] | Run,
+    *,
+    machine: str = "frontier",
+    nodes: int | None = None,
+    global_batch: int | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    tokens: float | None = None,
+) -> Plan:
+    """Search the fastest layout of a model or run on a machine, as `frontier-llm plan` does. Imports no torch.
+
+    `model_or_run` is the name of a shipped model, the path of a model file, a `Run`, or a dictionary with the keys of a
+    run file. `nodes` is by default the smallest power of two on which the model fits. `global_batch` counts sequences
+    per step. `fixed` holds layout keys that the search keeps, for example `{"tensor": 8}`. `tokens` is the length of
+    the training (default: the run's own, or 20 per parameter).
+
+    Raises FrontierError if nothing fits, and for unknown names.
+    """
+    if isinstance(model_or_run, str | Path):
+        run = None
+        model = load_model(str(model_or_run))
+        batch = None
+        shared: dict[str, Any] = {}
+    else:
+        run = load_run(model_or_run)
+        model, batch, shared = _longest_phase(run)
+    described = load_machine(machine)
+    stack = own_stack(described)
+    numbers = rates(described, stack)
+    if nodes is None:
+        nodes = smallest_machine(model, numbers)
+        if nodes is None:
+            raise too_big(model, described, numbers)
+    outcome = search(
+        model,
+        numbers,
+        nodes,
+        global_batch or batch or default_global_batch(model, nodes),
+        parse_fixed([f"{key}={value}" for key, value in (fixed or {}).items()]),
+        **shared,
+    )
+    check_found(outcome, described, numbers)
+    if tokens is None:
+        tokens = _tokens(run, outcome)
+    return Plan(outcome, described, machine, stack, numbers, run, tokens)
+
+
+def _longest_phase(run: Run) -> tuple[ModelConfig, int, dict[str, Any]]:
+    """Return model, global batch and further arguments of the search, of the phase with the longest sequences."""
+    longest = max(phases_of(run.config), key=lambda phase: phase.config.model.sequence_length).config
+    shared = {"dtype": longest.precision.dtype, "optimizer": longest.optimizer.name}
+    return longest.model, longest.batch.global_batch, shared
+
+
+def _tokens(run: Run | None, outcome: Search) -> float:
+    """Return the tokens of the training: the run's own, or 20 per parameter."""
+    if run is not None:
+        return float(planned_tokens(phases_of(run.config)))
+    return float(TOKENS_PER_PARAMETER * total_parameters(outcome.model))

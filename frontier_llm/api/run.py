@@ -1,0 +1,122 @@
+"""Runs from Python: load a run file or a dictionary, find the runs of a folder, read a run's metrics."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from frontier_llm.config import RunConfig, dump
+from frontier_llm.config import load_run as read_run
+from frontier_llm.errors import ConfigError
+from frontier_llm.files import write_atomically
+from frontier_llm.run import run_dir as records
+from frontier_llm.units import strict_json
+
+
+@dataclass(frozen=True)
+class Run:
+    """A valid, frozen run configuration. `load_run` makes one."""
+
+    config: RunConfig
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of the run's logs, metrics and checkpoints."""
+        return Path(self.config.train.run_dir)
+
+    def with_(self, overrides: Mapping[str, Any]) -> Run:
+        """Return the run with other values, for example `run.with_({"train.steps": 5})`. Raises FrontierError."""
+        return load_run(self.to_dict(), overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration with the keys of a run file."""
+        return self.config.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """Return the text of a run file that loads to the same configuration."""
+        return dump(self.config)
+
+    def write(self, path: str | Path) -> Path:
+        """Write the run file, for `frontier-llm train` or `submit`. Returns its path."""
+        write_atomically(Path(path), self.to_yaml())
+        return Path(path)
+
+
+def load_run(
+    source: str | Path | Mapping[str, Any] | Run,
+    overrides: Mapping[str, Any] | None = None,
+    /,
+    **more: Any,
+) -> Run:
+    """Load a run.
+
+    `source` is the path of a run file, the name of a shipped run, or a dictionary with the keys of a run file.
+    `overrides` replaces values by their keys in YAML: `load_run("quickstart", {"train.steps": 5})`. Keys without a dot
+    can also be keyword arguments: `load_run("quickstart", machine="mi250")`.
+
+    Raises FrontierError with every unknown key and wrong value. Its `.what`, `.why` and `.fix` describe the first.
+    """
+    words = [f"{key}={strict_json(value, indent=None)}" for key, value in {**(overrides or {}), **more}.items()]
+    if isinstance(source, Run):
+        source = source.to_dict()
+    if isinstance(source, Mapping):
+        # The file's folder is temporary, so relative paths in a dictionary count from the working directory.
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "dictionary.yaml"
+            write_atomically(path, yaml.safe_dump(dict(source), sort_keys=False))
+            return Run(read_run(str(path), words))
+    return Run(read_run(str(source), words))
+
+
+def list_runs(folder: str | Path = "runs") -> list[dict[str, Any]]:
+    """Return the runs in `folder`, sorted by name.
+
+    Each is a dictionary: `path`, `model`, `steps` (planned), `step` (newest complete checkpoint), `logged_step` and
+    `loss` (last row of the metrics; None before the first). Raises FrontierError if `folder` does not exist.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError("is not a directory", "give the folder that holds the run directories", str(folder))
+    found = []
+    for path in sorted(file.parent for file in folder.glob("*/config.yaml")):
+        content = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+        rows = records.steps(path)
+        found.append(
+            {
+                "path": path,
+                "model": content["model"]["name"],
+                "steps": content["train"]["steps"],
+                "step": records.latest_step(path),
+                "logged_step": rows[-1]["step"] if rows else None,
+                "loss": rows[-1]["loss"] if rows else None,
+            }
+        )
+    return found
+
+
+def read_metrics(run: str | Path | Run) -> Any:
+    """Return a run's training metrics, one row per recorded step, in ascending order of steps.
+
+    The result is a pandas DataFrame if pandas is installed, and a list of dictionaries otherwise. Losses are in nats
+    per token. Raises FrontierError if the run has no metrics yet.
+    """
+    path = run.run_dir if isinstance(run, Run) else Path(run)
+    rows = records.steps(path)
+    if not rows:
+        raise ConfigError("has no metrics yet", "give the directory of a run that has trained", str(path))
+    return as_table(rows)
+
+
+def as_table(rows: list[dict[str, Any]]) -> Any:
+    """Return rows as a pandas DataFrame if pandas is installed. Otherwise return the list itself."""
+    if importlib.util.find_spec("pandas") is None:
+        return rows
+    import pandas as pd
+
+    return pd.DataFrame(rows)

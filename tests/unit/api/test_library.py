@@ -1,0 +1,222 @@
+"""The public names of the package, used as a user's program uses them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import frontier_llm
+from frontier_llm import FrontierError, RankFailure, Result, load_run, open_checkpoint, plan, score, train
+
+ROOT = Path(__file__).parents[3]
+TINY = {
+    "model": {
+        "name": "tiny",
+        "layers": 2,
+        "hidden": 32,
+        "heads": 2,
+        "ffn_hidden": 64,
+        "vocab_size": 300,
+        "sequence_length": 16,
+    },
+    "machine": "local",
+    "precision": {"dtype": "fp32"},
+    "data": {"train": "synthetic"},
+    "batch": {"global_batch": 4, "micro_batch": 1},
+    "train": {"steps": 6, "device": "cpu", "save_interval": 3, "tensorboard": False},
+}
+
+
+def tiny(run_dir: Path, **more: Any) -> frontier_llm.Run:
+    return load_run(TINY, {"train.run_dir": str(run_dir), **more})
+
+
+def in_a_fresh_interpreter(program: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_package_imports_nothing_before_a_name_is_used() -> None:
+    program = (
+        "import sys; before = set(sys.modules); import frontier_llm; "
+        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} & "
+        "{'torch', 'numpy', 'yaml', 'pydantic'}))"
+    )
+    assert in_a_fresh_interpreter(program) == "[]"
+
+
+def test_planning_imports_no_torch() -> None:
+    program = (
+        "import sys, frontier_llm; chosen = frontier_llm.plan('gpt-22b', machine='frontier', nodes=2); "
+        "print(chosen.layout['parallel']['tensor'], 'torch' in sys.modules)"
+    )
+    degree, loaded = in_a_fresh_interpreter(program).split()
+    assert int(degree) >= 1 and loaded == "False"
+
+
+def test_the_public_names_are_few_and_exist() -> None:
+    assert len(frontier_llm.__all__) <= 16
+    assert all(getattr(frontier_llm, name).__doc__ for name in frontier_llm.__all__)
+    with pytest.raises(AttributeError, match=r"no attribute 'tarin'; public names: .*train"):
+        _ = frontier_llm.tarin
+
+
+def test_overrides_have_the_keys_of_yaml_and_errors_have_three_parts() -> None:
+    run = load_run("quickstart", {"train.steps": 5, "train.seed": 7}, machine="mi250")
+    assert (run.config.train.steps, run.config.train.seed, run.config.machine) == (5, 7, "mi250")
+    assert load_run(run.to_dict()).config == run.config
+    with pytest.raises(FrontierError) as caught:
+        load_run(TINY, {"train.stepz": 5})
+    assert caught.value.what == "unknown key"
+    assert caught.value.why.endswith("train.stepz")
+    assert caught.value.fix.startswith("did you mean 'steps'?")
+
+
+def test_a_plan_becomes_a_run_and_a_notebook_shows_it() -> None:
+    chosen = plan(tiny(Path("runs/x")), machine="frontier", nodes=1, fixed={"tensor": 2})
+    run = chosen.to_run({"train.steps": 3})
+    assert run.config.parallel.tensor == 2
+    assert run.config.train.steps == 3
+    assert run.config.model.name == "tiny"
+    assert "TP" in chosen.table()
+    html = chosen._repr_html_()
+    assert html.startswith("<pre>") and "Memory per pipeline rank" in html
+    assert chosen.as_dict()["promise"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[int]]:
+    seen: list[int] = []
+    run_dir = tmp_path_factory.mktemp("library") / "run"
+    result = train(tiny(run_dir), on_step=lambda row: seen.append(row["step"]), show_progress=False)
+    return result, seen
+
+
+def test_training_returns_losses_and_the_last_checkpoint(trained: tuple[Result, list[int]]) -> None:
+    result, seen = trained
+    assert result.finished and seen == [1, 2, 3, 4, 5, 6]
+    assert list(result.losses) == seen
+    assert result.checkpoint == result.run_dir / "checkpoints" / "step_00000006"
+    assert result.checkpoint.is_dir()
+    assert len(frontier_llm.read_metrics(result.run_dir)) == 6
+    (found,) = frontier_llm.list_runs(result.run_dir.parent)
+    assert (found["model"], found["step"], found["steps"]) == ("tiny", 6, 6)
+
+
+def test_a_checkpoint_is_a_module(trained: tuple[Result, list[int]]) -> None:
+    model = open_checkpoint(trained[0].run_dir)
+    tokens_BS = torch.randint(0, 300, (2, 16))
+    logits_BSV = model(tokens_BS)
+    assert logits_BSV.shape == (2, 16, 300)
+    log_probabilities = logits_BSV.log_softmax(-1)
+    (likelihood,) = score(model, [(tokens_BS[0, :3].tolist(), tokens_BS[0, 3:5].tolist())])
+    expected = sum(float(log_probabilities[0, place - 1, tokens_BS[0, place]]) for place in (3, 4))
+    assert likelihood.log_probability == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(FrontierError, match="17 tokens are more than the model's sequence length 16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+    ours = model.state_dict(names="run")
+    theirs = model.state_dict(names="huggingface")
+    assert torch.equal(theirs["model.embed_tokens.weight"][:300], ours["embedding.token.weight"][:300])
+
+
+def test_a_damaged_checkpoint_is_refused_unless_it_is_not_verified(
+    trained: tuple[Result, list[int]], tmp_path: Path
+) -> None:
+    copy = tmp_path / "step_00000006"
+    assert trained[0].checkpoint is not None
+    shutil.copytree(trained[0].checkpoint, copy)
+    shard = next(copy.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(FrontierError, match=shard.name):
+        open_checkpoint(copy)
+    assert open_checkpoint(copy, verify=False).config.name == "tiny"
+
+
+def test_ctrl_c_saves_and_the_same_call_continues(tmp_path: Path) -> None:
+    def interrupt(row: dict[str, Any]) -> None:
+        if row["step"] == 2:
+            raise KeyboardInterrupt
+
+    run = tiny(tmp_path / "run", **{"train.steps": 400})
+    stopped = train(run, on_step=interrupt, show_progress=False)
+    assert not stopped.finished and stopped.checkpoint is not None
+    last = max(stopped.losses)
+    assert 2 <= last < 400
+    finished = train(run.with_({"train.steps": last + 1}), show_progress=False, allow_change=["train.steps"])
+    assert finished.finished and max(finished.losses) == last + 1
+
+
+def test_a_killed_rank_is_named_and_the_caller_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRONTIER_LLM_FAILPOINTS", "train.step@1#2=kill")
+    with pytest.raises(RankFailure) as caught:
+        train(tiny(tmp_path / "run", **{"parallel.tensor": 2}), show_progress=False)
+    assert caught.value.why == "rank 1"
+    assert "SIGKILL" in caught.value.what
+    assert str(tmp_path / "run" / "logs") in caught.value.fix
+
+
+def test_a_refused_run_raises_the_error_of_the_command(tmp_path: Path) -> None:
+    with pytest.raises(FrontierError) as caught:
+        train(tiny(tmp_path / "run", **{"parallel.tensor": 3}), show_progress=False)
+    assert "3" in caught.value.what and caught.value.fix
+
+
+@pytest.mark.thorough
+def test_ranks_end_with_the_calling_process(tmp_path: Path) -> None:
+    """The caller ends without a word in the second step. Its child saves and ends, far before the last step."""
+    run_dir = tmp_path / "run"
+    program = (
+        "import os, frontier_llm\n"
+        f"run = frontier_llm.load_run({TINY!r}, {{'train.run_dir': {str(run_dir)!r}, 'train.steps': 100000}})\n"
+        "frontier_llm.train(run, on_step=lambda row: os._exit(7) if row['step'] == 2 else None)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # The pipe is open until the last process that holds it has ended.
+    done = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == 7
+    saved = run_dir / "checkpoints"
+    until_s = time.monotonic() + 120  # tells "ends" from "never"
+    while not any(saved.glob("step_*[0-9]")) and time.monotonic() < until_s:
+        time.sleep(0.2)
+    assert any(saved.glob("step_*[0-9]"))
+
+
+@pytest.mark.thorough
+def test_the_example_trains_on_tp2_pp2_and_resumes_on_dp4(tmp_path: Path) -> None:
+    example = ROOT / "docs" / "examples" / "own_loop.py"
+    assert len(example.read_text(encoding="utf-8").splitlines()) <= 40
+    outputs = []
+    for layout in ('{"parallel.tensor": 2, "parallel.pipeline": 2}', '{"parallel.data": 4}'):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(example), layout],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        outputs.append(done.stdout)
+    assert "step 10: loss" in outputs[0] and "step 20: loss" in outputs[1]
+
+
+def test_the_reference_page_is_current() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "library_reference.py"), "--check"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
