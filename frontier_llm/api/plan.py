@@ -11,6 +11,7 @@ from frontier_llm.api.run import Run, load_run
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.config import ModelConfig, load_model, phases_of, planned_tokens
 from frontier_llm.machine.load import load_machine, own_stack, rates
+from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
 from frontier_llm.pages import can_draw, figures, text
@@ -123,7 +124,7 @@ def plan(
         batch = None
         shared: dict[str, Any] = {}
     else:
-        run = load_run(model_or_run)
+        run = Run(resolve_precision(load_run(model_or_run).config))
         model, batch, shared = _longest_phase(run)
     described = load_machine(machine)
     stack = own_stack(described)

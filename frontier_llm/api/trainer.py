@@ -15,8 +15,9 @@ from frontier_llm.checkpoint.checkpoints import Checkpoints
 from frontier_llm.data.identity import wanted
 from frontier_llm.data.loader import Batches
 from frontier_llm.errors import DataError
-from frontier_llm.machine.rank_variables import set_rank_variables
+from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.run.rank_env import discover
+from frontier_llm.topology.rank_variables import set_rank_variables
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.loop import job_facts
 from frontier_llm.training.progress import progress_of, restore
@@ -55,7 +56,7 @@ class Trainer:
         The run's `data.train` is not read and is recorded as "synthetic", because the caller gives the tokens. Raises
         FrontierError if the layout does not fit the ranks.
         """
-        run = load_run(run, {"data.train": "synthetic"})
+        run = Run(resolve_precision(load_run(run, {"data.train": "synthetic"}).config))
         place = discover()
         if place is not None:
             set_rank_variables(run.config, place)

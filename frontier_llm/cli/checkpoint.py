@@ -104,7 +104,7 @@ def _verify(args: argparse.Namespace) -> int:
         "first",
         type=Path,
         metavar="CHECKPOINT",
-        help="run directory, checkpoints folder or one checkpoint",
+        help="run directory or checkpoints folder (its newest one), or one checkpoint",
     ),
     JSON,
     option(
@@ -116,9 +116,11 @@ def _verify(args: argparse.Namespace) -> int:
     line="compare two checkpoints, whatever layouts wrote them",
 )
 def _diff(args: argparse.Namespace) -> int:
-    from frontier_llm.checkpoint.inspect import compare
+    from frontier_llm.checkpoint.inspect import compare, find
 
-    result = compare(args.first, args.second)
+    first = find(args.first)[-1]  # the newest
+    second = find(args.second)[-1]
+    result = compare(first, second)
     show(args, {**asdict(result), "same_state": result.same_state}, lambda: "\n".join(_difference_lines(result, args)))
     return int(not result.same_state)
 

@@ -89,3 +89,5 @@ def test_diff_groups_and_counts(run: Run, capsys: pytest.CaptureFixture[str]) ->
         and out.endswith("weights or optimizer state differ\n")
     )
     assert max(map(len, out.splitlines())) < 180
+    run_dir = run.checkpoints.directory.parent
+    assert main(["checkpoint", "diff", str(run_dir), second]) == 0, "a run directory stands for its newest checkpoint"
