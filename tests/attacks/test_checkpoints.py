@@ -249,7 +249,7 @@ def test_long_headers_and_indices(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="header of 90000000 bytes, more than the limit of 16777216"):
         HuggingFaceModel(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(" " * (1 << 26))
-    with pytest.raises(CheckpointError, match="more than 33554432 bytes"):
+    with pytest.raises(CheckpointError, match="more bytes than the limit of 33554432"):
         HuggingFaceModel(tmp_path)
 
 

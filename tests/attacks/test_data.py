@@ -77,7 +77,7 @@ def test_two_at_once_on_one_prefix(text: Path, name: str, says: str) -> None:
 
 def test_a_missing_key_is_told_with_the_option_that_names_another(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
-    with pytest.raises(DataError, match=r"has no key 'text'(?s:.*)content(?s:.*)--text-key"):
+    with pytest.raises(DataError, match=r"has no key 'text'(?s:.*)--text-key; valid: content"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", workers=1)
 
 

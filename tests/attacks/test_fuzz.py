@@ -51,7 +51,8 @@ def test_mutated_run_files(tmp_path: Path) -> None:
         path.write_bytes(data)  # every JSON text is valid YAML
         return bool(plan_problems(load_run(str(path)), 8))
 
-    folders = {tmp_path, configs_dir() / "models", configs_dir() / "runs"}
+    shipped = {configs_dir() / kind for kind in ("machines", "models", "runs")}
+    folders = {tmp_path, *shipped, configs_dir().parent / "docs"}
     assert refused("run files", read, [mutate(content, rng, places) for _ in range(RUN_FILES)], folders) > RUN_FILES / 2
 
 

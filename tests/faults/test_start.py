@@ -111,10 +111,7 @@ def test_a_run_for_frontier_with_a_torch_without_rocm_is_refused_before_a_step(t
     ).end()
     assert code == 2, output
     build = "torch 2.9.0 for CUDA 12.8" if cuda else " for CPUs"
-    assert (
-        f"{build} on frontier00001 cannot use AMD GPUs; train.device=auto means an AMD GPU (gfx90a) on machine=frontier"
-        in output
-    )
+    assert f"{build} on frontier00001 cannot use AMD GPUs, but train.device=auto means an AMD GPU (gfx90a)" in output
     assert "Traceback" not in output and steps(tmp_path / "run") == []
     failure = read_failure(tmp_path / "run")
     assert failure is not None and (failure.cause, failure.rank, failure.host) == ("refused", 0, "frontier00001")
@@ -138,7 +135,7 @@ def test_a_host_with_another_torch_among_three_is_a_fault_of_that_node(tmp_path:
     assert failure is not None, ends
     assert (failure.cause, failure.rank, failure.host, failure.excluded_hosts) == ("node failure", 1, "n1", ("n1",))
     assert failure.evidence is Evidence.COMPARISON and failure.host_suspect
-    assert "rank 1 on n1 differs from most ranks: torch is torch 2.9.0 for CPUs, elsewhere torch" in failure.what
+    assert "rank 1 on n1 differs from most ranks: torch is torch 2.9.0 for CPUs instead of torch" in failure.what
     assert [code for code, _ in ends] == [1, 1, 1]
     assert all(failure.what in output and "Traceback" not in output for _, output in ends)
     assert untrusted_hosts(tmp_path / "run") == ["n1"] and steps(tmp_path / "run") == []
