@@ -199,7 +199,7 @@ def needs_kernels(config: RunConfig) -> bool:
 
 def _op_groups(config: RunConfig) -> list[str]:
     """Return the keys of OpsConfig that select a back-end."""
-    others = {"attention_table", "allow_fallback", "no_jit"}
+    others = {"attention_table", "allow_fallback", "deterministic", "no_jit"}
     return [name for name in type(config.ops).model_fields if name not in others]
 
 

@@ -55,7 +55,7 @@ def test_submitted_old_and_new_runs_go_on(cluster: LocalSlurm, tmp_path: Path) -
         (2, 4, "finished"),
     ]
     job = read_job(directory)
-    assert job is not None and job.warning_s == 130 and "FRONTIER_LLM_SIGNAL_LEAD_S is still read" in text.read_text()
+    assert job is not None and job.warning_s == 130 and "FRONTIER_LLM_SIGNAL_LEAD_S is an old name" in text.read_text()
 
     (directory / "job.json").write_text('{"version": 1, "nodes": "one"}')
     third = cluster.submit(*words, cwd=tmp_path, env=again)

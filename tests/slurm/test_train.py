@@ -218,7 +218,7 @@ if os.environ.get("SLURMD_NODENAME") == "n1":
 """
 
 
-SAYS = "rank 1 on n1 differs from most ranks: torch is torch 2.9.0 for CPUs, elsewhere torch"
+SAYS = "rank 1 on n1 differs from most ranks: torch is torch 2.9.0 for CPUs instead of torch"
 
 
 def train_with_another_torch_on_n1(

@@ -62,7 +62,7 @@ def test_other_versions_are_refused_and_left_alone(
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     assert resume(tmp_path) == 2
     message = capfd.readouterr().err
-    assert f"has format version {version}, and this frontier_llm reads versions 3 and 4" in message
+    assert f"has format version {version}, but this frontier_llm reads versions 3 and 4" in message
     assert fix in message
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 

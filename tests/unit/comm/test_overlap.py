@@ -123,16 +123,16 @@ def test_a_parameter_waits_for_its_own_bucket_alone(ranks: RankPool) -> None:
 
 def _gather_order(rank: int) -> list[int]:
     state = _state(rank, Case("llama", dp=2), {})
-    spread: list[int] = []
-    honest = Bucket.spread
+    started: list[int] = []
+    honest = Bucket.start_gather
 
     def noted(bucket: Bucket) -> None:
-        spread.append(bucket.first_use)
+        started.append(bucket.first_use)
         honest(bucket)
 
-    with patch.object(Bucket, "spread", noted):
+    with patch.object(Bucket, "start_gather", noted):
         train_step(state)
-    return spread
+    return started
 
 
 def test_gathers_start_in_the_order_of_the_next_forward(ranks: RankPool) -> None:

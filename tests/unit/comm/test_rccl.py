@@ -119,7 +119,7 @@ def test_mpi_makes_its_groups_by_all_ranks_at_once(asked: SimpleNamespace) -> No
 
 
 def test_memory_is_not_shared_between_gpus(asked: SimpleNamespace) -> None:
-    with pytest.raises(BackendError, match="axis tp cannot use shared memory: nccl serves it"):
+    with pytest.raises(BackendError, match="axis tp cannot use shared memory: it uses nccl"):
         build_mesh(Grid(2, 1, 4), RANK, comm=CommConfig(transport="shm"))
 
 

@@ -221,7 +221,7 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
             "others: was made by the tokenizer gone.model, but the model's tokenizer is bytes",
         ),
         (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml", "model.heads=8"], "set model.heads=4"),
-        (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml"], "step_00000000 already"),
+        (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml"], "already contains step_00000000"),
         (["checkpoint", "export-hf", "{room}/run", "{room}/hf"], "is not empty"),
     ],
 )
@@ -256,7 +256,9 @@ def test_a_gpu_where_there_is_none(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["generate", str(room / "run"), "--device=cuda"]) == 2
     said = capfd.readouterr().err
-    assert "sees no GPU; --device cuda needs one\n    fix: check the modules" in said and "or set --device cpu" in said
+    assert (
+        "sees no GPU, but --device cuda needs one\n    fix: check the modules" in said and "or set --device cpu" in said
+    )
 
 
 def test_a_generation_beyond_the_context_says_so(room: Path, capfd: pytest.CaptureFixture[str]) -> None:

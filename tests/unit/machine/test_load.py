@@ -64,7 +64,7 @@ def test_lumi_starts_from_frontier_and_changes_its_own() -> None:
     frontier = load_machine("frontier")
     assert lumi.node.count.value == 2978
     assert lumi.device == frontier.device
-    assert [entry.name for entry in lumi.operations.queue] == ["standard-g"]
+    assert [entry.name for entry in lumi.operations.queue] == ["standard-g", "small-g", "dev-g"]
     assert lumi.operations.checkpoint_gbps_total.value == 240 / 2  # LUMI-P, not Orion
 
 

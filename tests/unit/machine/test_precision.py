@@ -67,5 +67,5 @@ def test_ranks_on_another_kind_of_cpu_are_named() -> None:
     failure = judge(reports)
     assert failure is not None and failure.rank == 3
     text = "\n".join(failure.message)
-    assert "rank 3 on n3 differs from most ranks: precision is bf16, elsewhere fp32" in text
+    assert "rank 3 on n3 differs from most ranks: precision is bf16 instead of fp32" in text
     assert "set precision.dtype=" in text

@@ -63,7 +63,7 @@ def test_mistakes_in_a_table_are_named_at_once(tmp_path: Path) -> None:
             "did you mean 'cudnn'",
             "'guessed'",
             "head_dim: must be a number; got True",
-            "true or false; got 'no'",
+            "true or false, without quotes; got 'no'",
             "rules.1",
         )
     )

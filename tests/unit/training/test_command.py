@@ -69,7 +69,7 @@ def losses(run_dir: Path) -> dict[int, float]:
         (["parallel.pipeline=5"], ["5 stages", "4 layers"]),
         (["parallel.data=3", "batch.global_batch=8"], ["batch.global_batch", "6 or 12"]),
         (["data.train=[{path: /nowhere/text}]"], ["/nowhere/text"]),
-        (["data.train=syntetic"], ["data.train: 'syntetic' is no dataset", "did you mean data.train=synthetic?"]),
+        (["data.train=syntetic"], ["data.train: there is no dataset 'syntetic'", "did you mean data.train=synthetic?"]),
         (
             ["optimizer.schedule=cosine", "optimizer.lr=1e-5"],
             ["optimizer.min_lr: 3e-05 is above optimizer.lr 1e-05", "set optimizer.min_lr=1e-06"],

@@ -131,7 +131,7 @@ def test_weights_and_biases_is_offline(tmp_path: Path, monkeypatch: pytest.Monke
     ("overrides", "words"),
     [
         (["train.observers=[wand]"], "did you mean 'wandb'"),
-        (["train.profile={steps: 2-9}"], "not over when the run ends after 3"),
+        (["train.profile={steps: 2-9}"], "ends after the last step of the run, 3"),
         (["train.profile={steps: 1, ranks: [4]}"], "the run has no rank 4"),
         (["train.profile={steps: 3-2}"], "write 2-3"),
     ],

@@ -129,7 +129,7 @@ def test_what_cannot_be_asked_is_refused_before_any_rank_starts(tmp_path: Path, 
     for words in (
         "set data.tokenizer",
         "no such task file for 'gone'",
-        "'odd' is no known task",
+        "'odd' is not a known task",
         "too few for 2 examples",
     ):
         assert words in str(refused.value), words

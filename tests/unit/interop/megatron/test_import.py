@@ -93,8 +93,7 @@ def test_the_command_writes_a_checkpoint_for_any_layout(
     assert main(["checkpoint", "import-megatron", str(tmp_path / "theirs")]) == 0
     section = capsys.readouterr().out.replace("vocab_size: 64", f"vocab_size: {TRUE_VOCAB}")
     run = tmp_path / "run.yaml"
-    model = "\n".join(f"  {line}" for line in section.splitlines())
-    run.write_text(f"model:\n{model}\nbatch: {{global_batch: 4}}\ntrain: {{run_dir: {tmp_path / 'run'}}}\n")
+    run.write_text(f"{section}\nbatch: {{global_batch: 4}}\ntrain: {{run_dir: {tmp_path / 'run'}}}\n")
     assert main(["checkpoint", "import-megatron", str(tmp_path / "theirs"), str(run), "model.vocab_multiple=16"]) == 0
     path = Path(capsys.readouterr().out.strip())
     assert path.name == "step_00000000"
