@@ -1,4 +1,4 @@
-"""The shipped machine code for gfx90a, executed.
+"""Executes the shipped machine code for gfx90a on the simulator and compares the results with float64.
 
 These tests run every bf16 code object. `python -m tests.harness.check_gfx90a --all` runs all code objects.
 """

@@ -1,4 +1,6 @@
-"""A run directory has one run. A stale incarnation can neither write nor prune."""
+"""Tests the lock of a run directory: only one start of a run can use it, and an earlier start can neither write nor
+delete checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sums with 16-bit summands in the messages: the stated error bound, the same bits in every run and on every rank, and
-half the bytes.
+"""Tests sums whose messages carry 16-bit summands: the stated error bound, the same bits in every run and on every
+rank, and half the bytes.
 """
 
 from __future__ import annotations
