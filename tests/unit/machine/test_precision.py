@@ -1,4 +1,4 @@
-"""Tests precision.dtype=auto: the type follows from the device and its instructions, and a resumed run keeps its type."""
+"""Tests precision.dtype=auto: the type follows from the device and its instructions. A resumed run keeps its type."""
 
 from __future__ import annotations
 
