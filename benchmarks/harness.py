@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: arguments with a short run, alternating rounds, ranks, results in JSON and in pages.
+"""Functions that all benchmarks use: arguments with a short run, alternating rounds, ranks, results in JSON and pages.
 
 `parse_arguments` adds `--smoke` to a program: a run of seconds with the arguments that the program gives. It changes no
 page and no result. A test executes it for every program.
@@ -67,7 +67,8 @@ def parse_arguments(
 
 
 def interleave(work: Mapping[Key, Callable[[], Value]], rounds: int, warm_up: int = 0) -> dict[Key, list[Value]]:
-    """Do all of `work` once per round, so that other load on the machine affects all alike. Returns the results by key.
+    """Call each function of `work` once per round, so that other load on the machine affects all of them equally.
+    Returns the results by key.
 
     The results of the first `warm_up` rounds are dropped. Progress goes to stderr.
     """

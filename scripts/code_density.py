@@ -1,4 +1,4 @@
-"""Measures how dense the Python code is, by folder, and refuses more than the bounds below.
+"""Counts tokens per line of code and other signs of dense Python code, by folder, and refuses values above the bounds.
 
     python scripts/code_density.py [--check]
 

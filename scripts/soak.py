@@ -1,5 +1,4 @@
-"""Injects random faults for a given time, then runs for a long time without faults. Resources that a process may leak
-must not grow.
+"""Tests that nothing leaks: injects random faults into runs for a given time, then runs for a long time without faults.
 
     python scripts/soak.py [--minutes 30] [--seed 1] [--ranks 2]
 
@@ -76,7 +75,7 @@ def sample_process(pid: int, series: Series) -> None:
 
 
 def sample(base: Path, series: Series) -> None:
-    """Take a sample between two runs, when no rank is alive."""
+    """Count all resources between two runs, when no rank is alive."""
     sample_process(os.getpid(), series)
     series["orphans"].append(orphans())
     series["leftovers"].append(len(list(base.iterdir())))

@@ -42,7 +42,7 @@ CASES = [
 
 
 class _Transfer:
-    """Message that is complete on both ends when the simulated link has delivered it, not earlier."""
+    """A message in transfer. On both ends it counts as complete only when the simulated link has delivered it."""
 
     def __init__(self, works: list[Pending], stamps: list[Tensor], seconds: float) -> None:
         self._works = works
@@ -55,11 +55,11 @@ class _Transfer:
         time.sleep(max(0.0, max(map(float, self._stamps)) + self._seconds - time.monotonic()))
 
     def is_done(self) -> bool:
-        return False  # sends poll this before they wait, and here they must wait
+        return False  # senders poll this method first; False makes them wait
 
 
 class Link:
-    """Group of a channel with a simulated link. A message starts when both ends are ready and the link is free."""
+    """A process group with a simulated link. A message starts when both ends are ready and the link is free."""
 
     def __init__(self, group: Group, seconds: float) -> None:
         self._group = group
@@ -93,7 +93,7 @@ class Link:
 
 def linked(group: Group | None, seconds: float) -> Any:
     """Wrap a group in a link. The link replaces the group."""
-    assert group is not None  # every channel has one
+    assert group is not None  # every channel has a group
     return Link(group, seconds)
 
 

@@ -8,8 +8,8 @@ steps with each setting and times the second one. The second step includes commu
 flight.
 
 Prints a Markdown table: median and fastest step of the slowest rank, and by axis the exposed and hidden communication
-of rank 0's last step. Without --link-gbps the ranks' own transport is measured. With it every transfer takes the time
-of a *simulated* link (simulated_link.py), while the ranks compute. --json keeps the rows of earlier calls.
+of rank 0's last step. Without --link-gbps the ranks' own transport is measured. With --link-gbps every transfer takes
+the time of a *simulated* link (simulated_link.py), while the ranks compute. --json keeps the rows of earlier calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EXPERTS = (
     "parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=dualpipe-v", "parallel.data=2", "parallel.expert=2",
     "model.bias=false", "model.moe={experts: 16, top_k: 4, expert_hidden: 384}", "batch.micro_batch=1",
 )  # fmt: skip
-DP = ("parallel.data=2", "comm.bucket_elements=1000000")  # about twenty buckets of this model
+DP = ("parallel.data=2", "comm.bucket_elements=1000000")  # gives this model about twenty gradient buckets
 SWITCHES = {  # switch: (layout, on, off)
     "gradients": (DP, "comm.overlap_gradients=true", "comm.overlap_gradients=false"),
     "weights": (DP, "comm.overlap_weights=true", "comm.overlap_weights=false"),
@@ -118,7 +118,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
 
 
 def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any], list[MeasuredTimeline]]:
-    """Return the results of one switch, and the timelines of the last step with it."""
+    """Return the results of one switch, and the timelines of the last step with the switch on."""
     of_ranks = run_ranks(
         RANKS[switch],
         serve,

@@ -29,7 +29,7 @@ from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.rendezvous import CONNECTIONS, StoreKind, open_store
 from frontier_llm.topology.grid import Grid
 
-JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the set by the last rank; the same per group.
+JOIN_OPERATIONS = 3  # torch's store barrier, also once per group: add, wait, set by the last rank
 OPERATIONS_PER_GROUP = 3 + 2  # also RCCL's unique id: one set or get, with its check.
 GROUPS_PER_RANK = 8  # tp, pp, dp, world, tied and up to four channels.
 WHOLE_MACHINE = (3072, 16_384, 75_264)  # The 1T run, a larger run, all of Frontier's GCDs.
@@ -40,7 +40,7 @@ COMMUNICATORS = 5  # communicators whose ids are exchanged
 
 
 class Row(NamedTuple):
-    """Measurements of one rank. The server's numbers are measured on rank 0."""
+    """The measurements of one rank. Only rank 0 measures the server's values."""
 
     join_s: float
     mesh_s: float

@@ -1,9 +1,9 @@
-"""Simulates a link of a given speed between the ranks of one machine. A transfer takes its time even if the ranks
-compute during it.
+"""Simulates a network link of a given speed between the ranks of one machine. A transfer takes the link's time, and the
+ranks may compute during it.
 
 Shared memory moves bytes with the same cores that compute, so on one machine there is nothing to overlap. This module
-wraps a group. The bytes go through the group as before, but a result is available only when the link would have
-delivered it. A rank that has to wait sleeps.
+wraps a group. The group still transfers the bytes, but a result is available only when the link would have delivered
+it. A rank that has to wait sleeps.
 
 Each rank has one link per axis, and the link sends messages one after another. *Simulated*: there is no NIC, and axes
 do not contend.
@@ -57,7 +57,7 @@ class _Transfer:
 
 
 class LinkedGroup:
-    """Group of `size` ranks with a simulated link."""
+    """A process group of `size` ranks with a simulated link."""
 
     def __init__(self, group: Group, size: int, link: Link) -> None:
         self._group = group

@@ -181,7 +181,7 @@ def run_ranks(
 
 
 def measure_heartbeats(arguments: argparse.Namespace) -> dict[str, object]:
-    """Measure one store with all heartbeats of a job and the requests beside them."""
+    """Measure one store that receives all heartbeats of a job and, at the same time, other requests."""
     context = multiprocessing.get_context("spawn")
     with own_store(arguments.ranks) as (store, server, started_s):
         address = store_address()

@@ -1,6 +1,7 @@
 """Trains a ladder of small models, each to its Chinchilla budget, and fits held-out loss against compute.
 
-In addition, one rung is trained in fp32 and bf16, in three layouts, with another seed and with other learning rates.
+A rung is one model of the ladder. One rung is also trained in fp32 and bf16, in three layouts, with another seed and
+with other learning rates.
 Every run of `frontier-llm train` is resumable. If the script is killed and started again, it continues from the runs'
 own checkpoints. A finished run is only read.
 
@@ -30,7 +31,7 @@ from frontier_llm.config import load_model
 LADDER = ("ladder-30k", "ladder-70k", "ladder-170k", "ladder-360k", "ladder-840k")
 COMPARED = "ladder-170k"  # the rung for precision, layouts, seeds and learning rates
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (arXiv:2203.15556), table 3
-# Shares: of the steps, of the learning rate.
+# Warm-up as a share of the steps, and the final learning rate as a share of the highest.
 WARMUP = 0.05
 FINAL = 0.1
 MICRO_BATCH = 8
@@ -286,7 +287,9 @@ def apart(curve: list[float], reference: list[float]) -> dict[str, float]:
 
 
 def thin(curve: list[float], points: int = 60) -> list[list[float]]:
-    """Return [step, mean loss since the previous point] at about equal distances in log(step)."""
+    """Reduce a curve for a plot: return [step, mean loss since the previous point] at about equal distances in
+    log(step).
+    """
     edges = np.unique(np.geomspace(1, len(curve), points).astype(int))
     return [
         [int(edge), round(float(np.mean(curve[start:edge])), 5)]

@@ -1,9 +1,10 @@
 """Compares mixtures of experts with dense rungs of the ladder, with several seeds and two optimizers.
 
 Active FLOPs per token, tokens, batch and learning rate are equal. The mixture has 8 experts, 2 of which process each
-token. Their width is the greatest at which a token needs no more FLOPs than in the dense model, the router included.
+token. The experts have the greatest width at which a token needs no more FLOPs than in the dense model, the router
+included.
 The outputs of the two experts are summed, not averaged (`scale: 2`). With weights that sum to 1, the mixture starts
-with half the output and learns at half the rate. It was then 0.35 nats behind after 100 steps.
+with half the output and learns at half the rate: after 100 steps its loss was 0.35 nats higher than dense.
 
 Resumable like benchmarks/convergence/dense.py, with the same rules, data and runs. Writes
 docs/benchmarks/results/convergence_moe.json, docs/benchmarks/figures/convergence_moe.png and its measured part of

@@ -1,4 +1,4 @@
-"""Measures the cost of splitting a sequence, and the memory that it saves: a training step on 1, 2 and 4 local ranks.
+"""Measures context parallelism: CPU time and memory of a training step whose sequence is split over 1, 2 and 4 ranks.
 
     python -m benchmarks.ops.context [--core] [--tokens 16384 32768] [--ranks 1 2 4] [--ways gather ring heads]
     [--json f] [--figure f] [--page] [key=value …]

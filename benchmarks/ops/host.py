@@ -1,4 +1,4 @@
-"""Measures the host's time per kernel launch, layer, microbatch and step. A GPU that is faster than this waits for its
+"""Measures the host's time per kernel launch, layer, microbatch and step. A GPU that needs less time waits for its
 host.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ops.host [--rounds 40] [--dtype fp32]

@@ -139,7 +139,7 @@ def build(architecture: str, wanted: list[str], out: Path, most: int | None) -> 
 
 
 class WithCandidate:
-    """The shipped kernels with one of them replaced."""
+    """The shipped attention kernels, one of which is replaced by a candidate."""
 
     def __init__(self, shipped: Kernels, candidate: Kernels, kernel: str) -> None:
         self.shipped = shipped

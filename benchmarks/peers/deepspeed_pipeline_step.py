@@ -1,5 +1,5 @@
-"""One rank of DeepSpeed 0.19.8's pipeline engine with ZeRO-1 on gloo and the CPU: the GPT of
-configs/models/bench-l8-h384.yaml.
+"""Trains the GPT of configs/models/bench-l8-h384.yaml with DeepSpeed 0.19.8's pipeline engine and ZeRO-1, as one rank
+on gloo and the CPU.
 
 benchmarks/peers/gpt.py starts it under torchrun. DeepSpeed has no tensor parallelism of its own inside PipelineModule,
 so only pipeline and data parallelism are compared. The model is plain PyTorch (fused attention of torch), as

@@ -1,5 +1,5 @@
-"""One rank of megatron-core 0.16.1 on gloo and the CPU, timed: the GPT of configs/models/bench-l8-h384.yaml, or a model
-with experts.
+"""Times training steps of megatron-core 0.16.1, as one rank on gloo and the CPU. The model is the GPT of
+configs/models/bench-l8-h384.yaml, or a model with experts.
 
 benchmarks/peers/gpt.py and moe.py start it under torchrun. Fused CUDA kernels are switched off, because they do not
 exist on the CPU.

@@ -44,7 +44,7 @@ class Judged:
     """A priced row."""
 
     prediction: RowPrediction
-    seen: str  # fitted | seen | new
+    seen: str  # fitted (a constant was fitted on this row) | seen (on a row of this model) | new
 
     @property
     def row(self) -> PublishedRun:

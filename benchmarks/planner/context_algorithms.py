@@ -1,5 +1,5 @@
-"""Compares the attention algorithms for split sequences: simulated milliseconds of a layer, forward and backward,
-beside its arithmetic.
+"""Compares the algorithms of context parallelism: the milliseconds that each adds to a layer, forward and backward
+(simulated), and the remaining time of the layer.
 
     python -m benchmarks.planner.context_algorithms [--models llama-3-8b llama-2-7b] [--tokens 131072]
     [--machine frontier] [--page]

@@ -1,4 +1,4 @@
-"""Compares the two parts of GPT-175B's step on LUMI with their prices: a microbatch, and the rest of the step."""
+"""Compares the measured step of GPT-175B on LUMI with the prediction, in two parts: a microbatch, and the rest."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PAGE = MEASURED / "planner.md"
 ROWS = "mi250x_rows.tsv"
 MODEL = "lumi-mds-175b-"
 COLLECTIVES = "lumi_collectives.tsv"
-FURTHER_MICROBATCHES = 8  # simulated in addition, to price one microbatch
+FURTHER_MICROBATCHES = 8  # simulated in addition, to predict the time of one microbatch
 
 
 @dataclass(frozen=True)
 class Point:
-    """One row of the series: measured and priced step, and the priced time of one more microbatch."""
+    """One row of the series: measured and predicted step time, and the predicted time of one more microbatch."""
 
     run: PublishedRun
     priced_s: float
@@ -35,7 +35,7 @@ class Point:
 
     @property
     def priced_rest_s(self) -> float:
-        """Priced step without its microbatches. It includes the pipeline's bubble."""
+        """The predicted step time without its microbatches. It includes the pipeline's bubble."""
         return self.priced_s - self.microbatches * self.priced_microbatch_s
 
 

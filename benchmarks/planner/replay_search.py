@@ -1,4 +1,4 @@
-"""Replays measured searches with many seeds on a table that has every layout of a small space.
+"""Replays the search of `frontier-llm tune` with many seeds on a table with the measured time of every layout.
 
     python -m benchmarks.planner.replay_search [TABLE] [--seeds N] [--figure F]
 

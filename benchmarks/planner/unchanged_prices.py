@@ -19,7 +19,7 @@ from benchmarks.harness import RESULTS, ROOT
 
 MACHINES = ("frontier", "lumi")
 NODES = (8, 64, 384)
-PLANS = 3  # number of best plans per case in a record
+PLANS = 3  # number of best plans that a record keeps per case
 FIELDS = ("tensor", "pipeline", "schedule", "micro_batch", "step_s", "mfu", "memory_bytes", "closed_form_step_s")
 TOLERANCE = 1e-3  # relative
 BASELINE = RESULTS / "baseline_plans.json"  # record of commit df54020, before the packages were moved

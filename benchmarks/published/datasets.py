@@ -233,12 +233,12 @@ def read_measurements(path: Path) -> list[PublishedRun]:
     return [run for row in read_table(path) if (run := _published_run(row)) is not None]
 
 
-TIMES = ("sec_per_iter", "tokens_per_s_per_dev", "tflops_per_dev")  # columns that give the time of a step
+TIMES = ("sec_per_iter", "tokens_per_s_per_dev", "tflops_per_dev")  # columns from which a step's time follows
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A row of a file: the run, or the reason why it has none."""
+    """A row of a file: its run, or the reason why the row has no run."""
 
     key: str
     run: PublishedRun | None = None

@@ -4,8 +4,8 @@
 
 Each engine has its own rank processes, which wait during the others' steps. All engines therefore run under the same
 load, and the memory of each can be measured. Reports median step time, tokens per second of the job, and memory of the
-largest rank. Memory is counted above a process that has imported everything but built nothing, between steps and at its
-peak. It is host memory on a CPU, and torch's own count on GPUs.
+largest rank, between steps and at its peak. The memory of a process that has imported everything but built nothing is
+subtracted. On a CPU the values are host memory, and on GPUs torch's own count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures steps of four pipeline ranks by schedule, and compares them with the simulation of the same actions.
 
-Engine, order, channels and messages are real, in four processes. A pass of a stage is a sleep, so that bubbles are
-visible although the ranks share cores. F, I and W take `--unit-ms` each for a whole stage. The optimizer takes one more
-unit, followed by the sum over the world.
+The engine, the order of actions, and the messages between four processes are real. A pass of a stage is a sleep, so
+that bubbles are visible although the ranks share cores. F, I and W take `--unit-ms` each for a whole stage. The
+optimizer takes one more unit, followed by the sum over the world.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
 
 
 def simulated(schedule: Schedule, in_flight: str) -> float:
-    """Return the time from one step's end to the next one's, in units."""
+    """Return the simulated time from one step's end to the next one's, in units of `--unit-ms`."""
 
     def duration(rank: int, action: Action) -> float:
         return UNITS[action.kind] / schedule.chunks

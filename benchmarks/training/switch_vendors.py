@@ -5,7 +5,7 @@ changes.
     runs/switch_vendors] [--out docs]
 
 This repeats the experiment of MosaicML's "training LLMs with AMD MI250" (2023), whose run moved between AMD and NVIDIA
-GPUs. Every segment is a start of `frontier-llm train` that loads the checkpoint of the segment before. On one device
+GPUs. Every segment is a start of `frontier-llm train` that loads the checkpoint of the previous segment. On one device
 (default: the CPU) the two vendors differ in the code of every op (C++ or plain torch) and in the transport (shared
 memory or gloo). With two devices each vendor is a device. The run may differ from the uninterrupted runs by as much as
 these differ from each other. After an interruption the same command continues with the missing segment.

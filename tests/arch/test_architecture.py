@@ -1,4 +1,4 @@
-"""Rules of the code that a program can check."""
+"""Checks rules that all code of this project must follow, such as limits on the size of files and functions."""
 
 import ast
 import resource
@@ -217,7 +217,7 @@ WIRE_JSON = (
 
 
 def test_json_for_readers_is_written_by_one_function() -> None:
-    """That function is `units.strict_json`. A NaN would make a file that no other language reads."""
+    """The function is `units.strict_json`, which writes no NaN: other languages could not read the file."""
     writers = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")

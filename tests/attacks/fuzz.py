@@ -1,4 +1,4 @@
-"""Damage inputs at random and bound the cost of reading them: only typed errors, limited time and memory, and no access
+"""Changes input files at random and checks their readers: only typed errors, limited time and memory, and no access
 outside the given folder.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from frontier_llm.errors import FrontierError
 
-# The numbers add up to 10,000 cases. The tests of each kind read their number here.
+# Numbers of random cases for the tests of each kind of file. They add up to 10,000 cases.
 MANIFESTS = 6_900
 HEADERS = 500
 INDICES = 2_000

@@ -1,4 +1,4 @@
-"""Small files that decompress to a gigabyte.
+"""Tests readers with decompression bombs: small files that decompress to a gigabyte.
 
 Each reader stops at its size limit, within the CPU time and the memory that the fuzzer allows. `-s` prints both.
 """

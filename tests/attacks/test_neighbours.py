@@ -1,4 +1,4 @@
-"""Attacks by other users of a node or of the network.
+"""Tests attacks on a running job by other users of a node or of the network.
 
 A process with another uid tries to join, to read, or to open the port first.
 """

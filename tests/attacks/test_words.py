@@ -1,4 +1,4 @@
-"""Any text in the place of a word, a number or a list of hosts soon ends in a typed error."""
+"""Gives readers of words, numbers and host lists unsuitable text. Each soon raises a typed error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instructions that read and write memory: global, buffer, scalar and LDS."""
+"""Emulates the instructions that read and write memory: global, buffer, scalar and LDS (a GPU's shared memory)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZES: Final[dict[str, tuple[Any, int]]] = {
     "dwordx4": (np.uint32, 4),
 }
 _LOCAL_SIZES: Final[dict[str, tuple[Any, int]]] = {
-    "u8": (np.uint8, 1),  # read alone: a write of half a cell would look like a race
+    "u8": (np.uint8, 1),  # only read: writing half a cell of the race check would look like a race
     "u16": (np.uint16, 1),
     "b16": (np.uint16, 1),
     "b32": (np.uint32, 1),
@@ -39,7 +39,7 @@ _SCALAR = re.compile(r"s_load_dword(?:x(?P<count>\d+))?$")
 
 @dataclass(frozen=True)
 class Places:
-    """What memory instructions reach."""
+    """The memories that an instruction can access."""
 
     memory: Memory
     local: LocalMemory
@@ -47,8 +47,8 @@ class Places:
 
 @dataclass(frozen=True)
 class Access:
-    """A memory instruction: its step, the counter that tells of its end ("vm" or "lgkm"), the registers that it
-    loads, bytes per lane.
+    """A memory instruction: its step, the counter of s_waitcnt that counts it ("vm" or "lgkm"), the registers that it
+    loads, and the bytes per lane.
     """
 
     step: Callable[[Waves, Places], None]
@@ -59,7 +59,7 @@ class Access:
 
 
 def access(instruction: Instruction, descriptor: Descriptor) -> Access | None:
-    """A memory instruction; None when it is not one."""
+    """Return the memory access that an instruction makes, or None if it is no memory instruction."""
     name = instruction.mnemonic
     operands = [operand(text, descriptor) for text in instruction.operands if text != "off"]
     modifiers = dict(instruction.modifiers)
@@ -87,11 +87,11 @@ def _take(modifiers: dict[str, str], name: str) -> int:
     return int(modifiers.pop(name, "0"), 0)
 
 
-Address = Callable[[Waves, int], tuple[Array, Array]]  # (waves, bytes) -> addresses and which lanes' accesses are made
+Address = Callable[[Waves, int], tuple[Array, Array]]  # (waves, bytes) -> (each lane's address, whether it is accessed)
 
 
 def _global_address(instruction: Instruction, operands: list[Operand], modifiers: dict[str, str]) -> Address:
-    """64 bits per lane, or scalar registers plus 32 bits per lane."""
+    """Read the address: 64 bits per lane, or a base in scalar registers plus an offset of 32 bits per lane."""
     offset = _take(modifiers, "offset")
     if instruction.operands[-1] == "off":
         place = 0 if "store" in instruction.mnemonic else 1
@@ -104,7 +104,9 @@ def _global_address(instruction: Instruction, operands: list[Operand], modifiers
 
 
 def _buffer_address(operands: list[Operand], modifiers: dict[str, str]) -> Address:
-    """A raw buffer: four scalar registers with base, stride and size; what lies outside reads 0 and writes nothing."""
+    """Address a raw buffer. Four scalar registers have its base, stride and size. Outside of the buffer a load returns
+    0 and a store writes nothing.
+    """
     if "offen" not in modifiers or operands[3].register >= 0 or operands[3].number:
         raise Unknown("a buffer access without offen, or with a scalar offset")
     modifiers.pop("offen")
@@ -156,7 +158,7 @@ def _data(source: Operand, count: int) -> Operand:
 
 
 def _stacked(waves: Waves, source: Operand) -> Array:
-    """Registers as [wave, lane, word]."""
+    """Return the values of consecutive registers as [wave, lane, word]."""
     return np.moveaxis(waves.vector[source.register : source.register + source.count, waves.chosen], 0, -1)
 
 
@@ -198,7 +200,7 @@ def _local(found: re.Match[str], operands: list[Operand], modifiers: dict[str, s
 
 
 def _permute(operands: list[Operand]) -> Access:
-    """ds_bpermute_b32: each lane reads another's register by way of the LDS' crossbar; inactive lanes give 0."""
+    """ds_bpermute_b32: each lane reads another lane's register through the LDS hardware. An inactive lane gives 0."""
     destination, lane, source = operands
     which = reader(lane, "u32", per_lane=True)
     values = reader(source, "u32", per_lane=True)

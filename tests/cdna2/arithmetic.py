@@ -1,4 +1,4 @@
-"""Floating point as the hardware does it, where numpy's own operators do something else."""
+"""Floating-point operations of gfx90a whose results differ from numpy's operators."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _SMALLEST = np.float32(2.0**-126)  # the smallest normal number
 
 
 def flush(x: Array) -> Array:
-    """float32 or float16 with subnormal numbers made zeros of their sign."""
+    """Return x (float32 or float16) with each subnormal number replaced by a zero of the same sign."""
     small = np.abs(x) < np.finfo(x.dtype).smallest_normal
     return np.where(small, np.copysign(x.dtype.type(0), x), x) if small.any() else x
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c of float32, rounded once.
+    """Return a * b + c of float32, rounded once.
 
-    The product is exact in float64, their sum is not: rounding it again errs where it lies on the middle between two
-    float32, or where the result is subnormal. There the sum is first rounded to odd, after which the second rounding is
-    right (Boldo and Melquiond, 2008).
+    In float64 the product is exact, but its sum with c is not. Rounding the sum again to float32 is wrong if the sum is
+    halfway between two float32 numbers, or if the result is subnormal. In these cases the sum is first rounded to odd,
+    after which the second rounding is right (Boldo and Melquiond, 2008).
     """
     product = a.astype(np.float64) * b
     addend = c.astype(np.float64)
@@ -37,34 +37,33 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 
 def approximate(function: np.ufunc, x: Array) -> Array:
-    """A transcendental instruction: within one unit in the last place on hardware, here the nearest; subnormal
-    numbers are flushed.
+    """Execute a transcendental instruction, rounded to the nearest number. Subnormal numbers are flushed. Hardware
+    errs by up to one unit in the last place.
     """
     return flush(function(flush(x).astype(np.float64)).astype(np.float32))
 
 
 def to_integer(x: Array, kind: type[np.int32] | type[np.uint32]) -> Array:
-    """Towards zero and saturating; NaN is 0."""
+    """Convert to integers: rounded towards zero and saturated. NaN becomes 0."""
     limits = np.iinfo(kind)
     return np.clip(np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0), limits.min, limits.max).astype(kind)
 
 
 def scale_exponent(x: Array, by: Array | int) -> Array:
-    """x * 2**by, rounded once."""
+    """Return x * 2**by, rounded once."""
     return np.ldexp(x.astype(np.float64), np.clip(by, -1000, 1000)).astype(np.float32)
 
 
 def _exponent(x: Array) -> Array:
-    """The exponent's field, 0 for zeros and subnormal numbers."""
+    """Return the 8 exponent bits. They are 0 for zeros and subnormal numbers."""
     return (x.view(np.int32) >> 23) & 0xFF
 
 
 def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """x, which is one of the others, scaled such that their quotient can be refined; and whether the quotient must be
-    scaled back.
+    """v_div_scale: return x, scaled so that the quotient can be refined, and whether to scale the quotient back.
 
-    By the exponents, as GPUs do; AMD's pseudo-code asks whether quotients are subnormal, and would scale a large
-    denominator up.
+    x is the numerator or the denominator. The exponents decide, as on GPUs. AMD's pseudo-code tests whether quotients
+    are subnormal, and would scale a large denominator up.
     """
     apart = _exponent(numerator) - _exponent(denominator)
     far_above = apart >= 96
@@ -95,13 +94,13 @@ def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Ar
 
 
 def div_fmas(a: Array, b: Array, c: Array, scaled: Array) -> Array:
-    """The last refinement of a quotient, and the scaling back."""
+    """v_div_fmas: refine a quotient for the last time, and undo its scaling."""
     result = fma(a, b, c)
     return np.where(scaled, scale_exponent(result, np.where(_exponent(c) > 127, 64, -64)), result)
 
 
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """The refined quotient, or what IEEE 754 says for operands that cannot be refined."""
+    """v_div_fixup: return the refined quotient, or IEEE 754's result for zeros, infinities and NaN."""
     sign = np.where(np.signbit(denominator) != np.signbit(numerator), np.float32(-1), np.float32(1))
     apart = _exponent(numerator) - _exponent(denominator)
     both_zero = (numerator == 0) & (denominator == 0)

@@ -1,4 +1,4 @@
-"""A code object as a list of instructions: llvm-objdump's text, taken apart, and the kernel descriptor."""
+"""Disassembles a code object: parses llvm-objdump's text into instructions, and reads the kernel descriptor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .fault import SimulatorError
 _LINE = re.compile(r"^\s+(?P<text>[a-z]\S*(?: .*?)?)\s*// (?P<address>[0-9A-F]+): (?P<words>[0-9A-F ]+)")
 _ENCODING = re.compile(r"_(e32|e64|sdwa|dpp)$")
 _BRANCH = re.compile(r"s_c?branch_?\w*$")
-_PRESERVE_DENORMALS = 0xF0  # of the float mode's 8 bits: round to nearest even, subnormals as they are, in every type
+_PRESERVE_DENORMALS = 0xF0  # value of the 8-bit float mode: round to nearest even and keep subnormals, in every type
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of the disassembly. `mnemonic` is without the encoding's suffix; `words` are the machine code."""
+    """One line of the disassembly. `mnemonic` lacks the encoding's suffix (such as _e32). `words` are machine code."""
 
     address: int
     mnemonic: str
@@ -38,17 +38,20 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """What the kernel asks the command processor to put into registers (LLVM: Kernel Descriptor for GFX90A)."""
+    """The registers that the command processor initialises before a kernel starts, and the number of registers.
 
-    vector_registers: int  # of both kinds
-    accumulation_offset: int  # where the accumulation registers begin
+    Source: LLVM, "Kernel Descriptor for GFX90A".
+    """
+
+    vector_registers: int  # ordinary and accumulation registers together
+    accumulation_offset: int  # index of the first accumulation register
     kernarg_register: int  # first of two scalar registers with the arguments' address
-    group_id_registers: tuple[int, ...]  # of the grid's x, y, z as far as they are asked for
+    group_id_registers: tuple[int, ...]  # for the x, y, z of the workgroup, if the kernel uses them
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A kernel that can be run."""
+    """A disassembled kernel, which `simulator.run` executes."""
 
     symbol: str
     instructions: tuple[Instruction, ...]
@@ -56,8 +59,8 @@ class Program:
 
 
 def disassemble(image: bytes, symbol: str) -> Program:
-    """The kernel of a gfx90a code object. Raises SimulatorError without llvm-objdump, or for what the simulator does
-    not know.
+    """Return the kernel of a gfx90a code object. Raises SimulatorError if llvm-objdump is missing, or if the object has
+    settings that the simulator does not know.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.hsaco"
@@ -73,7 +76,7 @@ def disassemble(image: bytes, symbol: str) -> Program:
 
 @cache
 def find_objdump() -> str:
-    """Path of llvm-objdump; raises SimulatorError that says what to install."""
+    """Return the path of llvm-objdump. Without it, raise SimulatorError, which names the package to install."""
     rocm = [Path("/opt/rocm")]
     if compiler := shutil.which("hipcc"):  # ROCm's module puts its bin folder on PATH, but not always LLVM's
         rocm.insert(0, Path(compiler).resolve().parents[1])
@@ -91,7 +94,7 @@ def find_objdump() -> str:
 
 
 def parse(listing: str) -> tuple[Instruction, ...]:
-    """The instructions of a disassembly, branches resolved."""
+    """Return the instructions of a disassembly, with the target of each branch as an index."""
     lines = [line for line in map(_LINE.match, listing.splitlines()) if line]
     index = {int(line["address"], 16): position for position, line in enumerate(lines)}
     instructions = []
@@ -141,7 +144,7 @@ def _descriptor(image: bytes, symbol: str) -> Descriptor:
             f"{len(data)} bytes where a kernel descriptor of 64 should be", where=f"code object of {symbol}"
         )
     rsrc3, rsrc1, rsrc2, properties, preload = struct.unpack_from("<3I2H", data, 44)
-    # private segment buffer, dispatch pointer, queue pointer come before the arguments' address
+    # private segment buffer, dispatch pointer and queue pointer occupy the registers below the arguments' address
     before = sum(size for bit, size in enumerate((4, 2, 2)) if properties >> bit & 1)
     user = rsrc2 >> 1 & 0x1F
     known = {

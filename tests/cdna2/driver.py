@@ -1,4 +1,4 @@
-"""Adapter to this project: the simulator as a driver of `frontier_llm.ops`. Only this file of the folder imports it."""
+"""Makes the simulator a GPU driver of `frontier_llm.ops`. Only this file of the folder imports `frontier_llm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .state import Array
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch executed. `sha256` is the digest of the code object."""
+    """The record of one launch: the instructions that were executed. `sha256` is the digest of the code object."""
 
     sha256: str
     symbol: str
@@ -38,7 +38,7 @@ class SimulatedGpu:
         self.launches: list[Launch] = []
 
     def device(self) -> int:
-        """The CPU's."""
+        """Return the index of the CPU, whose memory the simulator uses."""
         return -1
 
     def load(self, device: int, code: Code, image: bytes) -> int:
@@ -74,7 +74,7 @@ class SimulatedGpu:
 class TracingGpu(SimulatedGpu):
     """Executes only the first workgroup of each launch.
 
-    `traces` has for each symbol what its first wave executed, the input of `timing.time_of`.
+    `traces` has for each kernel symbol the instructions of its first wave, the input of `timing.time_of`.
     """
 
     def __init__(self) -> None:
@@ -88,6 +88,6 @@ class TracingGpu(SimulatedGpu):
 
 
 def as_bytes(tensor: Tensor) -> Array:
-    """The memory from a tensor's first to its last element, including the gaps of a view, as bytes that share it."""
+    """Return a byte array that shares the memory from a tensor's first to its last element, with the gaps of a view."""
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return torch.as_strided(tensor.detach(), (span,), (1,)).view(torch.uint8).numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SimulatorError(Exception):
-    """The simulator cannot do what it was asked for. The message has the place, the problem and the repair."""
+    """The simulator cannot execute a request. The message has the place, the problem and the repair."""
 
     def __init__(self, what: str, fix: str = "", where: str = "") -> None:
         self.what = what
@@ -22,7 +22,7 @@ class Fault(SimulatorError):
 class Violation(Exception):
     """A broken rule, raised by one instruction. The simulator turns it into a Fault that names the place.
 
-    `wave` counts the waves that step together.
+    `wave` is the index among the waves that step together.
     """
 
     def __init__(self, what: str, wave: int = 0, lane: int | None = None) -> None:

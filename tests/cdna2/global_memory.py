@@ -1,4 +1,4 @@
-"""The tensors of a launch as a kernel sees them: ranges of addresses, outside of which no access may lie."""
+"""Global memory of the simulator: the address ranges of a launch's tensors. An access outside of them is a fault."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from .state import Array
 
 
 def window(data: Array, dtype: type[np.generic], count: int) -> Array:
-    """`count` numbers that begin at each byte: [byte, count], memory shared; no access needs to be aligned."""
+    """Return a view [byte, count] of the memory: for each byte, the `count` numbers that begin there. It serves
+    unaligned accesses too.
+    """
     size = np.dtype(dtype).itemsize
     return np.ndarray((max(0, data.size - size * count + 1), count), dtype, data.data, strides=(1, size))
 
 
 class Memory:
-    """Arrays by the addresses under which a kernel knows them: each array's own, or another that it is given."""
+    """The arrays that a kernel can access, by address. An array has its own address, or one that the caller gives."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -26,7 +28,7 @@ class Memory:
         self._ends: Array = np.empty(0, np.int64)
 
     def add(self, name: str, data: Array, address: int | None = None) -> int:
-        """Let kernels use this array of bytes (uint8, contiguous), and return its address."""
+        """Let kernels access this array of bytes (uint8, contiguous), and return its address for the kernel."""
         address = data.ctypes.data if address is None else address
         place = int(np.searchsorted(self._starts, address))
         self._names.insert(place, name)
@@ -36,8 +38,8 @@ class Memory:
         return address
 
     def load(self, addresses: Array, where: Array, dtype: type[np.generic], count: int) -> Array:
-        """`count` numbers per address, [*addresses, count]; zeros where not asked. Raises Violation outside of every
-        range.
+        """Return `count` numbers per address, [*addresses, count], and zeros if `where` is false. Raises Violation
+        for an address outside of every range.
         """
         result = np.zeros([*addresses.shape, count], dtype)
         for of_range, window_, offsets in self._parts(addresses, where, dtype, count):
@@ -45,14 +47,14 @@ class Memory:
         return result
 
     def store(self, addresses: Array, where: Array, values: Array) -> None:
-        """Write values [*addresses, count]. Raises Violation outside of every range."""
+        """Write values [*addresses, count]. Raises Violation for an address outside of every range."""
         for of_range, window_, offsets in self._parts(addresses, where, values.dtype.type, values.shape[-1]):
             window_[offsets] = values[of_range]
 
     def _parts(
         self, addresses: Array, where: Array, dtype: type[np.generic], count: int
     ) -> list[tuple[Any, Array, Array]]:
-        """The accesses by range: (which, window, offsets in it)."""
+        """Group the accesses by range. Return (which accesses, window of the range, offsets in the window)."""
         if not where.any():
             return []
         size = np.dtype(dtype).itemsize * count

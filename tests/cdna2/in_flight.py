@@ -1,4 +1,4 @@
-"""Loads that have not arrived: which registers may not be touched before which wait."""
+"""Tracks loads in flight. A kernel may not use a register before it has waited (s_waitcnt) for the register's load."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _COUNTERS = ("vm", "lgkm")
 
 
 class InFlight:
-    """Memory instructions end in the order of their issue, so a wait for all but n ends all but the last n; only
-    scalar loads end in any order.
+    """The memory instructions that have not ended. They end in the order of their issue, so a wait for all but n ends
+    all except the last n. Only scalar loads end in any order.
     """
 
     def __init__(self, count: int) -> None:
@@ -22,16 +22,16 @@ class InFlight:
         self._ended = {counter: np.zeros(count, np.int64) for counter in _COUNTERS}
         self._last_scalar: Array = np.zeros(count, np.int64)
         self._last_local: Array = np.zeros(count, np.int64)
-        # by register and counter, per wave: the number of the load's issue; waves that parted load one register in
-        # different ways
+        # register -> counter -> per wave, the load's number in the order of issue. Waves on different branches may load
+        # the same register with different counters.
         self.registers: dict[tuple[bool, int], dict[str, Array]] = {}
 
     def check(self, waves: Waves, touched: frozenset[tuple[bool, int]], by: Access | None) -> None:
-        """Raises Violation when a chosen wave touches a register whose load has not been waited for."""
+        """Raise Violation if a chosen wave uses a register before it has waited for the register's load."""
         for register in touched & self.registers.keys():
             for counter, issue in self.registers[register].items():
                 if by and register in by.loads and by.counter == counter and not by.scalar:
-                    continue  # the later of two loads arrives later
+                    continue  # two loads with the same counter arrive in their order
                 early = issue[waves.chosen] > self._ended[counter][waves.chosen]
                 if early.any():
                     name = f"{'v' if register[0] else 's'}{register[1]}"
@@ -40,7 +40,7 @@ class InFlight:
                     )
 
     def issue(self, waves: Waves, access: Access) -> None:
-        """The chosen waves begin an access."""
+        """Record that the chosen waves begin a memory access."""
         issued = self._issued[access.counter]
         issued[waves.chosen] += 1
         if access.scalar:
@@ -52,7 +52,7 @@ class InFlight:
             issue[waves.chosen] = issued[waves.chosen]
 
     def wait(self, waves: Waves, instruction: Instruction) -> None:
-        """s_waitcnt."""
+        """Execute s_waitcnt for the chosen waves."""
         for name, text in instruction.modifiers.items():
             counter = name.removesuffix("cnt")
             if counter == "exp":
@@ -71,7 +71,7 @@ class InFlight:
                 del self.registers[register]
 
     def check_barrier(self, waves: Waves) -> None:
-        """Raises Violation when LDS accesses may still be under way: the barrier would order nothing."""
+        """Raise Violation if LDS accesses may still be in flight, because then the barrier would not order them."""
         early = self._last_local[waves.chosen] > self._ended["lgkm"][waves.chosen]
         if early.any():
             raise Violation(

@@ -1,4 +1,4 @@
-"""Where a vector instruction takes its first operand from: other lanes (DPP), or a part of the register (SDWA)."""
+"""Emulates the modifiers of a vector instruction's operands: values of other lanes (DPP), parts of registers (SDWA)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ PARTS: Final = {
 
 
 def _in_row(place: Array) -> Array:
-    """Lanes by their place in the row of 16, -1 where that is outside of it."""
+    """Turn places in each lane's row of 16 lanes into lane numbers. A place outside of the row gives -1."""
     return np.where((place >= 0) & (place < 16), 16 * _ROW + place, -1)
 
 
 def _source_lanes(name: str, value: str) -> Array | None:
-    """Which lane each lane reads; -1: none. None for what is not a DPP control."""
+    """Return the lane that each lane reads, or -1 for no lane. Returns None if the modifier is no DPP control."""
     place = _LANE % 16
     by = int(value) if value.isdigit() else 0
     if name == "quad_perm":
         return 4 * (_LANE // 4) + np.array([int(lane) for lane in value.strip("[]").split(",")])[_LANE % 4]
-    if name == "row_bcast":  # the last lane of the row before, or of the half before
+    if name == "row_bcast":  # the last lane of the previous row, or of the first half of the wave
         return {15: np.where(_ROW > 0, 16 * _ROW - 1, -1), 31: np.where(_ROW > 1, 31, -1)}[by]
     known: dict[str, Callable[[], Array]] = {
         "row_shl": lambda: _in_row(place + by),
@@ -44,8 +44,8 @@ def _source_lanes(name: str, value: str) -> Array | None:
 
 
 class FromOtherLanes:
-    """DPP: lane i reads lane `lanes[i]`. Lanes that are masked are not written; those without a source read 0
-    (bound_ctrl) or are not written.
+    """DPP: lane i reads lane `lanes[i]`. Lanes that row_mask or bank_mask exclude are not written. Lanes without a
+    source read 0 if bound_ctrl is set, and are not written otherwise.
     """
 
     def __init__(self, modifiers: dict[str, str]) -> None:
@@ -59,15 +59,15 @@ class FromOtherLanes:
         self.enabled = (masks[0] >> _ROW & 1 == 1) & (masks[1] >> _LANE % 16 // 4 & 1 == 1)
 
     def valid(self, waves: Waves) -> Array:
-        """Lanes whose source exists and is active."""
+        """Return the lanes whose source lane exists and is active."""
         return (self.lanes >= 0) & waves.lanes[:, self.lanes]
 
     def written(self, waves: Waves) -> Array:
-        """Lanes that the instruction writes, of those that are active."""
+        """Return which of the active lanes the instruction writes."""
         return np.broadcast_to(self.enabled, waves.lanes.shape) if self.zero else self.enabled & self.valid(waves)
 
     def through(self, read: Read) -> Read:
-        """Read by way of the other lanes."""
+        """Return a reader that gives each lane the value which `read` returns for its source lane."""
 
         def shuffled(waves: Waves) -> Array:
             values = read(waves)[:, self.lanes]
@@ -77,7 +77,7 @@ class FromOtherLanes:
 
 
 def part(source: Operand, selection: str, kind: str, read: Read) -> Read:
-    """SDWA: a byte or a half of the register, zero-extended; `read` gives its 32 bits."""
+    """SDWA: return a reader of a byte or half of a register, zero-extended. `read` returns the register's 32 bits."""
     if selection not in PARTS or source.negate or source.absolute:
         raise Unknown(f"selection {selection} of {source.text}")
     first, width = PARTS[selection]
@@ -93,5 +93,5 @@ def part(source: Operand, selection: str, kind: str, read: Read) -> Read:
 
 
 def kind_dtype(kind: str) -> np.dtype[np.generic]:
-    """Numpy's type of a 32-bit kind."""
+    """Return numpy's type for a 32-bit kind."""
     return np.dtype({"u32": np.uint32, "i32": np.int32, "f32": np.float32}[kind])

@@ -18,16 +18,16 @@ from .state import Array
 
 Grid = tuple[int, int, int]
 
-# bytes between the addresses of two arrays, so that no wrong offset leads from one array into another
+# bytes between the addresses of two arrays: so large that a wrong offset cannot reach another array
 _DISTANCE_BYTES: Final = 1 << 40
-# an array keeps its address within a page, and so its alignment
+# an array keeps its offset within a page, and therefore its alignment
 _PAGE_BYTES: Final = 4096
 _SLOT_BYTES: Final = 8
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One argument in the buffer of a launch. `kind` is the metadata's `.value_kind`."""
+    """One argument in a launch's argument buffer (kernarg). `kind` is `.value_kind` of the code object's metadata."""
 
     kind: str
     offset: int
@@ -36,7 +36,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A code object that can be launched. `threads` is the size of a workgroup."""
+    """A loaded kernel that `launch` can execute. `threads` is the number of threads in a workgroup."""
 
     program: Program
     threads: int
@@ -44,7 +44,7 @@ class Kernel:
 
 
 def load(image: bytes) -> Kernel:
-    """Read the only kernel of a gfx90a code object. Raises SimulatorError as `disassemble` does."""
+    """Read a gfx90a code object that has exactly one kernel. Raises SimulatorError as `disassemble` does."""
     elf: Any = ELFFile(io.BytesIO(image))
     note = next(elf.get_section_by_name(".note").iter_notes())
     (metadata,) = msgpack.unpackb(note["n_descdata"])["amdhsa.kernels"]
@@ -62,7 +62,7 @@ def launch(
     trace: Trace | None = None,
     workgroups: int | None = None,
 ) -> Counts:
-    """Execute a kernel now, and change the arrays in place. Raises Fault.
+    """Execute a kernel, which changes the arrays in place. Raises Fault if the kernel breaks a rule of the machine.
 
     `arguments` are in the kernel's order; their names appear in faults. An array is passed by its address, a number by
     its bits. Arguments beyond them (Triton's scratch pointers) are null. `shared_bytes` is the dynamic LDS of a
@@ -91,7 +91,7 @@ def launch(
 
 
 def _kernel_arguments(kernel: Kernel, grid: Grid, words: list[int], shared_bytes: int) -> bytes:
-    """The buffer that HIP builds for a launch: our arguments, and the hidden ones that HIP fills by itself."""
+    """Return the argument buffer that HIP would build: the given arguments, and the hidden ones that HIP adds."""
     hidden = {"hidden_dynamic_lds_size": shared_bytes, "hidden_grid_dims": 3}
     for axis, blocks, size in zip("xyz", grid, (kernel.threads, 1, 1), strict=True):
         hidden[f"hidden_block_count_{axis}"] = blocks

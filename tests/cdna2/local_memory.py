@@ -1,4 +1,4 @@
-"""The LDS of each workgroup, and who touched which part of it since the last barrier."""
+"""Emulates the LDS (shared memory) of each workgroup, and detects races between waves that no barrier separates."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from .fault import Violation
 from .global_memory import window
 from .state import LANES, Array, Waves
 
-_BANKS: Final = 32  # of 4 bytes; a cycle gives each of them one word, to all lanes that ask for it
+_BANKS: Final = 32  # of 4 bytes; in a cycle a bank delivers one word, to all lanes that read it
 _LANES: Final[Array] = np.arange(LANES)
-# reads of 16 bytes: lanes 0 to 3 are served with 20 to 23, 4 to 7 with 16 to 19, and so on; all other accesses by
-# neighbours
+# Groups of lanes that are served at once. For reads of 16 bytes, lanes 0 to 3 are grouped with 20 to 23, 4 to 7 with 16
+# to 19, and so on. All other accesses group neighbouring lanes.
 _WIDE_READS: Final[Array] = np.argsort(_LANES // 32 * 4 + (_LANES // 4 % 4 ^ _LANES // 16 % 2), kind="stable")
-_CELL: Final = 2  # bytes: the smallest access
+_CELL: Final = 2  # bytes of a cell, the unit of the race check
 _WAVES: Final = 64  # stamps are epoch * 64 + wave within the workgroup
 _MANY: Final = _WAVES - 1
 
 
 def bank_cycles(addresses: Array, active: Array, size: int, *, reads: bool) -> int:
-    """Cycles of the LDS for the access of one wave's lanes to `size` bytes each: the most words that a bank gives, for
-    each group of lanes that is served at once (32 of 4 bytes and less, 16 of 8, 8 of 16).
+    """Return the LDS cycles for an access in which each lane of one wave reads or writes `size` bytes.
+
+    The hardware serves a group of lanes at once: 32 lanes up to 4 bytes each, 16 lanes of 8 bytes, 8 lanes of 16. A
+    group takes one cycle per word of its busiest bank.
 
     Banks and groups: AMD, Composable Kernel, "Understanding AMD GPU LDS and bank conflicts"; AMD OpenCL programming
     guide, "LDS optimizations".
@@ -38,10 +40,10 @@ def bank_cycles(addresses: Array, active: Array, size: int, *, reads: bool) -> i
 
 
 class LocalMemory:
-    """`epoch` counts each workgroup's barriers. Two waves that touch one cell in the same epoch, one of them writing,
-    race.
+    """The LDS of all workgroups. `epoch` counts the barriers of each workgroup. Two waves race if they access a cell in
+    the same epoch and one of them writes it.
 
-    While `watched`, `cycles` adds up what the accesses of the first chosen wave take.
+    While `watched` is set, `cycles` sums the LDS cycles of the first chosen wave's accesses.
     """
 
     def __init__(self, groups: int, waves_per_group: int, shared_bytes: int) -> None:
@@ -56,7 +58,9 @@ class LocalMemory:
         self.cycles = 0
 
     def load(self, waves: Waves, addresses: Array, dtype: type[np.generic], count: int) -> Array:
-        """Numbers at each active lane's address, [wave, lane, count]; raises Violation."""
+        """Return the numbers at each active lane's address, [wave, lane, count]. Raises Violation for an address
+        outside of the LDS, a race, or memory that no wave has written.
+        """
         self._watch(waves, addresses, np.dtype(dtype).itemsize * count, reads=True)
         offsets, cells, stamps = self._place(waves, addresses, np.dtype(dtype).itemsize * count)
         self._refuse(waves, self._written[cells] < 0, "reads LDS that no wave wrote")
@@ -71,8 +75,8 @@ class LocalMemory:
         return result
 
     def store(self, waves: Waves, addresses: Array, values: Array) -> None:
-        """Write values [wave, lane, count] of the active lanes; raises Violation. Writing what is there already is
-        no race.
+        """Write values [wave, lane, count] of the active lanes. Raises Violation. A write that does not change the
+        stored value is no race.
         """
         self._watch(waves, addresses, values.itemsize * values.shape[-1], reads=False)
         offsets, cells, stamps = self._place(waves, addresses, values.itemsize * values.shape[-1])
@@ -92,8 +96,8 @@ class LocalMemory:
             self.cycles += bank_cycles(addresses[0], waves.lanes[0], size, reads=reads)
 
     def _place(self, waves: Waves, addresses: Array, size: int) -> tuple[Array, Array, Array]:
-        """Of the active lanes: offsets into the data, and the cells [access, cell] with the stamps that they would
-        get.
+        """Return for the active lanes the offsets into the data, the cells [access, cell], and the stamps (epoch and
+        wave) that the access gives to these cells.
         """
         stray = waves.lanes & (addresses + size > self._bytes)
         if stray.any():
@@ -118,12 +122,12 @@ class LocalMemory:
         self._refuse(waves, others, f"a race in LDS, no barrier between: {what}")
 
     def _refuse(self, waves: Waves, wrong: Array, what: str) -> None:
-        """Raises Violation for the first wrong [access, cell]."""
+        """Raise Violation for the first true entry of `wrong` [access, cell]."""
         if wrong.any():
             wave, lane = (int(index) for index in np.argwhere(waves.lanes)[np.argwhere(wrong)[0][0]])
             raise Violation(what, wave, lane)
 
 
 def _by_another(found: Array, stamps: Array) -> Array:
-    """Stamps of the same epoch and another wave."""
+    """Return which of the stamps `found` are from the same epoch but from another wave."""
     return (found != stamps) & (found ^ stamps >= 0) & ((found ^ stamps) < _WAVES)

@@ -1,5 +1,6 @@
-"""Vector instructions that read or write masks and scalars: comparisons, carries, the steps of a division, reading a
-lane.
+"""Emulates the vector instructions that use lane masks (one bit per lane) or scalar registers.
+
+They are comparisons, sums with carry, v_div_scale and v_div_fmas, and reading the value of one lane.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from .vector_table import COMPARE
 
 
 def readers(operands: Sequence[Operand], kinds: Sequence[str]) -> list[Read]:
-    """Functions that read each operand as its kind, per lane."""
+    """Return for each operand a function that reads it as a number of its kind, per lane."""
     return [reader(source, kind, per_lane=True) for source, kind in zip(operands, kinds, strict=True)]
 
 
 def write(waves: Waves, destination: Operand, words: Sequence[Array], also: Array | None = None) -> None:
-    """Write the words of a result."""
+    """Write a result of one or more 32-bit words per lane into consecutive vector registers."""
     for place, word in enumerate(words):
         waves.write_vector(destination.register + place, word, also)
 
 
 def lanes_of(mask: Operand) -> Read:
-    """A mask in scalar registers, or a constant one, as booleans per lane."""
+    """Return a function that reads a mask (in scalar registers, or constant) as booleans per lane."""
     if mask.register < 0:
         bits = np.full(1, mask.number & 0xFFFFFFFFFFFFFFFF if isinstance(mask.number, int) else 0, np.uint64)
         return lambda waves: as_lanes(bits)
@@ -36,7 +37,7 @@ def lanes_of(mask: Operand) -> Read:
 
 
 def compare(name: str, operands: list[Operand]) -> Step:
-    """One bit per lane; those of inactive lanes are 0."""
+    """Compile v_cmp_*. The result is a mask with one bit per lane; the bits of inactive lanes are 0."""
     kind, function = COMPARE[name]
     destination, *sources = operands
     reads = readers(sources, [kind, kind])
@@ -46,7 +47,7 @@ def compare(name: str, operands: list[Operand]) -> Step:
 
 
 def _with_carry(sign: int, carried: bool) -> Callable[[list[Operand]], Step]:
-    """32-bit sums and differences whose carry is a mask."""
+    """Compile a 32-bit sum or difference that writes the carry of each lane into a mask."""
 
     def make(operands: list[Operand]) -> Step:
         destination, carry, *sources = operands
@@ -65,7 +66,7 @@ def _with_carry(sign: int, carried: bool) -> Callable[[list[Operand]], Step]:
 
 
 def _multiply_add(kind: str) -> Callable[[list[Operand]], Step]:
-    """v_mad_u64_u32, v_mad_i64_i32: a sum of 65 bits, of which the mask gets the highest."""
+    """Compile v_mad_u64_u32 or v_mad_i64_i32. The sum has 65 bits, and its highest bit is written into a mask."""
     wide = {"u32": "u64", "i32": "i64"}[kind]
 
     def make(operands: list[Operand]) -> Step:
@@ -112,7 +113,7 @@ def _refine(operands: list[Operand]) -> Step:
 
 
 def _read_lane(operands: list[Operand]) -> Step:
-    """v_readlane_b32, and v_readfirstlane_b32 without a lane's number: the first that is active."""
+    """Compile v_readlane_b32, or v_readfirstlane_b32, which has no lane number and reads the first active lane."""
     destination, source, *lane = operands
     if lane and lane[0].register >= 0:
         raise Unknown(f"lane {lane[0].text}")

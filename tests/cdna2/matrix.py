@@ -1,5 +1,5 @@
-"""Matrix instructions. A wave holds 32 x 8 of A, 8 x 32 of B and 32 x 32 of C in its lanes' registers; or 16 x 16 of
-each.
+"""Emulates the matrix instructions (MFMA). A wave's lanes hold 32 x 8 of A, 8 x 32 of B and 32 x 32 of C in registers,
+or 16 x 16 of each.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .operands import Operand, Unknown, operand
 from .scalar import Step
 from .state import LANES, Array, Waves
 
-_EACH: Final = 4  # values of A and of B in a lane, which are neighbours in K
-# rows and columns of the result, and the type of A and B; None: the upper half of a float32
+_EACH: Final = 4  # number of values of A, and of B, in a lane; they are consecutive in K
+# number of rows and columns of the result, and the type of A and B (None: bf16, the upper half of a float32)
 _KINDS: Final[dict[str, tuple[int, type[np.float16] | None]]] = {
     "v_mfma_f32_32x32x8f16": (32, np.float16),
     "v_mfma_f32_32x32x8bf16_1k": (32, None),
@@ -25,9 +25,11 @@ _KINDS: Final[dict[str, tuple[int, type[np.float16] | None]]] = {
 
 
 def layout(size: int) -> tuple[Array, Array]:
-    """Rows and columns of the result, [register, lane]: the column is the lane's number modulo the size; rows come in
-    fours, which the parts of the wave that have the same columns take in turn. A's row, or B's column, is the lane's
-    number modulo the size too, and each part of the wave has four values of K.
+    """Return the row and the column of the result in each [register, lane].
+
+    The column is the lane number modulo the size. Rows are in groups of four. The parts of the wave with the same
+    columns hold these groups in turn. A's row and B's column are also the lane number modulo the size, and each part of
+    the wave has four values of K.
     """
     lane = np.arange(LANES)[None, :]
     register = np.arange(size * size // LANES)[:, None]
@@ -36,10 +38,11 @@ def layout(size: int) -> tuple[Array, Array]:
 
 
 def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
-    """What the instruction does to the chosen waves; None when it is not a matrix instruction.
+    """Return the function that executes the instruction on the chosen waves, or None if it is no matrix instruction.
 
-    Subnormal inputs and outputs are zeros on MI200 (MIOpen: MI200 MFMA behavior specifics). Sums are taken in float64
-    and rounded once; hardware rounds more often, in an order that is not documented. The execution mask has no say.
+    Subnormal inputs and outputs are zeros on MI200 (MIOpen: MI200 MFMA behavior specifics). Sums are computed in
+    float64 and rounded once. Hardware rounds more often, in an order that is not documented. The execution mask has no
+    effect.
     """
     if instruction.mnemonic not in _KINDS:
         return None
@@ -71,7 +74,7 @@ def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
 
 
 def _inputs(waves: Waves, source: Operand, size: int, half: type[np.float16] | None) -> Array:
-    """A, or B transposed, as float64 [wave, row or column, k]."""
+    """Return A, or B transposed, as float64 [wave, row or column, k]."""
     words = waves.vector[source.register : source.register + 2, waves.chosen]  # [2, wave, lane]
     halves = np.ascontiguousarray(words.transpose(1, 2, 0)).view(np.uint16)  # [wave, lane, 4]
     values = flush(halves.view(half) if half else (halves.astype(np.uint32) << np.uint32(16)).view(np.float32))

@@ -1,5 +1,6 @@
-"""Operands as text into functions that read and write them: registers, inline constants, literals, negation and
-absolute value.
+"""Parses the operands of an instruction and makes functions that read them.
+
+Operands are registers, inline constants and literals, with negation and absolute value.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .state import EXEC, M0, VCC, Array, Waves
 
 Read = Callable[[Waves], Array]
 
-# How the bits of an operand are meant; 64-bit ones take two registers.
+# Number type of each kind of operand. A 64-bit operand uses two registers.
 KINDS: Final[dict[str, Any]] = {
     "u16": np.uint16, "f16": np.float16, "u32": np.uint32, "i32": np.int32, "f32": np.float32,
     "u64": np.uint64, "i64": np.int64, "f64": np.float64,
@@ -32,11 +33,11 @@ _INVERSE_TWO_PI = 0.15915494
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand: a register row (vector or scalar) or a number, perhaps negated or made positive."""
+    """One operand: a register (vector or scalar) or a number, optionally negated or as its absolute value."""
 
     text: str
     vector: bool = False
-    register: int = -1  # a row of Waves.vector or Waves.scalar; -1: a number
+    register: int = -1  # index into Waves.vector or Waves.scalar; -1 if the operand is a number
     count: int = 0
     number: float | int = 0
     negate: bool = False
@@ -44,7 +45,7 @@ class Operand:
 
     @cached_property
     def rows(self) -> frozenset[tuple[bool, int]]:
-        """The registers that it names."""
+        """The registers of the operand, as (is a vector register, index)."""
         return (
             frozenset((self.vector, self.register + place) for place in range(self.count))
             if self.register >= 0
@@ -53,13 +54,13 @@ class Operand:
 
 
 class Unknown(Exception):
-    """Something in an instruction that the simulator does not know."""
+    """A part of an instruction that the simulator does not know."""
 
 
-@lru_cache(maxsize=1 << 16)  # a kernel names the same few hundred operands over and over
+@lru_cache(maxsize=1 << 16)  # a kernel uses the same few hundred operands many times
 def operand(text: str, descriptor: Descriptor) -> Operand:
-    """Take an operand apart; raises Unknown."""
-    if _NUMBER.match(text):  # -1 and -0.5 are numbers, not something negated
+    """Parse the text of an operand. Raises Unknown if it has an unknown form."""
+    if _NUMBER.match(text):  # -1 and -0.5 are numbers, not negated operands
         return Operand(text, number=float(text) if "." in text else int(text, 0))
     parts = _MODIFIED.match(text)
     assert parts
@@ -88,8 +89,8 @@ def operand(text: str, descriptor: Descriptor) -> Operand:
 
 
 def constant_bits(number: float | int, kind: str) -> int:
-    """The bits of an inline constant or literal: floats in the operand's own type, integers sign-extended from what
-    they are.
+    """Return the bits of an inline constant or literal. A float is encoded in the operand's own type, and an integer is
+    sign-extended.
     """
     width = np.dtype(KINDS[kind]).itemsize
     if isinstance(number, float):
@@ -104,8 +105,8 @@ def constant_bits(number: float | int, kind: str) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def reader(source: Operand, kind: str, per_lane: bool) -> Read:
-    """A function that gives the operand's values: [wave, lane] (one lane for scalars) in vector instructions, else
-    [wave].
+    """Return a function that reads the operand's values. With `per_lane` (vector instructions) the shape is
+    [wave, lane], with one lane for scalars; otherwise it is [wave].
     """
     dtype = np.dtype(KINDS[kind])
     read = _constant(source, kind, per_lane) if source.register < 0 else _words(source, dtype.itemsize, per_lane)
@@ -127,7 +128,7 @@ def _constant(source: Operand, kind: str, per_lane: bool) -> Read:
 
 
 def _words(source: Operand, width: int, per_lane: bool) -> Read:
-    """Registers as unsigned integers of `width` bytes."""
+    """Return a function that reads registers as unsigned integers of `width` bytes."""
     register = source.register
     vector = source.vector
     if source.count != max(1, width // 4):
@@ -156,13 +157,13 @@ def _words(source: Operand, width: int, per_lane: bool) -> Read:
 
 
 def writable(destination: Operand, kind: str) -> None:
-    """Raises Unknown unless a result of that kind fits into the operand."""
+    """Raise Unknown unless a result of this kind fits into the operand."""
     if destination.register < 0 or destination.count != max(1, np.dtype(KINDS[kind]).itemsize // 4):
         raise Unknown(f"{destination.text} for a result of kind {kind}")
 
 
 def split(values: Array, kind: str) -> list[Array]:
-    """Values of a kind as the 32-bit words that registers hold, the low one first; 16-bit values are zero-extended."""
+    """Split values of a kind into the 32-bit words of registers, low word first. 16-bit values are zero-extended."""
     typed = np.asarray(values).astype(KINDS[kind], copy=False)
     width = typed.dtype.itemsize
     if width == 2:

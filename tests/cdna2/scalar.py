@@ -1,4 +1,4 @@
-"""Scalar instructions: one value per wave. A table of functions by mnemonic, and how an instruction becomes a step."""
+"""Emulates scalar instructions, which compute one value per wave. A table has their functions by mnemonic."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ Step = Callable[[Waves], None]
 
 @dataclass(frozen=True)
 class Scalar:
-    """A function of scalar operands. `flag`: SCC becomes "result" (!= 0), "given" (the function returns it too), or
-    stays ("").
+    """The function of a scalar instruction, and the source of the condition flag SCC.
+
+    `flag` is "result" (SCC = the result is not 0), "given" (the function returns SCC too) or "" (SCC is unchanged).
     """
 
-    result: str  # kind; "" when only SCC is written
+    result: str  # kind of the result; "" if only SCC is written
     sources: tuple[str, ...]
     function: Callable[..., Any]
     flag: str = ""
@@ -38,30 +39,30 @@ def _wide(x: Array) -> Array:
 
 
 def _carried(total: Array) -> tuple[Array, Array]:
-    """A sum or difference of unsigned numbers as int64, with its carry or borrow."""
+    """Return an unsigned sum or difference, given as int64, and its carry or borrow."""
     return total & 0xFFFFFFFF, (total < 0) | (total > 0xFFFFFFFF)
 
 
 def _signed(total: Array) -> tuple[Array, Array]:
-    """A sum or difference of signed numbers as int64, with its overflow."""
+    """Return a signed sum or difference, given as int64, and its overflow."""
     return total, (total < -(2**31)) | (total >= 2**31)
 
 
 def _field(bits: Array, place: Array) -> Array:
-    """`place` has the first bit in bits 0-4 and the width in bits 16-22."""
+    """Extract a bit field. `place` has the number of its first bit in bits 0-4 and its width in bits 16-22."""
     width = (place >> 16) & 0x7F
     return (bits.astype(np.uint64) >> (place & 31)) & ((np.uint64(1) << width) - np.uint64(1))
 
 
 def _signed_field(bits: Array, place: Array) -> Array:
-    """The same, its highest bit repeated above it."""
+    """Extract a bit field as `_field` does, sign-extended."""
     width = np.minimum((place >> 16) & 0x7F, 32).astype(np.uint64)
     sign = (np.uint64(1) << width) >> np.uint64(1)
     return ((_field(bits, place) ^ sign) - sign).astype(np.uint32)
 
 
 def reverse_bits(x: Array) -> Array:
-    """Bit 31 becomes bit 0."""
+    """Reverse the order of the 32 bits."""
     return np.packbits(
         np.unpackbits(np.ascontiguousarray(x)[..., None].view(np.uint8), axis=-1), axis=-1, bitorder="little"
     ).view(">u4")[..., 0]
@@ -135,7 +136,7 @@ _SAVING: Final[dict[str, Callable[[Array, Array], Array]]] = {
 
 
 def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
-    """What the instruction does to the chosen waves; None when it is not a scalar instruction."""
+    """Return the function that executes the instruction on the chosen waves, or None if it is no scalar instruction."""
     name = instruction.mnemonic
     if name not in TABLE and name not in _SAVING:
         return None
@@ -177,7 +178,7 @@ def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
 
 
 def _short(text: str) -> Callable[[Waves], Array]:
-    """A signed 16-bit constant, which is printed without its sign."""
+    """Return a reader of a signed 16-bit constant. llvm-objdump prints the constant as an unsigned number."""
     value = np.array([((int(text, 0) & 0xFFFF) ^ 0x8000) - 0x8000], np.int32)
     return lambda waves: value
 

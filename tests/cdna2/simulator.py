@@ -1,4 +1,4 @@
-"""Runs a kernel over a grid: many waves step together, always those that are furthest behind."""
+"""Executes a kernel over a grid. Waves at the same instruction step together, and the lowest address goes first."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .local_memory import LocalMemory
 from .operands import Unknown, operand
 from .state import LANES, VCC, Array, Waves
 
-# what numpy works on at a time: large enough to hide its overhead, small enough for the caches
+# Number of waves whose registers numpy processes at once. It hides numpy's overhead per call and fits into the caches.
 WAVES_AT_ONCE: Final = 64
-STEPS_AT_MOST: Final = 20_000_000  # of one lot of workgroups: an endless loop ends here
+STEPS_AT_MOST: Final = 20_000_000  # limit for one `_Lot` of workgroups, which ends endless loops
 _CONDITIONS: Final[dict[str, Callable[[Waves], Any]]] = {
     "s_branch": lambda waves: np.ones(len(waves.waves), bool),
     "s_cbranch_scc0": lambda waves: ~waves.scc[waves.chosen],
@@ -34,7 +34,7 @@ _CONDITIONS: Final[dict[str, Callable[[Waves], Any]]] = {
 }
 Trace = list[
     tuple[int, int]
-]  # of one wave: the index of each instruction that it executed, and for how many cycles that kept the LDS' banks
+]  # for each instruction that one wave executed: its index, and the cycles for which it occupied the LDS
 _CLASSES: Final = (
     ("v_mfma", "mfma"),
     ("v_", "valu"),
@@ -50,7 +50,7 @@ _CLASSES: Final = (
 
 @dataclass
 class Counts:
-    """Instructions that were executed, by class and in all waves together, and the bytes that active lanes moved."""
+    """The number of executed instructions by class, summed over all waves, and the bytes that active lanes moved."""
 
     waves: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
@@ -58,18 +58,18 @@ class Counts:
 
     @property
     def per_wave(self) -> dict[str, float]:
-        """Instructions of each class that a wave executes on average."""
+        """The average number of instructions of each class that a wave executes."""
         return {name: count / self.waves for name, count in self.instructions.items()}
 
 
 def class_of(mnemonic: str) -> str:
-    """valu, salu, mfma, vmem, smem, lds, waits or barriers."""
+    """Return the class of an instruction: valu, salu, mfma, vmem, smem, lds, waits or barriers."""
     return next(name for prefix, name in _CLASSES if mnemonic.startswith(prefix))
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """An instruction that can be executed. `control`: it moves the program counter."""
+    """An instruction with the function that executes it. `control` is set for branches, barriers and the end."""
 
     instruction: Instruction
     touched: frozenset[tuple[bool, int]]
@@ -82,9 +82,10 @@ def run(
     program: Program, grid: tuple[int, int, int], threads: int, shared_bytes: int, kernarg: bytes, memory: Memory, *,
     trace: Trace | None = None, workgroups: int | None = None,
 ) -> Counts:  # fmt: skip
-    """Execute a kernel; `kernarg` is the buffer of its arguments. Raises Fault.
+    """Execute a kernel. `kernarg` is the buffer of its arguments. Raises Fault.
 
-    `trace` gets what the first wave executes. With `workgroups` only so many of the grid's first are executed.
+    The instructions of the first wave are appended to `trace`. With `workgroups` only this number of workgroups is
+    executed, from the beginning of the grid.
     """
     compiled = _compiled(program)
     arguments = np.frombuffer(bytearray(kernarg), np.uint8)
@@ -139,8 +140,8 @@ def _touched(text: str, descriptor: Descriptor) -> frozenset[tuple[bool, int]]:
 def _start(
     descriptor: Descriptor, ids: tuple[Any, ...], waves_per_group: int, shared_bytes: int, kernarg: int
 ) -> Waves:
-    """The registers as the command processor leaves them: without preloaded arguments, which the kernel's first
-    instructions load.
+    """Return the registers as the command processor initialises them. Arguments are not preloaded: the kernel's first
+    instructions load them.
     """
     waves = Waves(descriptor.vector_registers, len(ids[0]), waves_per_group, shared_bytes)
     waves.scalar[descriptor.kernarg_register] = kernarg & 0xFFFFFFFF
@@ -153,7 +154,7 @@ def _start(
 
 
 class _Lot:
-    """The workgroups that run together."""
+    """The workgroups that are simulated together (64 waves in total, or one workgroup if it is larger)."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class _Lot:
         self.steps = 0
 
     def execute(self) -> None:
-        """Until every wave has ended."""
+        """Execute instructions until every wave has ended."""
         executed = [0] * len(self.compiled)
         with np.errstate(all="ignore"):
             while not self.ended.all():
@@ -192,7 +193,7 @@ class _Lot:
                 self.counts.instructions[name] = self.counts.instructions.get(name, 0) + times
 
     def _step_together(self, executed: list[int]) -> None:
-        """Choose the waves that are furthest behind and run them until they reach others, part, wait or end."""
+        """Choose the waves at the lowest address. Run them until they reach other waves, diverge, wait or end."""
         able = ~(self.waiting | self.ended)
         if not able.any():
             self._fail(
@@ -240,7 +241,9 @@ class _Lot:
         return at + 1
 
     def _control(self, instruction: Instruction, at: int) -> int | None:
-        """Where all chosen waves go on; None when they part, wait or end, and `self.at` says where each one is."""
+        """Return the index at which all chosen waves continue. Returns None if they diverge, wait or end; then
+        `self.at` has the position of each wave.
+        """
         chosen = self.waves.waves
         if instruction.mnemonic == "s_endpgm":
             self.ended[chosen] = True

@@ -1,4 +1,4 @@
-"""The registers of many waves at once, and which of the waves step together now."""
+"""The registers of many waves, and the choice of the waves that execute the next instruction together."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ VCC: Final = 106
 M0: Final = 124
 EXEC: Final = 126
 _SCALARS: Final = 128
-_POISON: Final = 0x7FF5DEAD  # a NaN: what a register holds that nobody wrote
+_POISON: Final = 0x7FF5DEAD  # initial value of a register, a NaN
 
 
 class Waves:
-    """Registers [register, wave] and [register, wave, lane]. `chosen` are the waves that the next instruction is
-    executed for.
+    """Scalar registers [register, wave] and vector registers [register, wave, lane] of many waves.
 
-    Accumulation registers follow the others in `vector`, where the descriptor says.
+    The next instruction is executed for the waves in `chosen`. In `vector`, accumulation registers begin at the
+    descriptor's `accumulation_offset`.
     """
 
     def __init__(self, vector_registers: int, groups: int, waves_per_group: int, shared_bytes: int) -> None:
@@ -36,30 +36,30 @@ class Waves:
         self.choose(np.arange(self.count))
 
     def choose(self, waves: Array) -> None:
-        """Let these waves step together from now on."""
+        """Execute the next instructions for these waves."""
         self.waves = waves
         self.chosen: Any = slice(None) if len(waves) == self.count else waves
         self.refresh_lanes()
 
     def refresh_lanes(self) -> None:
-        """Read the execution mask again, after it was written."""
+        """Update `lanes` after the execution mask was written."""
         self.lanes = as_lanes(self.mask(EXEC))
         self.all_lanes = bool(self.lanes.all())
 
     def mask(self, register: int) -> Array:
-        """Two scalar registers as one number per wave."""
+        """Return two consecutive scalar registers as one 64-bit number per wave."""
         low = self.scalar[register, self.chosen]
         high = self.scalar[register + 1, self.chosen]
         return np.ascontiguousarray(low | high.astype(np.uint64) << np.uint64(32))
 
     def write_scalar(self, register: int, bits: Array) -> None:
-        """Write 32 bits per wave."""
+        """Write a scalar register, 32 bits per wave."""
         self.scalar[register, self.chosen] = bits
         if register >= EXEC:
             self.refresh_lanes()
 
     def write_mask(self, register: int, lanes: Array) -> None:
-        """Write 64 lanes' bits into two scalar registers."""
+        """Write a boolean per lane, as a mask of 64 bits, into two scalar registers."""
         words = np.packbits(lanes, axis=1, bitorder="little").view(np.uint32)
         self.scalar[register, self.chosen] = words[:, 0]
         self.scalar[register + 1, self.chosen] = words[:, 1]
@@ -67,7 +67,7 @@ class Waves:
             self.refresh_lanes()
 
     def write_vector(self, register: int, bits: Array, also: Array | None = None) -> None:
-        """Write 32 bits per lane where the execution mask allows it, and `also`."""
+        """Write a vector register, 32 bits per lane, in the lanes that the execution mask and `also` select."""
         row = self.vector[register]
         chosen = self.chosen
         if self.all_lanes and also is None:
@@ -81,5 +81,5 @@ class Waves:
 
 
 def as_lanes(masks: Array) -> Array:
-    """64-bit masks [wave] as booleans [wave, lane]."""
+    """Return 64-bit masks [wave] as booleans [wave, lane]."""
     return np.unpackbits(masks.view(np.uint8).reshape(-1, 8), axis=1, bitorder="little").view(bool)

@@ -1,12 +1,11 @@
-"""How long a compute unit takes for a kernel: the instructions that one wave executed, issued again under the machine's
-rates.
+"""A timing model: the cycles that a compute unit takes for a kernel, from the instructions that one wave executed.
 
-A model, not a measurement. One SIMD is simulated with as many waves as it holds, each a copy of the traced one and
-followed by another, and a quarter of what the four SIMDs of a compute unit share. A wave issues in order; waves overlap
-where they want different units, and the oldest one goes first. Waits for results of vector and matrix instructions are
-in the code (gfx90a's compiler puts s_nop there), those for memory at s_waitcnt. An access to the LDS takes the cycles
-that its addresses and banks ask for; a line of instructions that the instruction cache has lost is a load. Not
-modelled: waves of a workgroup that arrive at a barrier at different times.
+The model simulates one SIMD with its full number of waves. Each wave is a copy of the traced wave, and when it ends
+another copy begins. The SIMD has a quarter of the LDS and cache bandwidth that the four SIMDs of a compute unit share.
+A wave issues its instructions in order. Waves overlap if they use different units; otherwise the oldest goes first. The
+code itself contains the waits for results: s_nop for vector and matrix instructions, s_waitcnt for memory. An LDS
+access takes the cycles that its addresses need with the LDS' banks. An instruction cache miss costs the latency of a
+load. The model lets all waves of a workgroup arrive at a barrier at the same time. It was not compared with hardware.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from .disassembly import Instruction, Program
 from .simulator import Trace
 from .state import LANES
 
-SIMDS: Final = 4  # of a compute unit
-# waves that follow each other in a wave's place: those of a SIMD begin together, and drift apart as others' do
+SIMDS: Final = 4  # per compute unit
+# Number of waves that run one after another in each slot of the SIMD. All slots begin together and later drift apart.
 _SUCCESSORS: Final = 4
 _QUARTER_RATE = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_f|v_mul_(lo|hi)_|v_mad_[ui]64_")
 _MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)")
@@ -32,12 +31,12 @@ _MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)")
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a compute unit of the MI250X, in cycles of its clock.
+    """Rates and latencies of a compute unit of the MI250X, per cycle and in cycles of its clock.
 
     Matrix rate: 191.5 TFLOP/s per GCD of 110 compute units at 1.7 GHz (AMD, CDNA 2 white paper) are 1024 FLOP per
-    cycle. LDS: 128 bytes per cycle, vector L1: 64. Instruction cache: 32 KiB in lines of 64 bytes for two compute units
-    (Linux, amdkfd's tables for Aldebaran), which run the same kernel here. The latencies are assumptions: an LDS access
-    of some 64 cycles, a load that hits L2 some 500 under load.
+    cycle. LDS: 128 bytes per cycle, vector L1: 64 bytes. The instruction cache of 32 KiB has lines of 64 bytes and
+    serves two compute units (Linux, amdkfd's tables for Aldebaran), which run the same kernel here. The latencies are
+    assumptions: about 64 cycles for an LDS access, and about 500 for a load that hits L2 in a busy memory system.
     """
 
     matrix_flops: int = 1024
@@ -53,8 +52,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Timing:
-    """Cycles per wave of a SIMD that always has its full number of waves, and the shares of that time in which its
-    units are busy.
+    """Cycles per wave on a SIMD with its full number of waves, and for each unit the share of the time in which it is
+    busy.
     """
 
     cycles: float
@@ -65,20 +64,20 @@ class Timing:
 
 @dataclass(frozen=True)
 class _Issue:
-    """What an instruction asks of the SIMD: its unit, the cycles for which it keeps the unit and the wave, and when
-    its result is there.
+    """The cost of an instruction: its unit, the cycles for which it occupies the unit (`busy`) and the wave (`holds`),
+    and the cycles until its result arrives (`latency`).
     """
 
     unit: str = ""
     busy: float = 0
     holds: int = 4
     latency: int = 0
-    counter: str = ""  # "vm" or "lgkm": its end is waited for there
+    counter: str = ""  # counter with which s_waitcnt waits for the result: "vm" or "lgkm"
     waits: tuple[tuple[str, int], ...] = ()
 
 
 def time_of(program: Program, trace: Trace, waves_per_simd: int, rates: Rates | None = None) -> Timing:
-    """Issue a traced wave's instructions on a SIMD that holds `waves_per_simd` of them
+    """Return the time of a kernel whose traced wave runs on a SIMD in `waves_per_simd` copies at a time
     (`Architecture.waves_per_simd`).
     """
     rates = rates or Rates()
@@ -97,16 +96,16 @@ def time_of(program: Program, trace: Trace, waves_per_simd: int, rates: Rates | 
 
 
 def matrix_flops(instruction: Instruction) -> int:
-    """FLOPs of a matrix instruction; 0 for every other."""
+    """Return the FLOPs of a matrix instruction, and 0 for any other instruction."""
     found = _MATRIX.match(instruction.mnemonic)
     return 2 * math.prod(map(int, found.groups())) if found else 0
 
 
 def _lost_lines(program: Program, trace: Trace, rates: Rates) -> set[int]:
-    """Places in the trace where the cache no longer has the instruction's line; what earlier workgroups left is
-    there at the start.
+    """Return the places in the trace at which the instruction cache misses. At the start the cache holds the lines that
+    an earlier workgroup of the same kernel left.
     """
-    held: dict[int, None] = {}  # lines, the one that was used last at the end
+    held: dict[int, None] = {}  # cache lines, the least recently used first
     lost = set()
     for place, (index, _) in enumerate(trace * 2):
         line = program.instructions[index].address // rates.instruction_line_bytes
@@ -120,7 +119,7 @@ def _lost_lines(program: Program, trace: Trace, rates: Rates) -> set[int]:
 
 
 def _issue(program: Program, index: int, bank_cycles: int, rates: Rates) -> _Issue:
-    """`bank_cycles`: what the trace says of its access to the LDS."""
+    """Return the cost of one instruction. `bank_cycles` are the LDS cycles that the trace records for it."""
     instruction = program.instructions[index]
     name = instruction.mnemonic
     if flops := matrix_flops(instruction):
@@ -157,7 +156,7 @@ class _Wave:
         return self.at == len(self.issues)
 
     def wait(self, waits: Sequence[tuple[str, int]]) -> None:
-        """Until at most so many accesses of a counter are under way."""
+        """Wait until at most `left` accesses of each counter are in flight."""
         for counter, left in waits:
             queue = self.under_way[counter]
             while len(queue) > left:
@@ -165,7 +164,7 @@ class _Wave:
 
 
 class _Simd:
-    """`waves`: the oldest first."""
+    """One SIMD. `waves` are its running waves, the oldest first."""
 
     def __init__(self, waves: list[_Wave]) -> None:
         self.waves = waves
@@ -173,12 +172,13 @@ class _Simd:
         self.busy: dict[str, float] = dict.fromkeys(self.free, 0.0)
 
     def play(self, waves: int) -> tuple[float, float]:
-        """Until one ends and these many have been there: where one ends the next begins. Returns the time, and the
-        waves played, of which some in part.
+        """Run until a wave ends and `waves` waves have been started in total. When a wave ends, the next begins.
+
+        Returns the time, and the number of waves that were executed. A wave that has not ended counts as a fraction.
         """
         ended = 0
         while True:
-            wave = min(self.waves, key=self._start)  # of those that could issue first, the oldest does
+            wave = min(self.waves, key=self._start)  # among equal start times the oldest wave issues
             self._issue(wave)
             if not wave.ended:
                 continue
@@ -192,7 +192,7 @@ class _Simd:
         issue = wave.issues[wave.at]
         if not issue.unit:
             return wave.ready
-        # a matrix instruction passes through the vector units' issue port
+        # a matrix instruction is issued through the vector unit's port
         return max(wave.ready, self.free[issue.unit], self.free["vector"] if issue.unit == "matrix" else 0.0)
 
     def _issue(self, wave: _Wave) -> None:

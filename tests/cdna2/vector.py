@@ -1,5 +1,5 @@
-"""How a vector instruction becomes a step: operands read, the function applied, the result written where the
-execution mask is set.
+"""Emulates vector instructions: reads the operands, applies a function of `vector_table`, and writes the active lanes'
+results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .vector_table import COMPARE, PACKED, TABLE
 
 
 def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
-    """What the instruction does to the chosen waves; None when it is not a vector instruction."""
+    """Return the function that executes the instruction on the chosen waves, or None if it is no vector instruction."""
     name = instruction.mnemonic
     operands = [operand(text, descriptor) for text in instruction.operands]
     if name in TABLE or name in ("v_cndmask_b32",):
@@ -37,7 +37,7 @@ def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
 
 
 def _simple(instruction: Instruction, operands: list[Operand]) -> Step:
-    """Everything in TABLE, in any encoding, and v_cndmask_b32."""
+    """Compile an instruction of TABLE, in any encoding, or v_cndmask_b32."""
     if instruction.mnemonic == "v_cndmask_b32":
         *operands, mask = operands
         choice = lanes_of(mask)
@@ -77,7 +77,7 @@ def _simple(instruction: Instruction, operands: list[Operand]) -> Step:
         values = [read(waves) for read in reads]
         value = np.where(choice(waves), values[1], values[0]) if function is None else function(*values)
         words = split(value, result)
-        if width < 32:  # SDWA: a byte or a half of the result, in its place among zeros
+        if width < 32:  # SDWA: only a byte or a half of the register gets the result; the rest becomes 0
             words = [(words[0] & np.uint32((1 << width) - 1)) << np.uint32(first)]
         write(waves, destination, words, dpp.written(waves) if dpp else None)
 
@@ -85,7 +85,7 @@ def _simple(instruction: Instruction, operands: list[Operand]) -> Step:
 
 
 def _flags(instruction: Instruction, name: str, count: int, default: int) -> list[bool]:
-    """op_sel:[1,0] and the like."""
+    """Return the bits of a modifier such as op_sel:[1,0]."""
     text = instruction.modifiers.get(name)
     return [bool(int(bit)) for bit in text.strip("[]").split(",")] if text else [bool(default)] * count
 
@@ -97,7 +97,7 @@ def _only(instruction: Instruction, *names: str) -> None:
 
 
 def _packed(instruction: Instruction, operands: list[Operand]) -> Step:
-    """v_pk_*: op_sel and neg_lo choose for the low result, op_sel_hi and neg_hi for the high one."""
+    """Compile v_pk_*. op_sel and neg_lo apply to the low result, op_sel_hi and neg_hi to the high result."""
     destination, *sources = operands
     count = len(sources)
     move = instruction.mnemonic == "v_pk_mov_b32"
@@ -121,7 +121,7 @@ def _packed(instruction: Instruction, operands: list[Operand]) -> Step:
 
     if move:
         low, high = (half(source, select, False) for source, select in zip(sources, chosen[0], strict=True))
-        # a copy: what is read is the register itself, which the low result may overwrite
+        # a copy, because `high` may return a view of the register, which the low result may overwrite
         return lambda waves: write(waves, destination, [low(waves), high(waves).copy()])
     reads = [[half(*of) for of in zip(sources, chosen[place], negated[place], strict=True)] for place in (0, 1)]
     assert function
@@ -134,8 +134,8 @@ def _packed(instruction: Instruction, operands: list[Operand]) -> Step:
 
 
 def _mixed(instruction: Instruction, operands: list[Operand]) -> Step:
-    """v_fma_mix_f32, v_fma_mixlo_f16, v_fma_mixhi_f16: op_sel_hi makes a source fp16, op_sel then takes its high
-    half.
+    """Compile v_fma_mix_f32, v_fma_mixlo_f16 or v_fma_mixhi_f16. A bit of op_sel_hi makes a source fp16; then op_sel
+    selects its high half.
     """
     _only(instruction, "op_sel", "op_sel_hi")
     destination, *sources = operands

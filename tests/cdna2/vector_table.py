@@ -1,4 +1,4 @@
-"""What vector instructions compute: functions of values per lane, by mnemonic."""
+"""Tables of the functions that vector instructions compute on each lane, by mnemonic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from .state import Array
 
 @dataclass(frozen=True)
 class Vector:
-    """Kinds of the result and of the sources ("dst": the old result, of the result's kind), and the function."""
+    """The number kinds of result and sources of an instruction, and its function. The source "dst" is the old value of
+    the result's register.
+    """
 
     result: str
     sources: tuple[str, ...]
@@ -29,7 +31,7 @@ def _op(kinds: str, function: Callable[..., Any]) -> Vector:
 
 
 def _shifted(function: Callable[[Array, Array], Array], bits: int) -> Callable[[Array, Array], Array]:
-    """A shift whose first operand is the distance."""
+    """Return a shift whose first operand is the distance (the v_*rev_* instructions)."""
     return lambda by, x: function(x, (by & (bits - 1)).astype(x.dtype))
 
 
@@ -48,7 +50,7 @@ def _signed_field(x: Array, first: Array, width: Array) -> Array:
 
 
 def _permute(high: Array, low: Array, selector: Array) -> Array:
-    """Each byte of the selector names a byte of eight, a sign repeated, 0 or 0xff."""
+    """v_perm_b32. Each byte of the selector selects one of eight input bytes, a repeated sign bit, 0 or 0xff."""
     both = high.astype(np.uint64) << np.uint64(32) | low
     result: Any = np.zeros((1, 1), np.uint64)
     for place in range(0, 32, 8):
@@ -156,7 +158,7 @@ for _kind in ("f32", "f64"):
     COMPARE[f"v_cmp_lg_{_kind}"] = _kind, lambda a, b: (a < b) | (a > b)
     COMPARE[f"v_cmp_nlg_{_kind}"] = _kind, lambda a, b: ~((a < b) | (a > b))
 
-# v_pk_*: the same for the halves of two registers (f32) or of one (f16)
+# v_pk_*: the function is applied to two values, in two registers (f32) or in the halves of one register (f16)
 PACKED: Final[dict[str, tuple[str, Callable[..., Any]]]] = {
     "v_pk_add_f32": ("f32", np.add),
     "v_pk_mul_f32": ("f32", np.multiply),

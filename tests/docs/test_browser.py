@@ -1,4 +1,4 @@
-"""HTML that commands write, opened in a real browser.
+"""Opens the HTML pages that commands write in a real browser.
 
 The page must cause no console message, fetch nothing from elsewhere, miss nothing and not be blank. It must fit a
 phone's window, and be dark if the reader's colour scheme is dark.

@@ -1,4 +1,4 @@
-"""The documentation's commands. Commands for a laptop are run, and the real argument parser reads commands for a
+"""Tests the commands in the documentation. Commands for a laptop are run. The real argument parser reads commands for a
 cluster.
 """
 
@@ -20,7 +20,7 @@ from tests.docs.pages import LANGUAGES, PAGES, ROOT, Fence, commands, fences
 from tests.harness.marks import thorough
 
 FENCES = [fence for page in PAGES for fence in fences(page)]
-# the tutorial comes first, because commands of other pages use its results
+# the tutorial's commands run first, because commands of other pages use their results
 RUNNABLE = sorted(
     {fence.page for fence in FENCES if fence.language == "bash"}, key=lambda page: (page != "docs/tutorial.md", page)
 )

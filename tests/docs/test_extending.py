@@ -1,5 +1,5 @@
-"""docs/extending.md, executed. Each worked example uses the documented extension point, and trains as the serial oracle
-does.
+"""Executes the examples of docs/extending.md. Each example extends the program through a documented interface, and the
+training results must equal the serial oracle's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Skipped steps, rewinds and steps that are not finite, in complete runs: deterministic, recorded, and equal after a
-resume.
+"""Tests skipped steps, rewinds and steps with values that are not finite, in complete runs.
+
+These policies must be deterministic and recorded, and a resumed run must give the same results.
 """
 
 from __future__ import annotations

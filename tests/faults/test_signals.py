@@ -1,5 +1,5 @@
-"""Signals in all states of a run: starting, loading, evaluating, saving. A second signal ends the run at once and
-leaves a loadable checkpoint.
+"""Sends signals to runs in all their states: starting, loading, evaluating, saving. A second signal ends the run at
+once and leaves a loadable checkpoint.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ reference.
 
     python -m tests.harness.check_gfx90a [--all] [--json] [--folder FOLDER]
 
-Needs llvm-objdump and no GPU. The exit code is 1 if a result is wrong, or if a kernel does something forbidden. On a
-machine with a GPU, `frontier-llm ops check` does the same on the GPU.
+Needs llvm-objdump and no GPU. The exit code is 1 if a result is wrong, or if a kernel breaks a rule of the machine. On
+a machine with a GPU, `frontier-llm ops check` makes the same comparison on the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.cdna2.driver import SimulatedGpu
 
 
 def simulate(folder: Path, dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield each case's result, with the code objects and the number of instructions that it executed."""
+    """Yield the result of each test case, with its executed code objects and its number of executed instructions."""
     gpu = SimulatedGpu()
     files = {line["sha256"]: line["file"] for line in read_manifest("gfx90a", folder)["kernels"]}
     for result in check(GpuOps(PrebuiltKernels("gfx90a", folder, gpu)), "cpu", dtypes):

@@ -1,4 +1,4 @@
-"""The code objects of gfx90a that tests inspect and execute."""
+"""Finds or builds the code objects (compiled GPU kernels) of gfx90a that tests inspect and execute."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KEPT = Path(__file__).resolve().parents[2] / "build"  # also used by setup.py, a
 
 @cache
 def folder() -> Path:
-    """Return the shipped folder if it is up to date, else one that the tests of this checkout have built.
+    """Return the shipped folder of code objects if it is up to date, else one that is built for the tests.
 
     The build takes half a minute on one core.
     """
     built = KEPT / f"triton-{version('triton')}" / "gfx90a"
     built.parent.mkdir(parents=True, exist_ok=True)
     with (built.parent / "lock").open("w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several workers builds
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test workers builds
         for objects in (manifest.GPU_DIR / "gfx90a", built):
             try:
                 manifest.read_manifest("gfx90a", objects)

@@ -1,5 +1,6 @@
-"""Executes schedules and their collectives without time, rank by rank. Shows whether an order of communication
-deadlocks, and how many activations it keeps.
+"""Executes the lists of actions and collectives of all ranks without computing and without durations.
+
+Shows whether an order of communication deadlocks, and how many activations a schedule keeps.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def in_flight(schedule: Schedule, stage: int) -> int:
 
 
 def waiting(schedule: Schedule, stage: int) -> int:
-    """Return the peak number of these activations, after a forward, whose input gradient is done and whose weight
-    gradients are not.
+    """Return the peak number of activations that a stage keeps between I (input gradient) and W (weight gradients).
+
+    They are counted after each forward.
     """
     return max(late for _, late in _alive(schedule.compute[stage]))
 
@@ -55,8 +57,9 @@ Call = tuple[str, str]  # (axis or channel, operation), as in the ledger
 
 @dataclass(frozen=True)
 class Collectives:
-    """Communication of a step besides the pipeline's messages, in order. The caller knows the layers and gives the
-    lists.
+    """The collectives of a step (all communication except the pipeline's messages), in order.
+
+    The caller gives the lists, because they depend on the layers.
     """
 
     # Collectives inside each action of a kind at a position.
@@ -64,7 +67,7 @@ class Collectives:
     # Collectives of single actions that replace those in `inside`, such as last backwards, where dp sums start.
     instead: Mapping[Action, Sequence[Call]] = field(default_factory=dict)
     before: Sequence[Call] = ()  # before the first action
-    # After the last action, by pipeline rank: tied sums, late dp sums, world.
+    # Calls after the last action, by pipeline rank: sums of tied weights, the last dp sums, collectives of all ranks.
     behind: Mapping[int, Sequence[Call]] = field(default_factory=dict)
 
     def of(self, action: Action) -> Sequence[Call]:
@@ -73,7 +76,7 @@ class Collectives:
 
 
 def calls(schedule: Schedule, rank: int, collectives: Collectives) -> Iterator[Call]:
-    """Yield the entries of a pipeline rank's ledger after a step."""
+    """Yield the communication calls of a pipeline rank in a step, as its ledger records them."""
     yield from collectives.before
     for action in schedule.actions[rank]:
         if action.kind.computes:
@@ -88,16 +91,16 @@ def calls(schedule: Schedule, rank: int, collectives: Collectives) -> Iterator[C
 
 
 class Step(NamedTuple):
-    """One entry of a rank's list: a communication, or (without ranks) compute that waits for communications."""
+    """One entry of a rank's list: a communication, or (if `ranks` is empty) compute that waits for communications."""
 
-    what: str  # equal on all ranks that share the communication
+    what: str  # text that is equal on all ranks of the communication
     stream: str = ""  # communications of a stream are matched in the order in which they are issued
     ranks: tuple[int, ...] = ()
     after: tuple[int, ...] = ()  # indices of earlier entries that must have ended
 
 
 def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 1, dp: int = 1) -> list[list[Step]]:
-    """Return every rank's list on a mesh of pp x dp x tp ranks, tp innermost."""
+    """Return the list of steps of every rank, on a mesh of pp x dp x tp ranks with tp innermost."""
     collectives = collectives or Collectives()
     placement = schedule.placement
 
@@ -160,7 +163,7 @@ def check_order(lists: Sequence[Sequence[Step]], in_flight: int | None = 1) -> N
 
 
 class _Ranks:
-    """State of all ranks: the position in each list, and the communications issued and not ended."""
+    """The state of all ranks: the position in each rank's list, and the communications in flight."""
 
     def __init__(self, lists: Sequence[Sequence[Step]], in_flight: int | None) -> None:
         self.lists = lists
@@ -189,7 +192,7 @@ class _Ranks:
         return sum(map(len, self.open[rank].values()))
 
     def obstacle(self, rank: int) -> str:
-        """Return the entry that a stuck rank waits for."""
+        """Return the text of the entry for which a stuck rank waits."""
         first = min((queue[0] for queue in self.open[rank].values() if queue), default=self.place[rank])
         return self.lists[rank][first].what
 

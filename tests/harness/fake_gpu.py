@@ -1,5 +1,5 @@
-"""Provides a GPU driver that only records calls (fake_driver.c), empty code objects for it, and kernels that launch
-there.
+"""Provides a fake GPU driver that only records calls (fake_driver.c), empty code objects for it, and kernels that are
+launched on it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Record(ctypes.Structure):
 
 
 def write_code_objects(folder, architecture):
-    """Write a manifest like the build's, with every kernel's real arguments. Its image is accepted by the fake driver
-    only.
+    """Write a manifest as the build does, with every kernel's real arguments. Only the fake driver accepts the code
+    objects.
     """
     machine = ARCHITECTURES[architecture]
     lines = []

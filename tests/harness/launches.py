@@ -39,7 +39,7 @@ _NO_KERNELS = (
 
 
 class Launch(NamedTuple):
-    """Phase of the step, and name of one of this project's kernels or of an aten operation."""
+    """A kernel launch: the phase of the step, and the name of one of this project's kernels or of an aten operation."""
 
     phase: str
     name: str
@@ -79,7 +79,9 @@ def skip_without_fp32_products_on_meta() -> None:
 
 @contextmanager
 def without_numbers(kernels: Any) -> Iterator[None]:
-    """Let training use the ops of `kernels`, and leave out everything that needs values of tensors."""
+    """Let training use the ops of `kernels`, and replace code that needs the values of tensors (meta tensors have
+    none).
+    """
     skip_without_fp32_products_on_meta()
     with pytest.MonkeyPatch.context() as patch:
         # as in `select_run_ops`

@@ -61,9 +61,9 @@ def run_on_cpu() -> None:
 def experts_on_cpu() -> None:
     """Let megatron-core's MoE layer run on the CPU.
 
-    A function of Transformer Engine is set to None, because megatron-core uses it without importing it. Counts stay
-    tensors if they need no copy. With sequence parallelism, which experts with tensor parallelism require,
-    megatron-core refuses torch's norm. On a part of the sequence that norm gives the same result, so it is allowed
+    A function of Transformer Engine is set to None, because megatron-core uses its name without importing it. Row
+    counts stay tensors if they need no copy. Experts with tensor parallelism require sequence parallelism, with which
+    megatron-core refuses torch's norm. That norm gives the same result on a part of the sequence, so it is allowed
     here.
     """
     from megatron.core.transformer import torch_norm

@@ -1,4 +1,4 @@
-"""Mistakes of an installation. They are planted one at a time and given to `submit` and to a shipped batch script.
+"""Tests typical mistakes of an installation: makes one at a time, then runs `submit` and a shipped batch script.
 
     python -m tests.harness.mistakes [--write docs/generated/planted_mistakes.md]      run all rows, print the table
 
@@ -47,7 +47,7 @@ NO_TORCH = "raise ModuleNotFoundError(\"No module named 'torch'\")\n"
 ROCM = "torch.version.hip, torch.version.cuda = '7.1.25424', None\n"
 CUDA = "torch.version.hip, torch.version.cuda = None, '12.8'\n"
 VERSION = "torch.__version__ = '2.11.0+rocm7.1'\n"
-# Every node except n1 has one GPU of the site's architecture. Its tensors are on the CPU.
+# Source of a stub torch: every node except n1 has one GPU of the site's architecture, whose tensors are on the CPU.
 GPUS = """\
 from types import SimpleNamespace
 has_gpu = os.environ.get("SLURMD_NODENAME") != "n1"
@@ -276,7 +276,7 @@ class Refusal:
 
 @dataclass
 class Outcome:
-    """Reactions of all programs to one mistake."""
+    """How `submit`, the batch script and the ranks reacted to one mistake."""
 
     mistake: Mistake
     refusals: list[Refusal] = field(default_factory=list)
@@ -360,7 +360,7 @@ def _sbatch(cluster: LocalSlurm, place: Place, mistake: Mistake, words: list[str
 
 
 def told(refusal: Refusal, mistake: Mistake, directory: Path) -> str:
-    """Return the line of a refusal that names the mistake, without the folders of this test."""
+    """Return the line of a refusal that names the mistake, with the paths of this test removed."""
     line = next((line for line in refusal.text.splitlines() if mistake.message in line), "")
     for name, written in ((directory / "checkout", ""), (directory, ""), (Path(sys.executable), "python")):
         line = line.replace(f"{name}/", written).replace(str(name), written)

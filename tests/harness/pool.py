@@ -1,4 +1,5 @@
-"""A pool of rank processes that is started once per test run, because starting ranks takes longer than most tests.
+"""Runs test functions on a pool of rank processes. The pool is started once per test run, because starting ranks takes
+longer than most tests.
 
 Each job has its own world. Its ranks join a fresh default process group (gloo, loopback) under a key prefix that no
 other job uses. They leave the group when the next job begins. A job therefore cannot see state of an earlier job, and
@@ -34,7 +35,7 @@ ENVIRONMENT = {
 
 
 class Reply(NamedTuple):
-    """Reply of a rank: its result, or traceback and time of its failure."""
+    """The reply of a rank to a job: its result, or the traceback and the time of its failure."""
 
     rank: int
     failed_at: float | None

@@ -3,7 +3,7 @@
 A queue runs its packets in the order in which the host issued them. Each packet waits for the packet before it, even if
 that belongs to another stream. A packet may also wait for earlier packets of other streams (events). A communication
 ends when its packet is at the head of a queue on all its ranks. A function gives the queue of each packet, so that
-streams may also move between queues, as newer ROCm places them by load. A stream's packets keep their order then.
+streams may also move between queues, as newer ROCm places them by load. The packets of a stream then keep their order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ COMPUTE = "compute"
 # Stream of comm.group.OneInFlight, through which all communication is issued with one in flight.
 ONE = "one in flight"
 
-Event = tuple[str, str, tuple[int, ...], int]  # text, stream, ranks, and which of equal communications
+Event = tuple[str, str, tuple[int, ...], int]  # text, stream, ranks, number among equal communications
 
 
 @dataclass(frozen=True)
 class Packet:
-    """A kernel or a wait for events, in the order in which a rank's host issues it."""
+    """An entry of a hardware queue: a kernel, or a wait for events. Hosts issue packets in the order of their list."""
 
     stream: str
     after: tuple[int, ...]  # indices of earlier packets of this rank that must have ended

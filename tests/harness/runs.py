@@ -1,4 +1,4 @@
-"""Complete runs that are started like a user's, with a fault in the middle."""
+"""Starts complete training runs with the command that a user would use, and injects a fault into them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Run:
 
     @staticmethod
     def environment(failpoints: str = "") -> dict[str, str]:
-        """Return the environment of the run's processes."""
+        """Return the environment variables of the run's processes. `failpoints` names the faults to inject."""
         return {**os.environ, "FRONTIER_LLM_FAILPOINTS": failpoints, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
     def start(self, failpoints: str = "") -> subprocess.Popen[str]:

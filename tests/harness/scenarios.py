@@ -1,4 +1,4 @@
-"""Runs several tests at once that mostly wait for Slurm's timers, each on its own cluster.
+"""Runs tests that mostly wait for Slurm's timers at the same time, each on its own local Slurm cluster.
 
 `@scenario(nodes=3)` turns `def test_x(cluster, tmp_path)` into a test that waits for the result. All selected scenarios
 start with the first of them. A failure keeps its traceback and is reported for its own test.
@@ -36,7 +36,7 @@ def training_cluster(nodes: int, shape: NodeShape = FLAT_NODE) -> Iterator[Local
 
 
 class Scenarios:
-    """The selected scenarios, running or finished."""
+    """The selected scenarios. All of them run at the same time, each in its own thread."""
 
     def __init__(self, items: list[pytest.Item], directory: Callable[[str], Path]) -> None:
         self._pool = ThreadPoolExecutor(AT_ONCE)

@@ -56,7 +56,7 @@ class NodeShape:
 
     @property
     def words(self) -> str:
-        """The node's part of a NodeName line in slurm.conf."""
+        """The words of a NodeName line in slurm.conf that describe the node's shape."""
         # abstract CPU ids of Slurm: the threads of a core are consecutive
         reserved = ",".join(str(core * self.threads_per_core) for core in sorted(self.reserved_cores))
         specialised = f"CpuSpecList={reserved} " if reserved else ""
@@ -70,7 +70,7 @@ class NodeShape:
 
 FRONTIER_NODE = NodeShape(memory_mib=512_000, features="nvme")
 LUMI_NODE = NodeShape(memory_mib=480 * 1024)
-# For site `local`, whose jobs share nodes.
+# Shape of the nodes for site `local`, whose jobs share nodes.
 FLAT_NODE = NodeShape(memory_mib=500_000, features="nvme", threads_per_core=1, reserved_cores=())
 
 
@@ -88,7 +88,7 @@ def _find(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
 
 
-_candidates = itertools.count(12_001 + os.getpid() * 7 % 6000)  # never one twice, for clusters that start together
+_candidates = itertools.count(12_001 + os.getpid() * 7 % 6000)  # tries each port once: parallel clusters differ
 
 
 def _free_ports(count: int) -> list[int]:
@@ -106,7 +106,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _die_with_the_tests() -> None:
-    """Let daemons die with a killed test run (PR_SET_PDEATHSIG)."""
+    """Let the kernel kill this daemon when the test run dies (PR_SET_PDEATHSIG)."""
     _LIBC.prctl(1, signal.SIGKILL)
 
 
@@ -309,7 +309,7 @@ class LocalSlurm:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(5)
         deadline_s = time.monotonic() + 30
-        # more than once, because a process may be starting others
+        # repeated, because a killed process may have started others in the meantime
         while (left := self.processes()) and time.monotonic() < deadline_s:
             for process in left:
                 with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Measures the size of Python source in tokens of code, without comments, docstrings and line breaks."""
+"""Counts the tokens (names, operators, literals) of Python source, without comments, docstrings and line breaks."""
 
 from __future__ import annotations
 

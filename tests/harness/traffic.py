@@ -48,8 +48,9 @@ def step_traffic(
 ) -> Traffic:
     """Return the communication of one rank of pipeline rank `pp_rank` in one training step.
 
-    `owner` is its index among its replicas. `routed` has the routers' decisions for each of its layers with experts and
-    each microbatch. None means even shares. `prompts`: some tokens of the data are input only, without a loss.
+    `owner` is the rank's index among its replicas. `routed` has the rows that its routers sent, for each layer with
+    experts and each microbatch; None means even shares. With `prompts` some tokens of the data are only input, without
+    a loss.
     """
     traffic = Traffic()
     layer_traffic(config, plan, pp_rank, traffic)
@@ -59,7 +60,7 @@ def step_traffic(
     update_traffic(config, plan, pp_rank, owner, traffic)
     masked = config.data.reset_at_documents or config.data.packing == "best-fit" or prompts
     if masked and plan.grid.degree(plan.grid.replicas) > 1:
-        # Number of the step's targets with a loss. Each replica counts them in its own tokens.
+        # The sum over replicas of the number of targets with a loss.
         traffic.add(plan.grid.replicas, "all_reduce", 8)
     world = plan.grid.world_size
     if world > 1:
@@ -67,8 +68,8 @@ def step_traffic(
         further = len(config.train.loss_weights) + (
             0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 2)
         )
-        # Losses, squared gradient norm, requests to stop and to save; with experts also two losses and the load; in
-        # fp64.
+        # One fp64 all-reduce of losses, squared gradient norm, requests to stop and to save; with experts also of two
+        # losses and the load.
         traffic.add("world", "all_reduce", (4 + further) * 8)
     return traffic
 
@@ -115,7 +116,7 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
 def expert_traffic(
     config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None
 ) -> None:
-    """Add the rows sent to the ranks of their experts and back, and the numbers of rows."""
+    """Add the all-to-alls of experts: token rows to the ranks of their experts and back, and the row counts."""
     model = config.model
     layout = layout_of(config, plan.grid.world_size)
     modes = sorted(
@@ -215,7 +216,7 @@ def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: i
 def _statistics_traffic(
     config: RunConfig, plan: ParallelPlan, owners: str | None, held: Iterable[Parameter], traffic: Traffic
 ) -> None:
-    """Add the sums of a bucket's statistics: over the owners of its slices, then over the axes of each."""
+    """Add the sums of an optimizer's statistics in a bucket: over the owners of slices, then over each one's axes."""
     sizes = Counter[tuple[str, ...]]()
     for one in held:
         sizes[one.partial_axes()] += rank_numel(one, plan) * statistics_bytes(config.precision.dtype)

@@ -1,7 +1,7 @@
 """Records the calls at which the host of a GPU would wait for the device, while the code runs on a CPU.
 
-A value is read, a shape depends on values, or data is copied from or to pageable memory. Such a copy ends only after
-all work that was queued before it.
+The host waits if a value is read, if a shape depends on values, or if data is copied from or to pageable memory. Such a
+copy ends only after all work that was queued before it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The oracle: GPT, Llama, MPT and NeoX written from their formulas, serially, in float64, one head at a time.
 
-It imports nothing of the package, and shares no code, no layout technique and no kernel with it. Both follow
-the same contract of names and global shapes. Vp is the vocabulary padded to vocab_multiple, G the number of key/value
-heads, A the number of query heads, and D the head dim:
+The oracle is the reference of the parity tests. It imports nothing of the package, and shares no code, no layout
+technique and no kernel with it. Oracle and package use the same names and global shapes of parameters. Vp is the
+vocabulary padded to vocab_multiple, G the number of key/value heads, A the number of query heads, and D the head dim:
 
     embedding.token.weight (Vp, H)
     embedding.position.weight (S, H)

@@ -103,7 +103,7 @@ def _of_routers(params: Params, what: str) -> list[str]:
 def kept(
     config: Config, params: Params, tokens: Tensor, documents: Tensor | None, loss: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
-    """Return the values that routers keep after a step on this batch: their load, and their selection biases.
+    """Return the values that routers keep between steps, after a step on this batch: expert load and selection biases.
 
     A bias rises at a fixed rate for experts chosen less often than the mean, and falls for others.
     """

@@ -1,4 +1,5 @@
-"""The oracle's optimizers. Each gives the direction in which a parameter moves. `gpt.train` decays, clips and steps.
+"""The oracle's optimizers. Each returns the direction of a parameter's update. `gpt.train` applies weight decay,
+clipping and the learning rate.
 
 Formulas: Loshchilov & Hutter 2019 (AdamW), Shazeer & Stern 2018 (the factored second moment), Chen et al. 2023 (Lion),
 Jordan et al. 2024 and Liu et al. 2025 (Muon, with Moonlight's scale).
@@ -22,7 +23,7 @@ def _zeros() -> defaultdict[str, Any]:
 
 
 def adamw(betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> Direction:
-    """The returned function keeps the moments of one run."""
+    """AdamW. The returned function keeps the moments of one run."""
     first = _zeros()
     second = _zeros()
 
@@ -46,7 +47,7 @@ def momentum(beta: float) -> Direction:
 
 
 def lion(betas: tuple[float, float]) -> Direction:
-    """The direction is the sign of a moving average."""
+    """Lion. The direction is the sign of a moving average of the gradient."""
     momenta = _zeros()
 
     def direction(name: str, gradient: Tensor, update: int) -> Tensor:
@@ -78,8 +79,8 @@ def muon(betas: tuple[float, float], eps: float, by_group: bool) -> Direction:
 
 
 def adafactor(betas: tuple[float, float], eps: float) -> Direction:
-    """AdamW, but only row and column means of a matrix's squared gradients are kept. q, k, v, gate and up are separate
-    matrices.
+    """AdamW with a factored second moment: of a matrix's squared gradients only row and column means are kept. q, k, v,
+    gate and up are separate matrices.
     """
     first = _zeros()
     rows = _zeros()

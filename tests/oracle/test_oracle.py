@@ -1,4 +1,4 @@
-"""The oracle against independent code: transformers' GPT-2, Llama, MPT and GPT-NeoX, and torch's AdamW."""
+"""Compares the oracle with independent code: transformers' GPT-2, Llama, MPT and GPT-NeoX, and torch's AdamW."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 _EXPERTS = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "layers": 4}
-# The weights are large enough to change the compared gradients. test_experts.py runs these families.
+# The weights of the router losses are large enough to change the compared gradients. test_experts.py runs these
+# families.
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**_EXPERTS, "moe": {"experts": 8, "top_k": 2, "expert_hidden": 16, "balance_weight": 0.3}},
     "olmoe": {
@@ -131,7 +132,7 @@ ALL_FAMILIES = {**FAMILIES, **EXPERT_FAMILIES, **FURTHER_FAMILIES}
 
 @dataclass(frozen=True)
 class Case:
-    """One run. The defaults describe the run on one rank."""
+    """The settings of one run. The defaults describe the run on one rank."""
 
     family: str
     tp: int = 1

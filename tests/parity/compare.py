@@ -14,14 +14,14 @@ Tensors = dict[str, np.ndarray]
 
 # In float64, another order of a sum of a few thousand terms changes the 13th digit. A mistake changes the first ones.
 RELATIVE = 1e-10
-# Adam divides by sqrt(v) + 1e-8. A gradient that is zero except for rounding (the key's bias) of 1e-16 becomes 1e-8 of
-# a step of 1e-2.
+# Adam divides by sqrt(v) + 1e-8. The gradient of the key's bias is zero except for rounding errors of 1e-16. They
+# change the parameter by 1e-8 of a step of 1e-2.
 AFTER_STEPS = 1e-9
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, assembled from all ranks."""
+    """The results of one run as global tensors, assembled from all ranks."""
 
     losses: list[float]
     norms: list[float]
@@ -34,7 +34,7 @@ class Run:
 
 
 def assemble(ranks: Sequence[Sequence[Piece]], what: str) -> tuple[Tensors, list[str]]:
-    """Return global tensors from the pieces of all ranks, and the replicas that differ.
+    """Return global tensors from the pieces of all ranks, and a list of replicas that are not equal.
 
     Raises AssertionError if no rank holds an element of a global tensor.
     """

@@ -1,4 +1,4 @@
-"""Random runs: odd shapes, uneven stages, three ranks on an axis, and random switches.
+"""Generates random parity cases: odd shapes, uneven stages, three ranks on an axis, and random options.
 
 `scripts/parity_full.sh --random N` runs them.
 """

@@ -1,4 +1,4 @@
-"""Known mistakes of parallel training, planted into the ranks.
+"""Plants known mistakes of parallel training into the ranks' code.
 
 A parity test that does not fail under one of them is useless.
 """

@@ -146,7 +146,9 @@ def test_sabotage_turns_the_comparison_red(run_case: RunCase, mistake: str, case
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
 def test_each_rank_has_the_same_number_of_scores(cp: int) -> None:
-    """The query at position p scores p + 1 keys. Chunks r and 2 cp - 1 - r together are the same work on each rank."""
+    """The query at position p computes p + 1 scores. Rank r has chunks r and 2 cp - 1 - r, which together have the same
+    number of scores on each rank.
+    """
     held = [held_positions(96, cp, rank) for rank in range(cp)]
     assert sorted(position for parts in held for part in parts for position in part) == list(range(96))
     assert len({sum(position + 1 for part in parts for position in part) for parts in held}) == 1

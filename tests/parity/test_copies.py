@@ -1,6 +1,6 @@
 """Hybrid sharding (HSDP): several copies of the weights, each sharded over neighbouring replicas.
 
-test_engines.py tests that these runs train as others do.
+test_engines.py compares the training of such runs with other runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def flipped(rank: int, case: Case) -> list[str]:
 
 
 def test_a_copy_that_has_drifted_is_found(ranks: RankPool) -> None:
-    """Replicas 0 and 1 shard the same state as replicas 2 and 3."""
+    """Replicas 0 and 1 together hold the same state as replicas 2 and 3, so the shards can be compared."""
     for problems in ranks.run(4, flipped, COPIES):
         assert "exp_avg of " in problems[0] and "dp ranks [1, 3] differ" in problems[0]
 

@@ -177,7 +177,7 @@ def test_engines_train_as_ours_does(
     ("engine", "case"), [thorough("fsdp", Case("llama", tp=2, dp=2)), ("zero-1", Case("gpt", pp=2, dp=2))], ids=str
 )
 def test_a_replica_counted_twice_is_seen(ranks: RankPool, engine: str, case: Case) -> None:
-    """Prove that the comparison can fail: tp-replicated and tied parameters must count once in the norm."""
+    """Prove that the comparison can fail: the planted mistake counts tp-replicated and tied parameters twice."""
     if engine != "fsdp":
         pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
@@ -262,7 +262,8 @@ LAYOUTS = {
 def test_any_engine_resumes_any_engines_checkpoint(
     ranks: RankPool, writer: str, readers: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The layout differs too: the state is bit-equal, and the next loss differs by bf16 sums in another order.
+    """The resumed run also has another layout: its state is bit-equal, and its next loss differs by the order of bf16
+    sums.
 
     The checkpoint format does not depend on the engine. Files of every engine are read by the native engine and by one
     other engine. Files of the native engine are read by every engine.

@@ -32,7 +32,7 @@ from tests.parity.three_steps import build, train_case
     ids=str,
 )
 def test_zero_equals_plain_adamw_bitwise(ranks: RankPool, case: Case) -> None:
-    """Two summands have only one order.
+    """With two replicas a sum has two summands, whose order does not matter.
 
     With four, gloo's ring uses the same order for all-reduce and reduce-scatter only by chance.
     """
@@ -151,7 +151,7 @@ def threads(rank: int) -> int:
 def test_a_finished_run_lets_go_of_its_memory_and_groups(ranks: RankPool) -> None:
     """A process may build several runs (benchmarks, tests).
 
-    Without this, the threads of each run's process groups would remain.
+    If finished runs kept their process groups, the groups' threads would remain.
     """
     before = ranks.run(2, threads)
     for _ in range(2):

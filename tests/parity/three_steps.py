@@ -1,4 +1,4 @@
-"""The code that runs on the ranks: three training steps of a case through the package's own step.
+"""The function that the parity tests run on each rank: three training steps of a case with the package's `train_step`.
 
 It returns all results that the tests compare.
 """
@@ -35,7 +35,7 @@ from tests.parity.sabotage import SABOTAGES, dispatch
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of one rank's rectangle of a parameter."""
+    """Elements [start, stop) of the part (rectangle) of a parameter that one rank holds."""
 
     name: str
     global_shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The oracle's run of a case. Only the initial weights and the batches are shared with the package."""
+"""Runs a parity case with the oracle. Only the initial weights and the batches are shared with the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`doctor` on four real slurmds, with one planted fault each."""
+"""Runs `frontier-llm doctor` on four real slurmds, each of which has another planted fault."""
 
 from __future__ import annotations
 

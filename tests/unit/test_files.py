@@ -1,4 +1,4 @@
-"""A small file is replaced atomically and durably, and colleagues can read it."""
+"""Files are replaced atomically and durably, and other users of the group can read them."""
 
 from __future__ import annotations
 

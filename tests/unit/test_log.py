@@ -1,4 +1,4 @@
-"""A message that cannot be written to a full disk neither raises an error nor changes the exit code."""
+"""A log message that cannot be written because the disk is full neither raises an error nor changes the exit code."""
 
 from __future__ import annotations
 

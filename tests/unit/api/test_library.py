@@ -1,4 +1,4 @@
-"""The public names of the package, used as a user's program uses them."""
+"""Uses the public names of the package in the way in which a user's program uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A small program of a user. mypy checks it: a name without a type would make the comments below unused, an error."""
+"""A small user program that mypy checks. If a public name had no type, the comments below would be unused, which is an
+error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The list of a model's parameters: the ranks' parts tile it, and fused weights are covered by their pieces.
+"""Tests the list of a model's parameters: the parts of all ranks cover each parameter once, and the pieces of fused
+weights cover them.
 
 A tied embedding appears on each rank that holds it.
 """

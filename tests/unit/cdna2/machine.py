@@ -1,4 +1,6 @@
-"""Hand-written machine code: text in llvm-objdump's form, and single instructions on the registers of one wave."""
+"""Executes hand-written machine code (in llvm-objdump's text form) on the simulator, for tests of single
+instructions.
+"""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Checks of the simulator: each fault is planted once, in hand-written code and in a shipped kernel."""
+"""Tests that the simulator detects each fault: it is planted once in hand-written code and once in a shipped kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped machine code for gfx90a, executed.
+"""Executes the shipped machine code for gfx90a on the simulator and compares the results with float64.
 
 These tests run every bf16 code object. `python -m tests.harness.check_gfx90a --all` runs all code objects.
 """
@@ -57,8 +57,8 @@ def test_routers_choose_and_pass_gradients_back_as_the_reference_does(objects, m
     "variant", but_first(["d128", "d128-extras", "d64", "d64-extras", "d256", "d256-extras", "d256-softcap"], 2)
 )
 def test_attention_computes_no_product_twice(objects, kernel, variant):
-    """More warps than tiles in a block's rows would compute the same products twice. 4 warps on 64 rows with 32 x 32
-    instructions did so, at half the speed.
+    """If a block has more warps than tiles of rows, two warps compute the same products. This was the case for 4 warps
+    on 64 rows with 32 x 32 instructions, and halved the speed.
     """
     blocks = variants(kernel, "gfx90a")[variant]
     dim = blocks.constants["BLOCK_D"]
@@ -99,7 +99,7 @@ def test_a_wrong_length_leads_out_of_the_tensor_and_into_no_other(objects):
         match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes",
     ):
         kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[1], count=1520)
-    # both arguments may be the same memory
+    # both arguments may refer to the same memory
     kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[0], count=1504)
 
 

@@ -1,4 +1,6 @@
-"""Matrix instructions against numpy's product, in the layout that AMD's matrix instruction calculator prints."""
+"""Compares matrix instructions with numpy's product, in the register layout that AMD's matrix instruction calculator
+prints.
+"""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""Complete training steps on a simulated MI250X. All ops except torch's products are the shipped machine code.
+"""Trains complete steps on a simulated MI250X. All ops except torch's products execute the shipped machine code.
 
-The same steps with the reference ops in bf16 show how far bf16's roundings lead from float64. The machine code's error
-must not be larger than theirs.
+The same steps with the reference ops in bf16 show the error of bf16's roundings compared with float64. The error of the
+machine code must not be larger.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.parity.cases import Case
 from tests.unit.cdna2.steps import differences, executed, on_machine_code, together
 
 # Widths are multiples of 16, as the aligned code requires, but not multiples of a block. The vocabulary size is odd.
-# With initial weights of 0.1, bf16's gradients have errors of 1 %. With smaller weights attention has hardly any
-# effect. With larger weights bf16's own errors grow (2 to 4 % at 0.2).
+# With initial weights of standard deviation 0.1, bf16's gradients have errors of 1 %. With smaller weights attention
+# has hardly any effect. With larger weights the errors of bf16 grow (2 to 4 % at 0.2).
 SHAPE = (
     "model.layers=2",
     "model.hidden=80",

@@ -1,4 +1,4 @@
-"""The timing model on instructions whose time can be computed by hand."""
+"""Tests the timing model with instructions whose time can be computed by hand."""
 
 from __future__ import annotations
 

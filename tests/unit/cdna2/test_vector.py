@@ -1,4 +1,4 @@
-"""Vector and scalar instructions of the simulator, one at a time, against plain Python or exact arithmetic."""
+"""Compares single vector and scalar instructions of the simulator with plain Python or exact arithmetic."""
 
 from __future__ import annotations
 

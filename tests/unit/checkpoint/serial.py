@@ -1,4 +1,4 @@
-"""`Checkpoints` of one process over a tiny model, with states that encode their step."""
+"""Writes checkpoints of a tiny model in one process. The values of the states encode the step."""
 
 from __future__ import annotations
 

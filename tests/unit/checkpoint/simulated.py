@@ -1,5 +1,5 @@
-"""Ranks without processes: the real buckets, optimizer states, planning, writing and reading of every rank of a layout,
-one after another.
+"""Simulates the ranks of a layout one after another, without processes: real buckets, optimizer states, planning,
+writing and reading.
 """
 
 from __future__ import annotations

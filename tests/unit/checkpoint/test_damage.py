@@ -27,7 +27,7 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte]))
 
 
-FLIPS = 334  # random ones in each of the three files: a thousand in total
+FLIPS = 334  # random bit flips in each of the three files: a thousand in total
 
 
 @pytest.fixture

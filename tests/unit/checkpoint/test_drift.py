@@ -1,4 +1,4 @@
-"""Messages to a resumed run about its changes."""
+"""Tests the messages that a resumed run prints about changes of its configuration and environment."""
 
 from __future__ import annotations
 

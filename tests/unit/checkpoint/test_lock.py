@@ -1,4 +1,6 @@
-"""A run directory has one run. A stale incarnation can neither write nor prune."""
+"""Tests the lock of a run directory: only one start of a run can use it, and an earlier start can neither write nor
+delete checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,7 @@ def test_stale_incarnation_cannot_begin_commit_or_prune(tmp_path: Path) -> None:
         old.checkpoints.finish()
     with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
         old.checkpoints.begin(progress(8))
-    old.checkpoints.keep = 0  # everything is to be pruned
+    old.checkpoints.keep = 0  # pruning would delete all checkpoints
     with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
         save._prune()
     assert folder.named_steps(new.checkpoints.directory) == [4, 2]

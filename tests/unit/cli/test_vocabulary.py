@@ -1,4 +1,6 @@
-"""One name per thing: every command's arguments are in the table of names, and former names still work."""
+"""Tests that a thing has the same name in all commands: every argument is in the table of names, and former names
+still work.
+"""
 
 from __future__ import annotations
 

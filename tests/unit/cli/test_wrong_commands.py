@@ -1,4 +1,4 @@
-"""Wrong commands and the answers to them."""
+"""Tests the messages for mistyped commands, options and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""launch/: the steps between sbatch and Python, with stand-ins for the site's commands."""
+"""Tests the scripts of launch/, which run between sbatch and Python, with stand-ins for the site's commands."""
 
 from __future__ import annotations
 

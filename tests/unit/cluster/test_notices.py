@@ -1,4 +1,6 @@
-"""Notices of events against a command and a server that work, fail, hang, or do not exist."""
+"""Tests notices of a run's events, which are sent to a command or a server. The receiver works, fails, hangs, or does
+not exist.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A successor job keeps the queue and account of the job before it, but uses the newly measured warning time."""
+"""A successor job keeps the queue and account of the previous job, but uses the newly measured warning time."""
 
 from __future__ import annotations
 

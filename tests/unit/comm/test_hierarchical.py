@@ -1,5 +1,5 @@
-"""Two-stage collectives on pretended nodes: values, gradients and reproducibility, and bytes and messages against
-closed forms.
+"""Tests two-stage collectives on simulated nodes: values, gradients, reproducibility, and the numbers of bytes and
+messages against closed forms.
 """
 
 from __future__ import annotations

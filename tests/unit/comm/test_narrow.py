@@ -1,5 +1,5 @@
-"""Sums with 16-bit summands in the messages: the stated error bound, the same bits in every run and on every rank, and
-half the bytes.
+"""Tests sums whose messages carry 16-bit summands: the stated error bound, the same bits in every run and on every
+rank, and half the bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDING = 2.0**-8  # bf16's rounding to nearest; its significand has 8 bits
 
 
 def _contribution(rank: int, size: int) -> torch.Tensor:
-    """Return magnitudes over eight decades, as gradients have."""
+    """Return random numbers whose magnitudes cover eight decades, as those of gradients do."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(PART * size, generator=generator) * 10.0 ** (
         torch.rand(PART * size, generator=generator) * 8 - 8
@@ -56,7 +56,7 @@ def test_each_summand_is_rounded_once(ranks: RankPool, size: int, transport: str
         assert bool(((everywhere.double() - whole.sum(0)).abs() <= 2 * ROUNDING * magnitude).all())
         assert torch.equal(everywhere, replies[0][1]), "ranks have different bits"
         assert torch.equal(own, again[rank][0]) and torch.equal(everywhere, again[rank][1])
-        assert moved == {("dp", "all_to_all"): 2 * PART * size}  # bytes; in fp32 it would be twice that
+        assert moved == {("dp", "all_to_all"): 2 * PART * size}  # bytes; fp32 would send twice as many
 
 
 def _losses(rank: int, case: Case, wire: str) -> list[tuple[float, float]]:

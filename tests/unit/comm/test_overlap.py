@@ -1,5 +1,5 @@
-"""Overlap changes nothing but time. Each switch gives the same bits in every kind of layout, and really leaves
-communication in flight.
+"""Overlap of communication changes only the time of a step. Each switch gives the same bits in every kind of layout,
+and leaves communication in flight.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def test_gathers_start_in_the_order_of_the_next_forward(ranks: RankPool) -> None
 
 
 def _stale(rank: int) -> list[float]:
-    """Read parameters without waiting. The result must be wrong. Otherwise the test above only passes because gathers
-    end early.
+    """Read parameters without waiting for their gather. The result must be wrong; otherwise gathers end so early that
+    the tests above would not detect a missing wait.
     """
     state = _state(rank, Case("llama", dp=2), {"overlap_weights": True})
     losses = []

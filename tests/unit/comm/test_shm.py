@@ -49,7 +49,7 @@ def _axis(rank: int, size: int, timeout_s: float = 30.0) -> Axis:
 
 
 def _until_there(path: str) -> None:
-    """Wait until another rank has done its part."""
+    """Wait until another rank has created the file at `path`."""
     deadline_s = time.monotonic() + 60.0
     while not Path(path).exists():
         assert time.monotonic() < deadline_s, f"no {path}"

@@ -1,4 +1,6 @@
-"""TCPStore in its own process. It outlives rank 0, ends with the last rank, and each request to it has a time limit."""
+"""Tests TCPStore in its own process: it outlives rank 0, ends with the last rank, and limits the time of each
+request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small values that ranks exchange arrive complete and in axis order, whatever their lengths."""
+"""Small Python values that ranks exchange arrive complete and in axis order, whatever their lengths."""
 
 from __future__ import annotations
 

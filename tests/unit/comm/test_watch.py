@@ -1,4 +1,6 @@
-"""Information after a failure: the call that failed, how long calls blocked, and the last calls."""
+"""Tests the information after a failure of communication: the failed call, how long calls blocked, and the last
+calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composition of files, overrides, and the messages about errors."""
+"""Tests how run files are composed and overridden, and the messages about errors in them."""
 
 from __future__ import annotations
 

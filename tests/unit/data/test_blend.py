@@ -1,4 +1,6 @@
-"""Exact proportions at every point of the run, computed directly for any k."""
+"""Tests that a blend of datasets has exact proportions at every point of the run, computed directly for any sample
+number k.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting never loses or doubles a line, and damage is reported by file and line."""
+"""Tests that splitting input files never loses or repeats a line, and that damage is reported by file and line."""
 
 from __future__ import annotations
 

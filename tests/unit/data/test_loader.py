@@ -1,5 +1,5 @@
-"""The global batch is the same set of samples for every layout. Also tests masks, reading ahead and refused
-mismatches.
+"""Tests the data loader: the global batch has the same samples in every layout. Also tests masks, reading ahead, and
+the refusal of unsuitable datasets.
 """
 
 from __future__ import annotations

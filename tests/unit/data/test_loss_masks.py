@@ -1,4 +1,4 @@
-"""Prompts that are only read and answers that are learnt: from JSONL to the targets of the loss."""
+"""Tests data with prompts that are only read and answers that are learnt, from JSONL to the targets of the loss."""
 
 from __future__ import annotations
 

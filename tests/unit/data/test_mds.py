@@ -1,4 +1,6 @@
-"""Mosaic MDS shards. MDSWriter of mosaicml-streaming 0.13.0 wrote `mds_shards/`, with 40 (or 5) samples each."""
+"""Tests reading of Mosaic MDS shards. MDSWriter of mosaicml-streaming 0.13.0 wrote `mds_shards/`, with 40 (or 5)
+samples each.
+"""
 
 from __future__ import annotations
 

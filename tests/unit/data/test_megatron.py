@@ -1,4 +1,6 @@
-"""The same bytes as megatron-core's own builder. Each program reads the files of the other."""
+"""Dataset files have the same bytes as those of megatron-core's own builder. Each program reads the files of the
+other.
+"""
 
 from __future__ import annotations
 

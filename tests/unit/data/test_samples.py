@@ -147,7 +147,7 @@ def test_permutation_is_one(size: int) -> None:
 
 @pytest.mark.parametrize("size", [5, 40, 1030])
 def test_permutation_is_even(size: int) -> None:
-    """Each element reaches each place equally often. The chi-square value is within five standard deviations."""
+    """The permutation moves each element to each place equally often, within five standard deviations of chi-square."""
     trials = 3000
     places = np.arange(size, dtype=np.uint64)
     watched = min(size, 40)

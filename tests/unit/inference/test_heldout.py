@@ -1,4 +1,4 @@
-"""Held-out loss against the definition, from real dataset files."""
+"""Compares the held-out loss of real dataset files with its definition."""
 
 from __future__ import annotations
 

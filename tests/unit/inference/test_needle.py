@@ -1,4 +1,4 @@
-"""Needles of random tokens: the questions, and credit only for a correct recall."""
+"""Tests the long-context task with needles of random tokens: its questions, and that only a correct recall scores."""
 
 from __future__ import annotations
 

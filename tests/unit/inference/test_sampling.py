@@ -1,4 +1,4 @@
-"""Each filter against its definition, and against the filter of transformers."""
+"""Compares each sampling filter with its definition and with the filter of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streamed text: complete characters, nothing of a stop string, and the same text at the end."""
+"""Tests streamed text: characters are complete, no part of a stop string appears, and the final text is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The number of threads of a rank: from the affinity and the container's quota, and never above the user's setting."""
+"""Tests a rank's number of threads: it follows from the CPU affinity and the container's quota, and never exceeds the
+user's setting.
+"""
 
 from __future__ import annotations
 

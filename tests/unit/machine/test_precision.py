@@ -1,4 +1,4 @@
-"""precision.dtype=auto: the type by the device and its instructions, and the type that a resumed run keeps."""
+"""Tests precision.dtype=auto: the type follows from the device and its instructions. A resumed run keeps its type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare an operation of a back-end with the reference in float64, for a case of the catalogue."""
+"""Compares an op of a back-end with the reference in float64, for a case of the catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the Triton sources on the CPU in Triton's interpreter, with the same `Kernels` interface as the prebuilt code
+"""Runs the Triton sources on the CPU in Triton's interpreter, with the same `Kernels` interface as the prebuilt code
 objects.
 
 Each address that a program reads or writes must lie in a tensor of its launch.

@@ -1,4 +1,4 @@
-"""Compare attention over a range of a sequence with the reference in float64, for any back-end."""
+"""Compares attention over a range of keys of a sequence with the reference in float64, for any back-end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The ahead-of-time report: each GPU kernel compiles for gfx90a on a machine without a GPU, and the result is fit to
-ship.
-"""
+"""Tests the ahead-of-time build on a machine without a GPU: each GPU kernel compiles, and the result may be shipped."""
 
 from __future__ import annotations
 

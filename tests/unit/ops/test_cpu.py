@@ -2,7 +2,7 @@
 backward.
 
 fp32 results have about ten roundings of sums over up to 300 terms (tolerance 2e-5 relative to the largest value).
-bf16 inputs are exact in both, so that only the rounding of the result (2^-8) is left.
+Both computations use the same bf16 inputs, so they differ only by the rounding of the result (2^-8).
 In attention the rounding of the probabilities adds another 2^-8.
 """
 

@@ -1,5 +1,5 @@
-"""All parts of a launch except the GPU: ops, argument packing, csrc/gpu_launcher.cpp and a driver that records its
-calls.
+"""Tests all parts of a kernel launch except the GPU: ops, argument packing, csrc/gpu_launcher.cpp and a driver that
+records its calls.
 """
 
 from __future__ import annotations

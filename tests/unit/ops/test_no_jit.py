@@ -1,4 +1,4 @@
-"""With the guard each known function that compiles at run time raises an error that names its caller."""
+"""With the no-JIT guard, each known function that compiles at run time raises an error that names its caller."""
 
 from __future__ import annotations
 

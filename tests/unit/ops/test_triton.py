@@ -244,7 +244,10 @@ def test_gradient_sums(dtype):
 
 
 def test_an_embedding_sums_blocks_of_1024_tokens():
-    """A single fp32 sum would lose all ones next to 2^24. With blocks only the ones of the first block are lost."""
+    """In fp32 2^24 + 1 is 2^24, so a single sum would lose every 1.0.
+
+    With blocks of 1,024 tokens, only the 1,023 values of the first block and the one value of the last block are lost.
+    """
     tokens = 1 + 2048
     rows = torch.ones(tokens, 16)
     rows[0] = 2.0**24

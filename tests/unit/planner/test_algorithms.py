@@ -1,4 +1,4 @@
-"""The collective algorithm of the gradients. The planner must use the price of the faster one."""
+"""The planner must use the predicted time of the faster collective algorithm for the gradients."""
 
 from __future__ import annotations
 

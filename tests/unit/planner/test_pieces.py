@@ -1,4 +1,6 @@
-"""The price of tensor-parallel products in pieces. A plan uses pieces only if overlap was measured on the machine."""
+"""Tests the predicted time of tensor-parallel products in pieces. A plan uses pieces only if overlap was measured on
+the machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of Muon in a plan.
+"""Tests the predicted cost of Muon's update in a plan.
 
 The products of the owner with the most work are compared with a count by hand. Padding and gathers follow the plan of
 the buckets.

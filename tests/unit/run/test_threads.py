@@ -1,4 +1,4 @@
-"""Daemon threads: a heartbeat continues although a file system fails for a while."""
+"""Tests daemon threads: a heartbeat continues although a file system fails for a while."""
 
 from __future__ import annotations
 

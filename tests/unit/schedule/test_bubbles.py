@@ -1,4 +1,4 @@
-"""Activations in flight and idle time of schedules: closed forms against the actions."""
+"""Compares the closed forms of activations in flight and idle time with the actions of each schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common order of communication has no circular wait with one communication in flight, and planted faults
+"""With one communication in flight, the common order of communication has no circular wait. Orders with planted faults
 deadlock.
 """
 

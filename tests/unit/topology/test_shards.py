@@ -1,4 +1,6 @@
-"""A ShardSpec describes one rectangle; the rectangles of all ranks cover the parameter once."""
+"""A ShardSpec describes the rectangular part of a parameter on one rank. The rectangles of all ranks cover the
+parameter once.
+"""
 
 from __future__ import annotations
 

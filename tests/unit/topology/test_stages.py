@@ -1,4 +1,4 @@
-"""split_layers assigns each layer to exactly one stage, evenly, and includes the cost of the head."""
+"""split_layers assigns each layer to exactly one stage. The stages take about equal time, the output head included."""
 
 from __future__ import annotations
 

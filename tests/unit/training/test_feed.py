@@ -1,4 +1,6 @@
-"""The reads of a rank: the ends of the pipeline read their samples, and the stages between them read none."""
+"""Tests which ranks read data: the first and last pipeline stages read their samples, and the stages between them read
+none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp16 with matrix products that flush: MI200 reads and writes zero for numbers below 6.1e-5.
+"""Tests fp16 training with matrix products that flush subnormals, as MI200 does: numbers below 6.1e-5 become zero.
 
 The tests imitate this in the three products of each linear layer: forward, input gradient and weight gradient.
 """

@@ -1,4 +1,4 @@
-"""On a GPU the host runs ahead of the device until it reads a number.
+"""Tests that on a GPU the host runs ahead of the device until it reads a number.
 
 A step reads once, to decide whether to update.
 """

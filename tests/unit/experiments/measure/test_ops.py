@@ -1,4 +1,4 @@
-"""Facts in the output of `ops list` and `bench ops`."""
+"""Tests the contents of the output of `ops list` and `bench ops`."""
 
 from __future__ import annotations
 

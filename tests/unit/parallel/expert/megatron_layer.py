@@ -1,4 +1,4 @@
-"""One rank of EP with megatron-core's own MoE layer, as a program on the CPU in float64.
+"""A program that runs one rank of expert parallelism with megatron-core's own MoE layer, on the CPU in float64.
 
 It runs forward and backward and writes all results to a file.
 megatron-core expects CUDA. tests/harness/megatron_on_cpu.py patches torch so that it runs without a GPU.

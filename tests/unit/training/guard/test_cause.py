@@ -1,4 +1,4 @@
-"""Finding the rank that failed first, from heartbeats, on a clock that the test moves."""
+"""Tests which rank is reported as the first that failed, from heartbeats on a simulated clock."""
 
 from __future__ import annotations
 
