@@ -60,7 +60,7 @@ def tensor_degrees(model: ModelConfig, limit: int) -> list[int]:
 
 
 def context_degrees(model: ModelConfig, devices: int) -> list[int]:
-    """Return 1 and the divisors cp of `devices` that cut the sequence in 2 cp chunks of at least MIN_CHUNK tokens."""
+    """Return the cp degrees: 1, and divisors of `devices` with 2·cp chunks of at least MIN_CHUNK tokens."""
     length = model.sequence_length
     return [cp for cp in divisors(devices) if cp == 1 or (length % (2 * cp) == 0 and length // (2 * cp) >= MIN_CHUNK)]
 
@@ -84,7 +84,7 @@ def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None
 
 
 def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
-    """Return the ep degrees that divide the experts and the `ranks` of a stage."""
+    """Return the ep degrees: numbers that divide both the experts and the `ranks` of a pipeline stage."""
     if model.moe is None:
         return [1]
     return [ep for ep in divisors(model.moe.experts) if ranks % ep == 0]
@@ -264,7 +264,7 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
 
 
 def choices_of(layout: Layout) -> dict[str, Any]:
-    """Return the choices of a layout in the form that `parse_fixed` returns."""
+    """Return field → value of a layout, as from `parse_fixed`, for every field that `--fix` can fix."""
     choices = {field: getattr(layout, field) for key, field in FIXABLE.items() if key != "expert_all_to_all"}
     return {**choices, "expert_all_to_all": run_keys(layout)["parallel"]["expert_all_to_all"]}
 

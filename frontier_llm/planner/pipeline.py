@@ -199,7 +199,7 @@ def _in_flight(layout: Layout, rates: Rates) -> str:
 
 
 def _pairs_s(schedule: Schedule, times: tuple[StageTimes, ...]) -> list[float]:
-    """Return for each rank the seconds that a pair saves: the minimum over the rank's virtual stages."""
+    """Return the seconds that a forward-backward pair saves on each rank: the minimum over its virtual stages."""
     positions_of = schedule.placement.positions_of
     return [min(times[position].pair_s for position in positions_of(rank)) for rank in range(schedule.stages)]
 

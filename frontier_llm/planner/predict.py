@@ -44,7 +44,7 @@ class PointPrediction:
 
     @property
     def cautious_step_s(self) -> float:
-        """The step time for which a walltime is requested: the slow end of the band, at least MARGIN times longer."""
+        """Step time for which walltime is requested: the band's slow end, or MARGIN times the prediction if longer."""
         return self.step_time_s * max(1 + self.band, MARGIN)
 
     def job_s(self, steps: int) -> float:

@@ -1,4 +1,4 @@
-"""Steps from the best measured run of a size class to a plan's prediction, each with the command that tests it."""
+"""Comparison of a plan's prediction with the best published run of a similar model, as a series of single changes."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class Steps:
 
 
 def steps_of(outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
-    """Return the steps to the chosen plan. Returns None if no run of this size is published for such devices.
+    """Return the changes that lead to the chosen plan, or None without a published run of this size on such devices.
 
-    Runs that only the machine files of benchmarks/published price are not compared either.
+    Also returns None if the machine file of the published run is not part of the package.
     """
     best = outcome.best
     size = size_class(total_parameters(best.model))
@@ -117,7 +117,10 @@ def steps_of(outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
 
 
 def adapted(fields: Mapping[str, Any], plan: Plan) -> Layout | None:
-    """Return a published layout with the replicas and microbatches of a plan's devices and batch, or None."""
+    """Return a published layout with replicas and microbatches for the plan's devices and batch.
+
+    Returns None if devices or batch are not divisible.
+    """
     given = Layout(**fields)
     replicas, uneven = divmod(plan.layout.devices, given.tp * given.pp * given.cp)
     if replicas == 0 or uneven or plan.model.heads % given.tp or given.pp * given.chunks > plan.model.layers:

@@ -243,7 +243,7 @@ def uncertainty_of(plan: Plan, machine: Machine, stack: str, numbers: Rates) -> 
 
 
 def recompute_factor(plan: Plan, machine: Machine, numbers: Rates) -> float:
-    """Return the time with full recomputation over the plan's time if its memory exceeds `safe_gib`, otherwise 1."""
+    """Return step time with full recomputation / plan's step time, or 1 if its memory is within `safe_gib`."""
     safe = machine.device.safe_gib
     if safe is None or plan.peak_bytes <= safe.value * GIB:
         return 1.0
