@@ -113,7 +113,7 @@ class Product:
 
 @dataclass(frozen=True)
 class FlashCore:
-    """Causal flash attention of `queries` to `keys` positions, for `heads` local heads of `batch` sequences."""
+    """Causal flash attention of `queries` positions to `keys` positions, for `heads` heads in `batch` sequences."""
 
     batch: int
     heads: int

@@ -84,7 +84,10 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights, dp · cp: gradients are summed and optimizer state is sharded over them."""
+        """Number of ranks with the same weights, dp · cp.
+
+        Gradients are summed and optimizer state is sharded over these ranks.
+        """
         return self.dp * self.cp
 
     @property

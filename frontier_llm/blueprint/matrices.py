@@ -36,7 +36,7 @@ class Matrices:
 
     @property
     def transposed(self) -> bool:
-        """True if rows are the longer side. In a square matrix the side that tp cuts counts as the longer one."""
+        """True if there are more rows than columns. In a square matrix the side that tp cuts counts as longer."""
         if self.rows == self.columns:
             return self.split == 1
         return self.rows > self.columns

@@ -116,7 +116,7 @@ def optimizer_rule(name: str) -> OptimizerRule:
 def state_bytes(model: ModelConfig, name: str, dtype: str = "bf16") -> int:
     """Return the bytes of the optimizer state of a complete model that computes in `dtype`.
 
-    This is the size of the optimizer state in a checkpoint.
+    A checkpoint of the model has this size too, because the states include the master copy of the weights.
     """
     rule = optimizer_rule(name)
     item_bytes = statistics_bytes(dtype)

@@ -95,7 +95,7 @@ class Parameter:
     uses: int = 1
     grouped: bool = False  # The index of dim 0 is the key/value head, with its query heads in dim 1.
     wide: bool = False  # Always kept in fp32 (in fp64 if the model computes in fp64).
-    of_training: bool = False  # Used only in training. It does not change outputs, and other formats do not have it.
+    of_training: bool = False  # Used only in training. Outputs do not depend on it, and other formats lack it.
 
     @property
     def tensor_axis(self) -> str:
@@ -126,7 +126,7 @@ class Parameter:
         return self.numel // parts
 
     def partial_axes(self) -> tuple[str, ...]:
-        """Return the axes (tp or tied) over which gradients are summed before they are summed over the replicas."""
+        """Return the axes over which gradients are summed before they are summed over the replicas."""
         return tuple(axis for axis, how in self.axes.items() if how is How.PARTIAL)
 
 

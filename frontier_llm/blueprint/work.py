@@ -261,7 +261,7 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
             yield send(Phase.I, "all_gather", half, under)
             yield send(Phase.I, "reduce_scatter", half, under)
         yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # reorders half 2, whose chunks arrive in reverse
-        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))  # repeats this, and sums and reorders both chunks' gradients
+        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))  # reorders again, and sums and reorders both gradients
     elif way == "ring":
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
@@ -309,7 +309,7 @@ def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) 
 
 
 def sharded_weights(parameters: Iterable[Parameter], layout: Layout, software: Software) -> list[Item]:
-    """Return the collectives of sharded weights of a block. The list is empty if weights are not sharded.
+    """Return the collectives of a block with sharded weights (FSDP); an empty list if weights are not sharded.
 
     Weights are gathered in forward, and again in backward unless they are kept. Gradients are reduce-scattered.
     """
