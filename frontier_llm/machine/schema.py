@@ -122,7 +122,7 @@ class Node(Section):
     collectives: CollectiveTables | None = None
     contention: Contention | None = None
     waiting: Waiting | None = None
-    links: Literal["mi250x"] | None = None  # the map of direct links between devices in machine/affinity.py, if any
+    links: Literal["mi250x"] | None = None  # links between devices (machine/affinity.py); None: unknown
 
 
 class Network(Section):
@@ -220,7 +220,7 @@ class Operations(Section):
     checkpoint_gbps_per_node: Number  # GB/s that one node writes to the file system
     checkpoint_gbps_total: Number  # GB/s of the complete file system
     restart_minutes: Number  # time from a failure to the first step after the restart
-    queue: tuple[QueueBin, ...] = ()  # the planner takes the first bin that fits; site files take all as partitions.
+    queue: tuple[QueueBin, ...] = ()  # the planner uses the first queue that fits; site files list all.
 
 
 class InFlight(Sourced):
