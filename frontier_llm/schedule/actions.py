@@ -61,8 +61,8 @@ _STEP = {Kind.SEND_FORWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1, Ki
 class Channel(Enum):
     """Communicator of the pipeline ranks for messages of one kind in one direction.
 
-    A channel keeps the order of its messages, so no tags are needed. Of two ranks only one sends on a channel, for any
-    placement of the virtual stages.
+    A channel keeps the order of its messages, so no tags are needed. Between two ranks, only one of them sends on a
+    channel, for any placement of the virtual stages.
     """
 
     FORWARD = "forward"  # activations, to a rank with a higher number

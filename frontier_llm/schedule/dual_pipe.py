@@ -48,7 +48,7 @@ class _Rank:
         self._add(Kind.FORWARD, way)
 
     def backward(self, way: int, split: bool = False) -> None:
-        """Append a backward. With `split` it is the input gradient only; `weights` appends the weight gradient."""
+        """Append a backward. With `split`, append only its input gradient; `weights` appends the rest later."""
         self._add(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, way)
         if split:
             self._late.append(self.order[-1]._replace(kind=Kind.BACKWARD_WEIGHT))

@@ -103,7 +103,7 @@ def with_messages(
 
 
 def _route(placement: Placement, kind: Kind, position: int) -> tuple[Kind, Kind, int, int] | None:
-    """Return (send, receive, receiving position, receiving rank) of a compute action's message; None without one."""
+    """Return (send, receive, receiving position, receiving rank) of a compute action's message, if it has one."""
     send = placement.sent_by(kind, position)
     return send and (send, _ARRIVES[send], placement.other_end(send, position), placement.peer(send, position))
 

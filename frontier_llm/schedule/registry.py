@@ -137,7 +137,7 @@ def build(
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the same pipeline without gradients, for evaluation. Each stage keeps the order of its forwards.
+    """Return the schedule of an evaluation: the forwards of `schedule`, in their order, without backwards.
 
     If all microbatches first passed through chunk 0, no rank would receive the last stage's messages to chunk 1 until
     then. With a limited number of sends in flight this is a deadlock.
@@ -152,7 +152,7 @@ def one_end(name: str) -> bool:
 
 
 def idle_share(name: str, chunks: Number) -> Number:
-    """Return the bubble as a share of 1F1B's bubble. The number of chunks divides it, except for a V."""
+    """Return bubble / bubble of 1F1B. Except for a V, it is inversely proportional to the number of chunks."""
     return rule(name).idle / (1 if one_end(name) else chunks)
 
 

@@ -73,7 +73,7 @@ def simulate_one_in_flight(schedule: Schedule, duration: Duration, send_s: Trans
 
 
 class _Meeting:
-    """The messages of one kind between two neighbouring positions. A message begins when both ranks have reached it."""
+    """Messages of one kind between neighbouring positions. A message begins when both its ranks have reached it."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -182,7 +182,7 @@ class _Stream:
 
 
 class _Wire(NamedTuple):
-    """Input and output of the compute actions of one kind and position: arrival times by microbatch."""
+    """Input and output of the compute actions of one kind and position: microbatch → arrival time of the data."""
 
     arrivals_s: dict[int, float] | None  # of the input; None: the actions need no input
     handed_s: dict[int, float]  # arrival of the output at the neighbouring position

@@ -1,4 +1,4 @@
-"""GPipe, 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2: order of compute and number of kept activations.
+"""Schedules GPipe, 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2: order of compute and peak number of activations.
 
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-Flush, Narayanan et al. 2021), interleaved 1F1B (Narayanan et al.,
 SC21, section 2.2), ZB-H1 and ZB-H2 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2).

@@ -117,7 +117,7 @@ def _with_gaps(stages: int, distances: Distances, gaps: tuple[int, int, int]) ->
 
 @dataclass(frozen=True)
 class VOrder:
-    """Order of a V with the best of the given distances. Implements the callables of a `ScheduleRule`."""
+    """Order of a V-shaped schedule with the best of the given distances. Its methods are fields of a `ScheduleRule`."""
 
     choices: tuple[Distances, ...]
 
