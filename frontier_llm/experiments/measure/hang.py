@@ -1,8 +1,8 @@
 """Hang test: runs many training steps under a watchdog, to learn how many communications may be in flight.
 
 Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Only a test shows whether they
-hang on this machine. Each mode trains with one layer per virtual stage in separate processes, which are killed if a
-step takes too long.
+hang on this machine. For each mode (settings of comm.in_flight and overlap) separate processes train a model of one
+layer per virtual stage. They are killed if no step ends within the time limit.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ class Interval:
 
 @dataclass
 class MeasuredTimeline:
-    """Recorder of one rank. The ledger reports blocked intervals, and the engine's `on_action` reports actions."""
+    """Recorder of one rank's intervals.
+
+    The communication ledger reports blocked intervals, and the engine's `on_action` reports compute actions.
+    """
 
     rank: int
     intervals: list[Interval] = field(default_factory=list)
@@ -66,7 +69,7 @@ class MeasuredTimeline:
     def exposed_and_hidden_s(self) -> dict[str, tuple[float, float]]:
         """Return exposed and hidden seconds by axis and operation.
 
-        Exposed: this rank was blocked. Hidden: at least one call was in flight while this rank was not blocked.
+        In exposed time this rank was blocked. In hidden time it was not blocked, and a call was in flight.
         """
         names: dict[str, dict[str, list[tuple[float, float]]]] = {row: defaultdict(list) for row in ROWS}
         for interval in self.intervals:
