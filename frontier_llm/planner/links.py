@@ -102,9 +102,9 @@ def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:
 
 
 def cost_of_one(plan: Plan, rates: Rates) -> float | None:
-    """Return the share by which a step is longer if a rank may have only one communication in flight. Simulated.
+    """Return by which share a step is longer if a rank may have only one communication in flight.
 
-    Returns None if the machine allows many communications in flight, or if there is one device.
+    Both step times are simulated. Returns None if the machine allows many communications in flight, or for one device.
     """
     if not rates.one_in_flight or plan.layout.devices == 1:
         return None

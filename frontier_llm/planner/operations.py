@@ -15,11 +15,11 @@ TOKENS_PER_PARAMETER = 20  # tokens of a run if the user gives no number (Hoffma
 
 @dataclass(frozen=True)
 class Campaign:
-    """Duration and losses of a training run of `tokens` tokens on a site."""
+    """Duration of a training run of `tokens` tokens on a machine, with the time lost to failures and saves."""
 
     tokens: float
-    days: float  # without losses
-    node_hours: float  # without losses
+    days: float  # without the time lost to failures and saves
+    node_hours: float  # without the time lost to failures and saves
     mtbf_hours: float  # mean time between failures of the complete job
     save_s: float  # time to write one checkpoint
     interval_s: float  # time between checkpoints (Young/Daly)

@@ -242,9 +242,9 @@ def _simulate(
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
     """Return the timeline on devices that slow each other down, for example CPU ranks that share cores.
 
-    The durations in `timeline` are measured with all devices of a node busy. With fewer busy devices each runs faster,
-    by a factor from `Rates.contention`. At each moment the factor is the same for all busy devices, so the time axis is
-    compressed.
+    The durations in `timeline` are valid while all devices of a node are busy. With fewer busy devices each device is
+    faster, by a factor from `Rates.contention`. At each moment the factor is the same for all busy devices, so the time
+    axis is compressed.
     """
     if not rates.contention:
         return timeline

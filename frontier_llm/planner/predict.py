@@ -40,7 +40,7 @@ class PointPrediction:
     peak_bytes: float
     limit_bytes: float
     machine: str
-    band: float  # half width of the prediction interval: a step takes at most 1 + band times longer (9 of 10 runs)
+    band: float  # half width of the prediction interval: a slow step takes 1 + band times the prediction
 
     @property
     def cautious_step_s(self) -> float:

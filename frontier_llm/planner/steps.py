@@ -138,7 +138,7 @@ def _best_step(outcome: Search, numbers: Rates, changes: Mapping[str, Any]) -> L
 
 
 class _Walk:
-    """Predicts the step time after one change after another, and records all of them."""
+    """Applies one change after another, and records the predicted step time with each."""
 
     def __init__(self, best: Plan, layout: Layout, measured_s: float, node_devices: int) -> None:
         self.best = best

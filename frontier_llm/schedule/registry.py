@@ -140,7 +140,7 @@ def forward_only(schedule: Schedule) -> Schedule:
     """Return the schedule of an evaluation: the forwards of `schedule`, in their order, without backwards.
 
     If all microbatches first passed through chunk 0, no rank would receive the last stage's messages to chunk 1 until
-    then. With a limited number of sends in flight this is a deadlock.
+    all had passed. With a limited number of sends in flight this is a deadlock.
     """
     orders = [[action for action in actions if action.kind is Kind.FORWARD] for actions in schedule.compute]
     return Schedule(FORWARD_ONLY, schedule.placement, schedule.microbatches, with_messages(schedule.placement, orders))

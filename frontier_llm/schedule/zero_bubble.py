@@ -177,8 +177,8 @@ def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tu
     """Return the orders of all ranks, with weight gradients moved to units of time in which the rank would be idle.
 
     The orders are simulated in units of time. A weight gradient runs at its place in the given order, or earlier if
-    nothing else can run. After a rank's last forward, its memory can only decrease. From then on its input gradients
-    precede its weight gradients, because other ranks wait for input gradients.
+    nothing else can run. After a rank's last forward, its memory can only decrease. From then on input gradients run as
+    soon as they can, because other ranks wait for them.
     """
     ranks = [_Rank(order) for order in orders]
     ended: dict[tuple[bool, int, int], int] = {}  # (forward?, microbatch, position) → unit

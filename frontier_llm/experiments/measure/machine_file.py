@@ -75,7 +75,8 @@ def _places_of(lines: Sequence[str], stack: str, constant: str) -> Iterator[bool
 def value_of(numbers: Rates, constant: str) -> float:
     """Return the value of a constant.
 
-    "fabric_bytes_s/4" is the entry for groups of four devices, "fabric_bytes_s" the entry of the smallest groups.
+    "fabric_bytes_s/4" is the bandwidth of groups of four devices, "fabric_bytes_s" the bandwidth of the smallest
+    groups.
     """
     name, _, devices = constant.partition("/")
     value = getattr(numbers, name)

@@ -17,7 +17,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (6
 
 
 def product_s(product: Product, rates: Rates) -> float:
-    """Return the seconds of a batch of matrix products in 16 bit, or in 8 bit if `product.fp8` is set.
+    """Return the seconds of a batch of matrix products in 16 bit, or in 8 bit if product and software allow it.
 
     The output is cut into tiles, which run in waves of `compute_units`. A wave takes as long as its longest tile. The
     last, partly filled wave therefore costs as much as a full one (tile and wave quantisation). Because of prologue and

@@ -82,7 +82,7 @@ def tensor_s(collective: Collective, layout: Layout, rates: Rates) -> float:
     """Return the exposed seconds of a collective over tp."""
     if layout.tensor_chunks > 1 and collective.beside:
         return in_pieces_s(collective, collective.beside, layout, rates)
-    beside_other = 1.0 if rates.host_executes else 0.5  # CPU cores both send and compute, which hides nothing
+    beside_other = 1.0 if rates.host_executes else 0.5  # CPU cores both send and compute, so nothing is hidden
     shown = {
         Under.NOTHING: 1.0,
         Under.PRODUCT: 1 - rates.tp_overlap,
@@ -212,8 +212,8 @@ def by_cause(
 def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) -> tuple[list[float], list[float]]:
     """Return the hidden and the exposed seconds of sending token rows to experts and back, as [forward, backward] each.
 
-    The compute of the shared expert hides the first. The exposed seconds include the host's wait for the numbers of
-    rows. If the schedule runs pairs of microbatches, the other microbatch hides a part of them (`costs.time.pair_s`).
+    The compute of the shared expert hides the hidden seconds. The exposed seconds include the host's wait for row
+    counts. If the schedule runs pairs of microbatches, the other microbatch hides a part of them (`costs.time.pair_s`).
     """
     ways = {under: [0.0, 0.0] for under in (Under.SHARED, Under.OTHER)}
     shared_s = [0.0, 0.0]
