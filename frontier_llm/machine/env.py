@@ -304,7 +304,7 @@ def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[
 
 
 def _slingshot(machine: str, nodes: int) -> list[Variable]:
-    """Return the Slingshot variables. A job on one node has no network, so RCCL must not require its plugin."""
+    """Return the Slingshot variables. A job on one node needs no network, so RCCL must not require its plugin."""
     if nodes == 1:
         return [
             Variable(

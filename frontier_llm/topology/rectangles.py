@@ -39,7 +39,7 @@ class Rectangle:
         return Rectangle(offset, shape) if min(shape, default=1) > 0 else None
 
     def within(self, outer: Rectangle) -> tuple[slice, ...]:
-        """Return the index with which an array of the elements of `outer` gives the elements of this rectangle."""
+        """Return the slices that select this rectangle in an array that holds the elements of `outer`."""
         starts = (mine - its for mine, its in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 

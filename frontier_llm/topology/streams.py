@@ -50,7 +50,7 @@ def queue_problem(config: RunConfig, grid: Grid, placement: Placement) -> Proble
 
 
 def nodes_of(ranks: Sequence[int], ranks_per_node: int | None, multiple: int) -> list[tuple[int, ...]]:
-    """Return the ranks of each node if a collective over `ranks` can run in two stages, otherwise an empty list.
+    """Return node by node the members of `ranks`, or an empty list if their collectives cannot have two stages.
 
     For two stages, the ranks must be on several nodes with the same number of ranks on each. This number must be a
     multiple of `multiple`.

@@ -1,4 +1,4 @@
-"""Hang test: runs many training steps under a watchdog, to learn how many communications may be in flight.
+"""Hang test: runs many training steps under a watchdog, and reports how many communications may be in flight.
 
 Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Only a test shows whether they
 hang on this machine. For each mode (settings of comm.in_flight and overlap) separate processes train a model of one

@@ -172,7 +172,7 @@ _THIN = {"color": "#888", "width": 1, "dash": "dot"}
 
 
 def _phases(record: RunRecord) -> Chart:
-    """Return a chart of how rank 0's time in each step is divided into phases."""
+    """Return a chart that divides rank 0's time in each step into phases."""
     rows = [step for step in record.steps if step.get("phases_s")]
     names = list(dict.fromkeys(name for row in rows for name in row["phases_s"]))
     traces = [

@@ -41,7 +41,7 @@ class RunRecord:
     evaluations: list[dict[str, Any]]
     tasks: list[dict[str, Any]]
     operations: dict[str, dict[str, Any]]  # of rank 0, in the last attempt that recorded them (Ledger.summary)
-    moved_on: LayoutSpan  # layout of the attempt of `operations`
+    moved_on: LayoutSpan  # layout of the attempt that recorded `operations`
     name: str  # name of the run in figures
 
 

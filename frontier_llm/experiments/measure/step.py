@@ -1,6 +1,6 @@
 """`bench step`: FLOP/s of a training step compared with the FLOP/s of the model's matrix products alone.
 
-Steps and products are measured alternately in the same run, because other load and throttling slow both.
+Steps and products are measured alternately in the same run, so that other load and throttling slow both equally.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Launcher(Protocol):
         """Check all nodes and exclude bad ones from later runs. Raises FrontierError if too few nodes are left."""
 
     def time_left_s(self) -> float:
-        """Return the seconds in which runs can still be started and run."""
+        """Return the seconds that are left for further runs."""
 
 
 class AllocationRanks:
