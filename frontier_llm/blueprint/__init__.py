@@ -1,1 +1,1 @@
-"""Description of a model without torch: parameters, work of a step, layouts and optimizer states."""
+"""Description of a model and its training step without torch: parameters, operations, layouts, optimizer states."""

@@ -1,9 +1,10 @@
-"""Work lists of a layer's experts: computation, communication and kept bytes. Other work is in `blueprint/work.py`.
+"""Work of a layer's experts on one rank: lists of computation, communication and bytes kept for backward.
 
-A row is one token for one of its experts. The routers decide how many rows a rank receives. The lists assume an even
-share, times `imbalance` for the busiest rank, or use given numbers (`Rows`). Tests compare the latter with the bytes
-that a run has sent. With a capacity limit the number of rows that are sent is fixed. Letters: T tokens of a microbatch.
-A tensor rank routes T / tp of them, and each token makes top_k x etp rows.
+The work of a layer without its experts is in `blueprint/work.py`. A row is one token for one of its experts. The
+routers decide how many rows a rank receives. By default, every rank receives an equal number of rows, times `imbalance`
+for the busiest rank. Tests instead give the real numbers (`Rows`), and compare the lists with the bytes that a run has
+sent. With a capacity limit the number of sent rows is fixed. T is the number of tokens of a microbatch. A tensor rank
+routes T / tp tokens, and each token makes top_k x etp rows.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ EXPERTS = "experts' products"
 DISPATCH = "tokens to experts and back"
 COUNT_BYTES = 8
 CHOICE_BYTES = 4
-# Operations between the host's wait and the sending of the rows (parallel/expert/dispatch.py). They are a copy to the
-# host, the indices of the rows, the gathering of rows and weights, and two messages. The copy counts as two operations.
+# Operations that the host launches after it has waited for row counts and before the rows are sent
+# (parallel/expert/dispatch.py). They are a copy to the host, the indices of the rows, the gathering of rows and
+# weights, and two messages. The copy counts as two operations.
 LAUNCHES_AFTER_WAIT = 10
 
 
@@ -46,7 +48,7 @@ class Rows(NamedTuple):
     """
 
     sent: float
-    received: float  # with a capacity limit all of them are kept until backward, not only `computed`
+    received: float  # with a capacity limit all received rows are kept until backward, not only `computed`
     computed: float
     # two-stage all-to-all: number of nodes, and rows of the first stage, between nodes
     nodes: int = 1
@@ -62,7 +64,7 @@ def room_of(moe: MoeConfig, tokens: int) -> int | None:
 
 
 def most_rows(room: int, experts: int, tokens: int, choices: int) -> int:
-    """Return the most rows that `experts` experts may receive from `tokens` tokens with `choices` choices each.
+    """Return the most rows that `experts` experts may receive from `tokens` tokens, each with `choices` experts.
 
     Each expert accepts `room` rows. With a capacity limit exactly this many rows are sent, padded if necessary.
     """
@@ -125,7 +127,7 @@ def _bounded_rows(moe: MoeConfig, layout: Layout, tokens: int, computed: float) 
 
 
 def _host_waits(moe: MoeConfig, rows: Rows, ranks: int) -> int:
-    """Return how often the host waits for the numbers of rows."""
+    """Return how often the host waits for row counts from the device in one layer."""
     if moe.capacity is not None:
         return 0
     if rows.nodes > 1:
@@ -168,9 +170,9 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     ) -> Iterator[Item]:
         """Yield the all-to-alls of dispatch and combine along `axis`, forward and backward.
 
-        `numbers` row counts are sent first. Each row carries `weights` weights and `chosen` expert indices. A shared
-        expert, if there is one, overlaps the dispatch in forward and the gradient of the dispatch in backward. With two
-        stages it overlaps only the stage between nodes.
+        First, `numbers` row counts are sent. With each row, `weights` router weights and `chosen` expert indices are
+        sent. A shared expert, if there is one, overlaps the dispatch in forward and the gradient of the dispatch in
+        backward. With two stages it overlaps only the stage between nodes.
         """
         under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.OTHER
         yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)
@@ -257,6 +259,6 @@ def _shared_gate_work(rows: int, H: int, size: int) -> Iterator[Item]:
     yield Item(Phase.I, ROUTING, Product(rows, H, 1))
     yield Item(Phase.W, ROUTING, Product(1, H, rows))
     yield Item(Phase.F, ROUTING, Pass(2 * size * rows * H, 2), FULL)
-    # gradients of the output and of the gate, and the sum of the latter over H
+    # gradients of the output and of the gate, and the sum of the gate's gradient over H
     yield Item(Phase.I, ROUTING, Pass(5 * size * rows * H, 4))
     yield Item(Phase.F, ROUTING, Keep(size * rows * (H + 1), ("none", "selective")))

@@ -1,6 +1,7 @@
-"""Types of the work lists of `blueprint/work.py`: computation, communication and kept bytes of a microbatch.
+"""Types of work items: one computation, communication or kept buffer of a microbatch on one rank.
 
-A list consists of items. An item has a phase, a cause and one kind of work.
+The functions of `blueprint/work.py` return lists of items. An item has a phase (forward, input gradient or weight
+gradient), a cause and one kind of work.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.config.fields import NonNegativeFloat
 
-ALIGNMENT = 8  # elements, 16 bytes: the alignment that matrix units and vector loads need
-STATISTICS = 3  # maximum, sum of exponentials and target logit per token
+ALIGNMENT = 8  # elements (16 bytes in 16 bit): the alignment that matrix units and vector loads need
+STATISTICS = 3  # numbers that the cross-entropy keeps per token: maximum, sum of exponentials and target logit
 
-# causes: the lines of a plan's breakdown
+# causes of time, which are the lines of a plan's breakdown
 PRODUCTS = "matrix products"
 ATTENTION = "attention"
 PASSES = "norms, activation, residual"
 SENDING = "tp communication"
 EXCHANGE = "cp communication"
-ADDING = "adding weight gradients"  # in every microbatch of a step except the first, which overwrites
+ADDING = "adding weight gradients"  # in every microbatch of a step except the first, which overwrites the buffers
 EMBEDDING = "embedding"
 HEAD = "head"
 LOSS = "cross-entropy"
@@ -42,13 +43,13 @@ class SoftwareOptions:
     fused_softmax: bool = True  # Scale, mask and softmax in one 16-bit kernel. Only for unfused attention.
     fused: bool = True  # One kernel each for norm, bias+activation, residual.
     fused_cross_entropy: bool = True  # Reads 16-bit logits once forward. False: a chain of kernels over fp32 copies.
-    # State of the optimizer per parameter, with the master copy. 0 = as the optimizer of this package.
+    # Bytes of optimizer state per parameter, master copy included. 0 = those of this package's optimizer.
     optimizer_state_bytes: NonNegativeFloat = 0.0
-    gradient_bytes: Literal[2, 4] = 4  # Per element of a gradient that is summed over dp.
-    accumulate_bytes: NonNegativeFloat = 8.0  # Moved per parameter to add one microbatch's gradient.
-    # The product of a weight gradient adds to the buffer itself, so the kernel takes the longer of both times.
+    gradient_bytes: Literal[2, 4] = 4  # Bytes per element of a gradient that is summed over dp.
+    accumulate_bytes: NonNegativeFloat = 8.0  # Bytes of memory traffic per parameter to add one microbatch's gradient.
+    # The kernel of a weight gradient also adds it to the buffer. Its time is the longer one of product and addition.
     adding_in_product: bool = False
-    optimizer_bytes: NonNegativeFloat = 30.0  # Moved per owned parameter by the optimizer step.
+    optimizer_bytes: NonNegativeFloat = 30.0  # Bytes of memory traffic per owned parameter in the optimizer step.
     p2p_split: bool = False  # Pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
     # Pipeline messages block the rank (Megatron, DeepSpeed) instead of overlapping its compute.
     blocking_messages: bool = False
@@ -59,7 +60,7 @@ class SoftwareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Software(SoftwareOptions):
-    """Software options, and measured or chosen values that change computation, communication or kept bytes."""
+    """Software options, with the values that a machine's measurements or a run add to them."""
 
     # rate of the layers' products relative to 16 bit (FP8 arithmetic); head and attention stay in 16 bit
     linear_speedup: float = 1.0
@@ -67,7 +68,7 @@ class Software(SoftwareOptions):
 
 
 class Phase(Enum):
-    """The action of a pipeline schedule to which an item belongs."""
+    """Action of a pipeline schedule in which a rank executes an item."""
 
     F = "forward"
     I = "input gradient"  # noqa: E741
@@ -75,7 +76,7 @@ class Phase(Enum):
 
 
 class Under(Enum):
-    """The work that overlaps a collective and hides a part of its time."""
+    """Kind of work that overlaps a collective and hides a part of its time."""
 
     NOTHING = "nothing"
     PRODUCT = "the product that uses its result or computes its input"
@@ -97,7 +98,7 @@ class Product:
     parameter: str = ""  # name of the weight; "" = both operands are activations
     fp8: bool = False  # computed in 8 bits if the software supports it
     aligned: bool = True
-    added_bytes: float = 0.0  # bytes that the kernel moves in addition, to add the result to a buffer
+    added_bytes: float = 0.0  # additional memory traffic of the kernel if it adds the result to a buffer
 
     @property
     def flops(self) -> float:
@@ -106,13 +107,13 @@ class Product:
 
     @property
     def moved_bytes(self) -> float:
-        """Bytes if the operands are read once and the result is written once, in 16 bit, with `added_bytes`."""
+        """Bytes for reading both operands and writing the result once, in 16 bit, plus `added_bytes`."""
         return 2.0 * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) + self.added_bytes
 
 
 @dataclass(frozen=True)
 class FlashCore:
-    """Causal flash attention of `queries` to `keys` positions, for `heads` local heads of `batch` sequences."""
+    """Causal flash attention of `queries` positions to `keys` positions, for `heads` heads in `batch` sequences."""
 
     batch: int
     heads: int
@@ -123,7 +124,7 @@ class FlashCore:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all queries x keys scores and of the weighted sums, without the causal saving.
+        """FLOPs of all queries x keys scores and of the weighted sums, as if attention were not causal.
 
         The recomputation inside the backward kernel is not counted.
         """
@@ -148,7 +149,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of this rank's group along an axis.
+    """One collective of this rank's group along a parallel axis.
 
     `size_bytes` is the complete tensor: the output of an all-gather, the input of a reduce-scatter.
     """
@@ -190,7 +191,7 @@ class Item:
     cause: str
     work: Work
     repeated_by: tuple[str, ...] = ()  # recompute modes that repeat the work before backward
-    apart: bool = False  # only if the schedule splits backward, so that weight gradients are actions of their own
+    apart: bool = False  # True: the item is executed only if the schedule computes weight gradients as separate actions
 
     def repeats(self, modes: Mapping[str, float]) -> float:
         """Return how often an average layer repeats the work. `modes` maps recompute modes to shares of the layers."""

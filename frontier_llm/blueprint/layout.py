@@ -1,4 +1,4 @@
-"""Layout: how one training step is distributed over ranks and microbatches."""
+"""Parallel layout of a training step: degrees of parallelism, microbatches, schedule, recomputation and sharding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from frontier_llm.config import ModelConfig, RunConfig
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
-# State that is sharded over the replicas → stage of ZeRO. "gradients" is DeepSpeed's ZeRO-2. "weights" gathers the
-# weights of a layer in forward and again in backward (ZeRO-3, FSDP). "weights-gathered-once" keeps them from forward
-# to backward (torch's SHARD_GRAD_OP), which some published runs use.
+# Kind of sharding over the replicas → stage of ZeRO. "gradients" is DeepSpeed's ZeRO-2. "weights" gathers the weights
+# of a layer in forward and again in backward (ZeRO-3, FSDP). "weights-gathered-once" keeps them from forward to
+# backward (torch's SHARD_GRAD_OP), which some published runs use.
 SHARDING = {"none": 0, "optimizer": 1, "gradients": 2, "weights": 3, "weights-gathered-once": 3}
 
-# section of a run file → its keys that define a layout, in the order in which they are written → field of `Layout`
+# section of a run file → key → field of `Layout`, for the keys that define a layout; files have them in this order
 RUN_KEYS = {
     "parallel": {
         "tensor": "tp",
@@ -45,7 +45,7 @@ FIELD_OF_KEY = {key: field for keys in RUN_KEYS.values() for key, field in keys.
 def statistics_bytes(dtype: str) -> int:
     """Return the bytes per element of gradients, optimizer state and other sums if the model computes in `dtype`.
 
-    They are kept in fp64 under fp64, otherwise in fp32 (`ops.statistics_dtype`).
+    These values are in fp64 if the model computes in fp64, otherwise in fp32 (`ops.statistics_dtype`).
     """
     return max(4, DTYPE_BYTES[dtype])
 
@@ -58,10 +58,10 @@ class Layout:
     cp: int = 1
     pp: int = 1
     dp: int = 1
-    ep: int = 1  # Ranks over which the experts are distributed. A part of tp · cp · dp.
+    ep: int = 1  # Ranks over which the experts are distributed. ep · etp divides tp · cp · dp.
     etp: int = 1  # Ranks that split each expert's width.
     expert_nodes: int = 1  # Nodes of the two-stage all-to-all (first between nodes, then inside). 1 = one stage.
-    imbalance: float = 1.0  # Expert rows of the busiest rank, divided by the mean.
+    imbalance: float = 1.0  # Token rows that the busiest rank's experts receive, divided by the mean over ranks.
     chunks: int = 1  # Virtual stages per pipeline rank.
     schedule: str = "1f1b"
     micro_batch: int = 1  # Sequences.
@@ -69,7 +69,7 @@ class Layout:
     sequence_parallel: bool = False
     recompute: str = "none"  # A mode of RECOMPUTE, or several ("full,none") that alternate over a stage's layers.
     sharding: str = "optimizer"  # A key of SHARDING.
-    data_shard: int = 0  # Replicas that shard one copy of the weights (only sharding "weights"). 0 = all replicas.
+    data_shard: int = 0  # Replicas that together hold one copy of the weights (only for sharding "weights"). 0 = all.
     axis_order: str = "tp-dp-pp"  # Innermost first.
     dtype: str = "bf16"
     gradient_wire: str = "full"  # Dtype in which gradients are summed over dp. "full" = the software's dtype.
@@ -84,7 +84,10 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights, dp · cp: gradients are summed and optimizer state is sharded over them."""
+        """Number of ranks with the same weights, dp · cp.
+
+        Gradients are summed and optimizer state is sharded over these ranks.
+        """
         return self.dp * self.cp
 
     @property
@@ -104,7 +107,7 @@ class Layout:
 
     @property
     def sequence_shards(self) -> int:
-        """Parts into which activations between blocks are cut: tp with sequence parallelism, else 1."""
+        """Number of parts into which activations between blocks are cut: tp with sequence parallelism, otherwise 1."""
         return self.tp if self.sequence_parallel else 1
 
 
@@ -128,7 +131,7 @@ def shares(modes: Sequence[str]) -> dict[str, float]:
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:
-    """Return the layout of a run on `world_size` ranks. It must be legal, which `topology.plan.make_plan` checks."""
+    """Return the layout of a run on `world_size` ranks. The caller has checked that it is legal (`topology.plan`)."""
     parallel = config.parallel
     batch = config.batch
     dp = world_size // parallel.model_ranks
@@ -174,22 +177,22 @@ def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
         "stage_layers": None,
     }
     if sharded:
-        del parallel["zero"]  # its values are 0 and 1, and FSDP does not use it
+        del parallel["zero"]  # the key allows 0 and 1 only, and FSDP does not use it
     return sections
 
 
-# algorithms of context-parallel attention. gather: all-gather of keys and values. ring: exchange of keys and values
-# between neighbours, overlapped with compute. heads: each rank has all tokens of some heads (Ulysses).
+# Algorithms of context-parallel attention. gather: all-gather of keys and values. ring: neighbours exchange keys and
+# values during compute. heads: all-to-all, after which each rank has all tokens of some heads (Ulysses).
 WAYS = ("gather", "ring", "heads")
 
 
 def context_way(model: ModelConfig, tp: int, cp: int, wanted: str = "auto") -> str:
     """Return `wanted`, or for "auto" the algorithm of context-parallel attention that sends fewer bytes per layer.
 
-    "heads" needs key/value heads that cp divides, otherwise the result is "gather". The bytes of forward and backward
-    are counted in units of S / cp tokens of one head. "gather" moves keys and values three times: they are gathered
-    twice and their gradients are scattered, 6 g (cp - 1). "heads" moves queries, keys, values and outputs twice,
-    4 (a + g) (cp - 1) / cp.
+    "heads" requires that cp divides the key/value heads; otherwise the result is "gather". Bytes of forward and
+    backward are counted in units of S / cp tokens of one head. A rank has a query heads and g key/value heads. "gather"
+    moves keys and values three times, 6 g (cp - 1): they are gathered twice, and their gradients are scattered. "heads"
+    moves queries, keys, values and outputs twice, 4 (a + g) (cp - 1) / cp.
     """
     if wanted != "auto":
         return wanted

@@ -1,8 +1,8 @@
-"""The matrices of which a parameter consists for an optimizer: q, k and v, gate and up, and each expert separately.
+"""Division of fused parameters into single matrices for optimizers such as Muon: q, k, v, gate, up, and each expert.
 
 The matrices follow from global shapes, so they are the same on every layout. A fused weight must not be orthogonalised
-as one matrix, because that couples independent matrices. The update would also depend on the cut of tensor parallelism:
-the update of keys and values changed by 95 % (Megatron-LM's pull request 7117).
+as one matrix, because independent matrices would influence each other. The update would also depend on the
+tensor-parallel degree: in Megatron-LM, the update of keys and values changed by 95 % (pull request 7117).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from math import prod
 
 from frontier_llm.blueprint.parameters import Parameter, ParameterKind, Piece, Split
 
-NEWTON_SCHULZ_STEPS = 5  # in one update of Muon
+NEWTON_SCHULZ_STEPS = 5  # iterations in one update of Muon
 
 
 class Part(Enum):
-    """The part of a matrix that one tp rank holds."""
+    """How tensor parallelism cuts a matrix: not at all, along its longer side, or along its shorter side."""
 
     ALL = "all"
     LONG = "long"  # The longer side is cut, so the product over it is summed over tp.
@@ -26,7 +26,7 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Matrices:
-    """Matrices of one shape that form one piece of a parameter. All sizes are global."""
+    """Matrices of one shape that form one piece of a fused parameter. All sizes are those of the complete matrices."""
 
     piece: Piece | None  # None: the complete parameter
     count: int
@@ -36,19 +36,19 @@ class Matrices:
 
     @property
     def transposed(self) -> bool:
-        """True if rows are the longer side. In a square matrix the side that tp cuts counts as the longer one."""
+        """True if there are more rows than columns. In a square matrix the side that tp cuts counts as longer."""
         if self.rows == self.columns:
             return self.split == 1
         return self.rows > self.columns
 
     @property
     def short(self) -> int:
-        """Entries of the shorter side."""
+        """Length of the shorter side."""
         return min(self.rows, self.columns)
 
     @property
     def long(self) -> int:
-        """Entries of the longer side."""
+        """Length of the longer side."""
         return max(self.rows, self.columns)
 
     def part(self, tp: int) -> Part:
@@ -83,7 +83,8 @@ def is_matrix(parameter: Parameter) -> bool:
 def matrices_of(parameter: Parameter, by_group: bool = False) -> list[Matrices]:
     """Return the matrices of a parameter.
 
-    With `by_group`, q, k and v have one matrix per key/value head, with its queries, instead of one for all heads.
+    With `by_group`, each of q, k and v has one matrix per key/value head instead of one for all heads. The matrix of q
+    then holds the query heads of that key/value head.
     """
     leading = int(parameter.kind is ParameterKind.EXPERTS or (by_group and parameter.grouped))
     how = parameter.axes.get(parameter.tensor_axis)

@@ -1,4 +1,4 @@
-"""The optimizer states of each parameter, for each optimizer.
+"""Registry of optimizers: which states (for example momentum) each optimizer keeps for each parameter.
 
 It is the single source of truth for ZeRO's slices, memory estimates, checkpoints and the comparison of replicas.
 """
@@ -14,27 +14,27 @@ from frontier_llm.blueprint.parameters import How, Parameter, ParameterKind, Spl
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import ConfigError, suggest
 
-MASTER = "master"  # the wide copy of the weights, which every optimizer keeps first
+MASTER = "master"  # fp32 or fp64 copy of the weights, the first state of every optimizer
 STATISTIC = "statistic"  # the state of a tensor in `OptimizerRule.statistics`
 
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """The states of one optimizer, in fp32 (fp64 under fp64).
+    """The states that one optimizer keeps, in fp32 (in fp64 if the model computes in fp64).
 
     `states` names the states that have the shape of their parameter. `statistics` declares tensors of other shapes.
     """
 
     name: str  # optimizer.name in a run file
-    # states in addition to the master copy, in the order in which a shard file holds them
+    # names of the states besides the master copy, in their order in a checkpoint's shard file
     states: Callable[[Parameter], tuple[str, ...]]
     # True if the update needs the complete tensor, so that ZeRO must not cut it
     whole: Callable[[Parameter], bool] = lambda parameter: False
     gathers: bool = (
         False  # ZeRO may cut the tensor if complete tensors leave large gaps; the update gathers it (optim.matrices)
     )
-    # Small tensors with shapes of their own, PARTIAL on the axes over which the update sums them. Every owner of a
-    # slice of the parameter keeps its rank's part of them completely (optim.matrices).
+    # Small additional tensors with other shapes than the parameter. They are PARTIAL on the axes over which the update
+    # sums them. Each replica that owns a slice of the parameter keeps its rank's tensors completely (optim.matrices).
     statistics: Callable[[Parameter], tuple[Parameter, ...]] = lambda parameter: ()
 
     def kinds(self, parameter: Parameter) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class OptimizerRule:
 
 
 def matrix_means(parameter: Parameter) -> tuple[Parameter, ...]:
-    """Declare the tensors of row and column means of a parameter's matrices, as Adafactor keeps them.
+    """Declare the tensors of row and column means that Adafactor keeps for the matrices of a parameter.
 
     Row means have the parameter's shape without its last dim. Column means are [piece, expert, column]. The result is
     empty if the parameter is not a matrix.
@@ -102,7 +102,7 @@ _RULES = {rule.name: rule for rule in (ADAMW, ADAFACTOR, LION, MUON)}
 
 
 def declare(rule: OptimizerRule) -> None:
-    """Make `optimizer.name: <rule.name>` valid. Raises AssertionError if another rule has this name."""
+    """Register a rule, so that `optimizer.name: <rule.name>` is valid. Raises AssertionError if the name is in use."""
     assert _RULES.setdefault(rule.name, rule) is rule, f"there is an optimizer {rule.name!r} already"
 
 
@@ -116,7 +116,7 @@ def optimizer_rule(name: str) -> OptimizerRule:
 def state_bytes(model: ModelConfig, name: str, dtype: str = "bf16") -> int:
     """Return the bytes of the optimizer state of a complete model that computes in `dtype`.
 
-    A checkpoint of the model has this size.
+    A checkpoint of the model has this size too, because the states include the master copy of the weights.
     """
     rule = optimizer_rule(name)
     item_bytes = statistics_bytes(dtype)

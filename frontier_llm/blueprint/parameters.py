@@ -1,8 +1,8 @@
 """The parameters of a model: name, global shape, sharding, initialisation and weight decay of each.
 
-It is the single source of truth for torch modules, cost models, optimizers, checkpoints and converters. The global
-shape of a fused weight is chosen so that every tensor-parallel part is a rectangle. QKV is
-(kv_heads, queries_per_kv + 2, head_dim, H), and gate/up is (2, F, H). `pieces` names the tensors of a fused weight.
+Torch modules, cost models, optimizers, checkpoints and converters all use these declarations. The global shape of a
+fused weight is chosen so that every tensor-parallel part is a rectangle. QKV is (kv_heads, queries_per_kv + 2,
+head_dim, H), and gate/up is (2, F, H). `pieces` names the tensors of a fused weight.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class StageSpec:
 
     first_layer: int
     num_layers: int
-    embedding: bool  # has the token (and learned position) embedding
-    head: bool  # has the final norm, the output head and the loss
+    embedding: bool  # True: the stage has the token embedding and, if the model has one, the learned position embedding
+    head: bool  # True: the stage has the final norm, the output head and the loss
 
     @property
     def layers(self) -> range:
@@ -34,12 +34,12 @@ class StageSpec:
 VOCABULARY = (
     "embedding.token.weight",
     "head.weight",
-)  # Rows are tokens. Rows from vocab_size on are padding that no logit reads and no gradient changes.
+)  # Rows are tokens. Rows from vocab_size on are padding, which is never read and gets no gradient.
 Number = Any  # An int, or a numpy array of ints with one element per layout.
 
 
 class How(Enum):
-    """How the ranks of an axis share a parameter that is not split over them."""
+    """Relation between the copies of a parameter on the ranks of an axis that does not split it."""
 
     REPLICATED = "replicated"  # the same tensor and the same gradient on each rank
     PARTIAL = "partial"  # the same tensor, but the gradient is the sum of the ranks' gradients
@@ -47,7 +47,7 @@ class How(Enum):
 
 @dataclass(frozen=True)
 class Split:
-    """The parameter is cut evenly along `dim` over the ranks of an axis."""
+    """Split of a parameter along `dim` into equal parts, one for each rank of an axis."""
 
     dim: int
 
@@ -63,7 +63,7 @@ class ParameterKind(Enum):
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a fused parameter: the entries [start, stop) along `dim` of the global shape."""
+    """One tensor of a fused parameter (for example q in qkv): indices [start, stop) along `dim` of the global shape."""
 
     name: str
     dim: int
@@ -72,7 +72,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Entries along `dim`."""
+        """Number of indices along `dim`."""
         return self.stop - self.start
 
     def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -82,20 +82,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One global parameter. It is replicated over all mesh axes that `axes` does not name."""
+    """Declaration of one parameter of the model. The parameter is replicated over all mesh axes that `axes` lacks."""
 
     name: str  # dotted, unique in the model, the same on every layout: "layers.3.attention.qkv.weight"
     shape: tuple[int, ...]  # global
     kind: ParameterKind
     axes: Mapping[str, Split | How] = field(default_factory=dict)
-    init_std: float | None = None  # normal(0, std) by (seed, name, position); None = constant `init_value`
+    init_std: float | None = None  # normal(0, std), random by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
     pieces: tuple[Piece, ...] = ()
-    # gradient contributions per microbatch on a rank; 2 for an embedding that is also the rank's head; 0 = no gradient
+    # uses per microbatch on a rank, each with a gradient; 2 if the embedding is also the rank's head; 0 = no gradient
     uses: int = 1
-    grouped: bool = False  # Dim 0 counts key/value heads, each with its query heads.
-    wide: bool = False  # Always kept in fp32 (fp64 under fp64).
-    of_training: bool = False  # Used only in training. It does not change outputs, and other formats do not have it.
+    grouped: bool = False  # The index of dim 0 is the key/value head, with its query heads in dim 1.
+    wide: bool = False  # Always kept in fp32 (in fp64 if the model computes in fp64).
+    of_training: bool = False  # Used only in training. Outputs do not depend on it, and other formats lack it.
 
     @property
     def tensor_axis(self) -> str:
@@ -104,7 +104,7 @@ class Parameter:
 
     @property
     def replicas(self) -> str:
-        """The axis whose ranks train the same part of the parameter on different samples.
+        """The axis whose ranks hold the same part of the parameter and train it on different samples.
 
         Gradients are summed over this axis, and ZeRO slices the optimizer state over it.
         """
@@ -126,12 +126,12 @@ class Parameter:
         return self.numel // parts
 
     def partial_axes(self) -> tuple[str, ...]:
-        """Return the axes over which gradients are summed before the sum over the replicas."""
+        """Return the axes over which gradients are summed before they are summed over the replicas."""
         return tuple(axis for axis, how in self.axes.items() if how is How.PARTIAL)
 
 
 def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) -> Iterator[Parameter]:
-    """Yield a norm's weight and, if `model.norm_bias` is set, its bias. `across` is used as their `axes`."""
+    """Yield the weight of a norm and, if `model.norm_bias` is set, its bias. `across` becomes their `axes`."""
     yield Parameter(
         f"{name}.weight",
         (model.hidden,),
@@ -152,7 +152,7 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
     Q = A // G
     name = f"layers.{layer}"
     across = sequence_axes(sequence_parallel)
-    # layers that write into the residual stream are scaled by depth, as in GPT-2 and Megatron
+    # the initial weights of layers that add to the residual stream shrink with depth, as in GPT-2 and Megatron
     output_std = model.init_std / (2.0 * model.layers) ** 0.5
 
     def column(
@@ -229,7 +229,7 @@ def expert_parameters(model: ModelConfig, moe: MoeConfig, name: str, output_std:
     """Yield the parameters of the router and of the experts.
 
     Each tensor rank routes its own part of the sequence, with or without sequence parallelism. The router's gradient
-    is therefore partial.
+    must therefore be summed over tp.
     """
     E = moe.experts
     H = model.hidden
@@ -339,15 +339,16 @@ def total_parameters(model: ModelConfig) -> int:
 
 
 def layer_kinds(model: ModelConfig) -> list[tuple[int, int]]:
-    """Return (index of the first, count) of each kind of layer: dense layers, then layers with experts."""
+    """Return (index of the first layer, number of layers) of each kind: dense layers, then layers with experts."""
     experts = len(model.routed_layers)
     kinds = ((0, model.layers - experts), (model.routed_layers.start, experts))
     return [(layer, count) for layer, count in kinds if count]
 
 
 def sequence_axes(sequence_parallel: bool) -> dict[str, How]:
-    """Return the `axes` of parameters that act on activations between blocks.
+    """Return the `axes` of parameters that are applied to activations between blocks, for example norms.
 
-    With sequence parallelism each tp rank's gradient covers only its tokens, so the parameter is partial over tp.
+    With sequence parallelism the gradient of a tp rank covers only its own tokens. The gradients must then be summed
+    over tp (PARTIAL).
     """
     return {"tp": How.PARTIAL} if sequence_parallel else {}

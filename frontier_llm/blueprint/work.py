@@ -1,8 +1,9 @@
-"""Work lists of a block, the embedding and the head: the items of one rank for one microbatch.
+"""Work of a block, the embedding and the head on one rank for one microbatch, as lists of items.
 
-The planner sums the lists to FLOPs, seconds and kept bytes (`planner/costs/`). The tests sum them to bytes sent
-(`tests/harness/traffic.py`). The lists do not repeat items for recomputation: `Item.repeated_by` names the modes that
-execute an item again. Letters as in `model/dims.py`. T = S·B is the number of tokens of a microbatch.
+From these lists the planner computes FLOPs, seconds and kept bytes (`planner/costs/`). Tests compute the bytes that a
+run sends from them (`tests/harness/traffic.py`). A recomputed item is in the list once. `Item.repeated_by` names the
+recomputation modes that execute it again. Letters as in `model/dims.py`. T = S·B is the number of tokens of a
+microbatch.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
     tp = layout.tp
     size = DTYPE_BYTES[layout.dtype]
     cut = layout.sequence_shards
-    # bytes per element of a product's input, kept for its weight gradient; FP8 layers keep one byte
+    # bytes per element of a product's input that is kept for the weight gradient; FP8 layers keep one byte per element
     input_size = size if software.linear_speedup == 1 else 1
     parameters = list(block_parameters(model, layer, layout.sequence_parallel))
     items: list[Item] = []
@@ -81,14 +82,14 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
     forward, backward = elementwise(model, layout, software, F)
     items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
     if model.dropout:
-        # Forward, dropout runs in the kernel that adds the residual. The following norm can then not add the residual
-        # itself, which costs one more kernel. Backward, the gradient of each dropout needs a pass of its own.
+        # In forward, dropout is part of the kernel that adds the residual. The following norm then cannot add the
+        # residual, which costs one more kernel. In backward, the gradient of each dropout needs a separate pass.
         items += [Item(Phase.F, PASSES, Pass(0, 1), FULL), Item(Phase.I, PASSES, Pass(4 * size * T * H / cut, 2))]
     boundary = size * T * H
     # inputs of the norms, and the masks of the two dropouts
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
-    # input of the activation; GeGLU also keeps a copy of its gate, before and after GELU
+    # kept for the activation: its input; GeGLU also keeps a copy of its gate before GELU and one after it
     own += size * T * (1 + model.gated + 2 * (model.activation == "geglu_tanh")) * F / tp
     if software.linear_speedup != 1:
         own += size * T * model.heads * model.dim_per_head / tp  # attention's output, in addition to its 8-bit copy
@@ -101,7 +102,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
 
 
 def norms(model: ModelConfig) -> int:
-    """Return the number of norms of a block. Norms of queries and keys are not counted."""
+    """Return the number of norms of a block, without the norms of queries and keys."""
     return 4 if model.norm_placement == "both" else 2
 
 
@@ -117,12 +118,12 @@ def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
 
 
 def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause: str = PRODUCTS) -> Iterator[Item]:
-    """Yield the work of a linear layer: three products, the accumulation of its weight gradient, and tp collectives.
+    """Yield the work of a linear layer: forward and gradient products, gradient accumulation and tp collectives.
 
     A column-parallel layer sums the gradients of its input over tp, and a row-parallel layer sums its outputs. With
     sequence parallelism each sum is a reduce-scatter. A column-parallel layer then gathers its input in forward, and
-    again for the weight gradient. A row-parallel layer gathers its output gradient in backward. It gathers it again
-    for the weight gradient if the schedule splits backward.
+    again for the weight gradient. A row-parallel layer gathers its output gradient in backward. If the schedule splits
+    backward, the row-parallel layer gathers its output gradient again for the weight gradient.
     """
     head = cause == HEAD
     column, outputs, inputs = local_shape(weight, layout.tp)
@@ -163,7 +164,7 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
 
 
 def attention_core(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
-    """Return the work of scores, softmax, dropout and weighted sum of this rank's heads.
+    """Return the work of the attention core of this rank's heads: scores, softmax, dropout and weighted sum of values.
 
     With flash attention the exchange of keys and values over cp is included.
     """
@@ -194,9 +195,9 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
         ]
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
-    square = batch * S * S * 2.0  # bytes of the score matrix
-    # Passes over the scores in 16 bit. Separate softmax kernels compute in fp32: convert 3, scale 4, mask 4.5,
-    # softmax 4, convert 3.
+    square = batch * S * S * 2.0  # bytes of the score matrix in 16 bit
+    # How often the 16-bit score matrix is read or written. Separate softmax kernels compute in fp32: convert 3, scale
+    # 4, mask 4.5, softmax 4, convert 3 times.
     passes = (2.0 if software.fused_softmax else 18.5) + (2.5 if software.dropout else 0.0)
     forward = [Item(Phase.F, ATTENTION, work, ANY) for work in (scores, values, Pass(passes * square, 2))]
     backward = [
@@ -209,7 +210,8 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
 def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     """Yield the work of the norms of queries and keys.
 
-    A norm over all heads (`qk_norm="full"`) sums the mean squares over tp in forward, and their gradients in backward.
+    With a norm over all heads (`qk_norm="full"`), the mean squares are summed over tp in forward, and their gradients
+    in backward.
     """
     if model.qk_norm is None:
         return
@@ -228,8 +230,9 @@ def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     """Yield the communication of context-parallel attention, and the copies that it needs.
 
-    "gather" collects all keys and values in two halves. "ring" sends blocks of them from neighbour to neighbour.
-    "heads" exchanges some heads of all tokens for all heads of some tokens.
+    "gather" gathers all keys and values, in two halves. "ring" sends blocks of keys and values from neighbour to
+    neighbour. "heads" is an all-to-all: a rank has all heads of some tokens before it and some heads of all tokens
+    after it.
     """
     if layout.cp == 1:
         return
@@ -238,7 +241,7 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     B = layout.micro_batch
     a = model.heads // layout.tp
     g = model.num_kv_heads // layout.tp
-    # bytes of one position of one head, and positions of this rank
+    # bytes of one head at one position, and number of positions on this rank
     row = B * D * DTYPE_BYTES[layout.dtype]
     held = model.sequence_length // cp
 
@@ -252,20 +255,21 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
     way = context_way(model, layout.tp, cp, layout.context_attention)
     if way == "gather":
-        for under in (Under.NOTHING, Under.ATTENTION):  # attention to the first half overlaps the second half
+        for under in (Under.NOTHING, Under.ATTENTION):  # attention to half 1 overlaps the gather of half 2
             half = held * cp * g * row
             yield send(Phase.F, "all_gather", half, under)
             yield send(Phase.I, "all_gather", half, under)
             yield send(Phase.I, "reduce_scatter", half, under)
-        yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # reorders the back half, whose chunks arrive in reverse
-        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))  # repeats this, and sums and reorders both chunks' gradients
+        yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # reorders half 2, whose chunks arrive in reverse
+        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))  # reorders again, and sums and reorders both gradients
     elif way == "ring":
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # Gradients return to the rank of their keys.
-        # Separate kernels merge the output of each block after the first (weighted sums in fp32) and sum gradients.
-        # Half of the blocks concern only half of the queries, so the mean is 0.75.
+        # From the second block on, separate kernels merge the output of a block into the sum (in fp32) and sum
+        # gradients. Half of the blocks concern all queries and half of them only half of the queries, so the mean is
+        # 0.75.
         merged = (cp - 1) * 0.75 * held * a * B * D * statistics_bytes(layout.dtype)
         yield Item(Phase.F, EXCHANGE, Pass(7 * merged, 6 * (cp - 1)), ANY)
         yield Item(Phase.I, EXCHANGE, Pass(3 * merged * (1 + 2 * g / a), 3 * (cp - 1)))
@@ -276,16 +280,17 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
             packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # packing by rank, and unpacking in order
             yield Item(phase, EXCHANGE, packed, ANY if phase is Phase.F else ())
-        # attention's own output, in addition to the exchanged one
+        # attention's output before the all-to-all, in addition to the one after it
         yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))
 
 
 def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) -> tuple[Pass, Pass]:
-    """Return the (forward, backward) passes of the memory-bound operations of a block with an MLP of width F.
+    """Return the memory traffic of a block's elementwise operations in (forward, backward). F is the width of its MLP.
 
-    These are norms, biases, activation, rotary embedding, dropout and residual additions. Bytes are counted in passes
-    over S·B·H: 2 per norm, 3 per residual addition (+1.5 with dropout and its mask). Only sequence parallelism cuts
-    these passes. The qkv split and merge and the passes over F of the activation are always cut over tp.
+    These are norms, biases, activation, rotary embedding, dropout and residual additions. The unit of traffic is one
+    read or write of S·B·H elements. A norm has 2, a residual addition 3 (+1.5 with dropout and its mask). These are
+    divided by tp only with sequence parallelism. The qkv split and merge and the activation over F are always divided
+    by tp.
     """
     token_bytes = 2.0 * rank_tokens(model, layout)
     residual = 3.0 + (1.5 if software.dropout else 0.0)
@@ -304,7 +309,7 @@ def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) 
 
 
 def sharded_weights(parameters: Iterable[Parameter], layout: Layout, software: Software) -> list[Item]:
-    """Return the collectives of sharded weights of a block. The list is empty if weights are not sharded.
+    """Return the collectives of a block with sharded weights (FSDP); an empty list if weights are not sharded.
 
     Weights are gathered in forward, and again in backward unless they are kept. Gradients are reduce-scattered.
     """
@@ -342,8 +347,8 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
     """Return the work of the output head and the cross-entropy over 16-bit logits.
 
     A fused cross-entropy reads the logits once in forward, and reads and overwrites them in backward. Separate kernels,
-    as in Megatron, move these bytes per logit: to fp32 6, maximum 4, subtract 8, exponential 8, sum 4, divide 8.
-    In backward they are: multiply 8, to 16 bit 6.
+    as in Megatron, have this memory traffic in bytes per logit. Forward: to fp32 6, maximum 4, subtract 8, exponential
+    8, sum 4, divide 8. Backward: multiply 8, to 16 bit 6.
     """
     T = rank_tokens(model, layout)
     size = DTYPE_BYTES[layout.dtype]
@@ -369,7 +374,7 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
 
 
 def flops(items: Iterable[Item], causal: bool = False, forward_only: bool = False) -> float:
-    """Return the FLOPs of the matrix products and of attention. With `causal` only half of attention's is counted."""
+    """Return the FLOPs of matrix products and attention in a work list. With `causal`, half of attention is counted."""
     total = 0.0
     for item in items:
         if isinstance(item.work, Product | FlashCore) and (item.phase is Phase.F or not forward_only):
@@ -405,7 +410,7 @@ def hardware_flops_per_token(model: ModelConfig, layout: Layout, causal: bool = 
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """Return the number of weights that a token is multiplied with: the layers' matrices and the output head.
+    """Return the number of weights by which a token is multiplied: matrices of the layers and of the output head.
 
     The embedding lookup and padding rows are not counted. Only the `top_k` experts that process a token are counted.
     """

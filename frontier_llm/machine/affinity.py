@@ -1,7 +1,8 @@
-"""Cores and NUMA node of each GCD of a Frontier or LUMI-G node, and the bandwidth of the links between GCDs.
+"""CPU cores and NUMA node of each GCD (half of an MI250X) of a Frontier or LUMI-G node, and the links between GCDs.
 
-Both machines have the same node: four MI250X of two GCDs each, one 64-core Trento, four Slingshot NICs. Source of all
-data: OLCF user docs (systems/frontier_user_guide.rst, Frontier_Node_Diagram.jpg) and the LUMI user guide, which agree.
+Both machines have the same node: four MI250X with two GCDs each, one 64-core CPU (Trento) and four Slingshot NICs.
+Source of all data: OLCF user docs (systems/frontier_user_guide.rst, Frontier_Node_Diagram.jpg) and the LUMI user guide,
+which agree.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, permutations
 
-LINK_GBPS = 50.0  # one Infinity Fabric link, each direction
+LINK_GBPS = 50.0  # GB/s of one Infinity Fabric link in each direction
 
-# Number of links between two GCDs: 4 inside a package, 2 or 1 between packages. Traffic of a pair that is missing
-# here is routed through other GCDs.
+# Pair of GCDs → number of direct links: 4 inside a package (one MI250X has two GCDs), 2 or 1 between packages. Traffic
+# between a pair that is not listed passes through other GCDs.
 LINKS: dict[tuple[int, int], int] = {
     (0, 1): 4, (2, 3): 4, (4, 5): 4, (6, 7): 4,
     (0, 6): 2, (2, 4): 2,
@@ -27,11 +28,11 @@ class Place:
 
     gcd: int
     numa: int
-    cores: tuple[int, ...]  # of its L3 region; the first is reserved for the system (low-noise mode)
+    cores: tuple[int, ...]  # cores that share an L3 cache; the first is reserved for the system (low-noise mode)
 
     @property
     def usable_cores(self) -> tuple[int, ...]:
-        """Cores that a job may use: all but the first of the region."""
+        """Cores that a job may use: all but the first of the GCD's cores."""
         return self.cores[1:]
 
 
@@ -49,9 +50,10 @@ def link_gbps(one: int, other: int) -> float:
 
 @cache
 def best_ring(gcds: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
-    """Return the ring through these GCDs whose slowest link is fastest: (order, GB/s of the slowest link).
+    """Return the best ring through these GCDs: (order, GB/s of its slowest link).
 
-    A pair is a ring of one link. The bandwidth is 0 if every ring has a pair without a direct link.
+    The best ring is the one whose slowest link is fastest. Two GCDs form a ring of one link. The bandwidth is 0 if
+    every ring has neighbours without a direct link.
     """
     members = tuple(sorted(gcds))
     if len(members) < 2:
@@ -68,11 +70,12 @@ def best_ring(gcds: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
 
 @cache
 def bus_limit_gbps(gcds: tuple[int, ...]) -> float:
-    """Return the upper bound of the bus bandwidth of an all-reduce over these GCDs, GB/s: their narrowest cut.
+    """Return an upper bound in GB/s for the bus bandwidth of an all-reduce over these GCDs: their narrowest cut.
 
-    Every ring crosses each cut in both directions, so all rings together carry at most the cut's one-way bandwidth.
-    The bound is 200 for {0,1}, 100 for two packages, and 250 for all eight GCDs. Measured all-reduces reach 0.74 of
-    the bound on two GCDs (147 GB/s) and 0.55 on eight (137 GB/s).
+    A cut divides the GCDs in two sets. Every ring crosses each cut in both directions, so all rings together have at
+    most the one-way bandwidth of the links across the cut. The bound is 200 for {0,1}, 100 for two packages, and 250
+    for all eight GCDs. Measured all-reduces reach 0.74 of the bound on two GCDs (147 GB/s) and 0.55 on eight (137
+    GB/s).
     """
     members = tuple(sorted(gcds))
     if len(members) < 2:

@@ -1,6 +1,6 @@
-"""Threads of the ranks on this computer: the cores of this process's affinity, within the container's CPU quota.
+"""Number of threads per rank on this computer, from the CPU affinity of this process and the container's CPU quota.
 
-The load of the computer is not measured, because a run and its resume would then compute with different threads.
+The computer's load has no influence, because a resumed run would otherwise compute with another number of threads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from frontier_llm.units import plural
 
 THREADS = "OMP_NUM_THREADS"
 WAITING = "OMP_WAIT_POLICY"
-# Threads that spin while they wait take the cores from other processes: beside 20 busy processes two spinning threads
-# needed more than ten times as long for a training step as two threads that sleep.
+# Threads that spin while they wait take the cores from other processes. On a computer with 20 other busy processes, a
+# training step with two spinning threads took more than ten times as long as with two sleeping threads.
 SLEEP = "PASSIVE"
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
@@ -40,7 +40,7 @@ class ThreadChoice:
 
 
 def choose_threads(num_ranks: int) -> ThreadChoice:
-    """Divide the cores that this process may use over the ranks. A rank gets at least one thread."""
+    """Distribute the cores that this process may use over `num_ranks` ranks. Each rank gets at least one thread."""
     cores = physical_cores(affinity(), CPU_FOLDER)
     reason = f"{plural(cores, 'core')} of the affinity"
     quota = cpu_quota(CGROUP_FOLDER, OWN_CGROUP)
@@ -51,7 +51,7 @@ def choose_threads(num_ranks: int) -> ThreadChoice:
 
 
 def set_own_threads() -> None:
-    """Set the threads of this process as the only rank, and log them. Exported variables take precedence.
+    """Set and log the number of threads of this process, which is the only rank. Exported variables take precedence.
 
     Call this before torch is imported.
     """

@@ -1,4 +1,4 @@
-"""Environment variables of RCCL, libfabric, MIOpen, HSA and PyTorch: value per machine, reason and source.
+"""Environment variables that each machine needs for RCCL, libfabric, MIOpen, HSA and PyTorch, with reason and source.
 
 `environment` lists the variables that a machine needs. `resolve` combines this list with the exported variables and
 records the origin of each value. No other module sets these variables.
@@ -59,7 +59,7 @@ class Setting:
     value: str
     origin: str  # the file that sets the variable, a module, or the user
     reason: str = ""
-    machine_value: str = ""  # what the machine needs, if an exported value replaces it
+    machine_value: str = ""  # the machine's own value, if an exported value replaces it
 
     def describe(self) -> str:
         """Return 'NCCL_NET=Socket (frontier_llm/machine/env.py: one node …)' for rank 0's log and `doctor`."""
@@ -93,8 +93,8 @@ def resolve(wanted: Sequence[Variable], exported: Mapping[str, str], origins: Ma
 
 
 RCCL_LOG = "NCCL_DEBUG_FILE"
-# Not set with sharded weights (FSDP). With one hardware queue the weight gathers would wait for the compute that they
-# should overlap.
+# Not set for runs with sharded weights (FSDP). It limits a process to one hardware queue, in which the gathers of
+# weights would wait for the compute that they should overlap.
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _PYTORCH = (
@@ -122,9 +122,9 @@ _NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
 
 CK_ATTENTION = "TORCH_ROCM_FA_PREFER_CK"  # torch's attention uses CK instead of AOTriton
 QUEUES = "GPU_MAX_HW_QUEUES"
-DEFAULT_QUEUES = 8  # with one communication in flight, which is safe with any number of queues
-# gfx9 has 4 pipes of 8 compute queues, and the kernel driver keeps 8. More queues are multiplexed in software, and a
-# queue that waits can then hold up the others.
+DEFAULT_QUEUES = 8  # for runs with one communication in flight, which are safe with any number of queues
+# gfx9 GPUs have 4 pipes with 8 compute queues each (32), and the kernel driver keeps 8 of them. More queues are
+# multiplexed in software, and a queue that waits can then block the others.
 MOST_QUEUES = 24
 
 _ROCM = (
@@ -234,12 +234,12 @@ _LARGE_CQ = Variable(
 # serve (benchmarks/comm/rendezvous.py).
 STORE_CHECKS_PER_S = 20_000
 _RANKS_PER_NODE = 8
-_ONE_INTERFACE_NODES = 300  # from this size on, bootstrap over four interfaces hangs now and then
+_ONE_INTERFACE_NODES = 300  # from this number of nodes on, RCCL's bootstrap over four interfaces sometimes hangs
 _LARGE_NODES = 512
 
 
 def rccl_log_variables(rank: int) -> list[Variable]:
-    """Return the variables that make RCCL log the network that it uses to a file. For one rank per node."""
+    """Return the variables with which RCCL logs to a file which network it uses. One rank per node needs them."""
     reason = "rank 0 of each node reads which network RCCL uses"
     return [
         Variable("NCCL_DEBUG", "INFO", reason, NCCL),
@@ -304,7 +304,7 @@ def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[
 
 
 def _slingshot(machine: str, nodes: int) -> list[Variable]:
-    """Return the Slingshot variables. A job on one node uses no network, so RCCL must not require its plugin."""
+    """Return the Slingshot variables. A job on one node needs no network, so RCCL must not require its plugin."""
     if nodes == 1:
         return [
             Variable(

@@ -48,7 +48,7 @@ def load_machine(name_or_path: str) -> Machine:
 
 
 def _stated_vendor(architecture: Any, environment: Any) -> Vendor:
-    """Return the vendor for a file without `device.vendor`.
+    """Return the GPU vendor for a machine file without the key `device.vendor`.
 
     The vendor follows from the architecture, or else from the machine named by `environment`.
     """
@@ -91,14 +91,14 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _problem(path: Path, lines: dict[str, str], detail: Any) -> Problem:
-    """Return a violation with the line of the nearest key that exists in the file."""
+    """Return the problem of a pydantic error, with the line of the nearest key that exists in the file."""
     problem = as_problem(Machine, detail)
     sections = itertools.accumulate(problem.where.split("."), "{}.{}".format)
     place = next((lines[section] for section in reversed(list(sections)) if section in lines), f"{path}:1")
     fix = problem.fix
     if detail["type"] == "missing":
         fix += " with value, tag and source"
-    # The file has a plain number in place of a number with its source.
+    # the file has a plain number, but the schema requires a number with tag and source
     elif detail["type"].startswith("model_") and isinstance(detail["input"], int | float):
         fix = "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}"
     return Problem(where=f"{place}: {problem.where}", what=problem.what, fix=fix)
@@ -121,10 +121,10 @@ def own_stack(machine: Machine) -> str:
 
 
 def rates(machine: Machine, stack: str | None = None) -> Rates:
-    """Return a machine with one software stack as plain numbers in SI units.
+    """Return the numbers of a machine and one of its software stacks as plain floats in SI units.
 
-    Only this program's own stack follows the machine's rule for communications in flight. Other software decides for
-    itself.
+    The machine's limit on communications in flight is applied only to this program's own stack. Other software has its
+    own rules.
     """
     name = stack_name(machine, stack)
     s = machine.stacks[name]
@@ -170,8 +170,8 @@ def _table(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, .
     return Table(tuple(map(float, time_us)), tuple(map(float, message_bytes)), seconds)
 
 
-# Field of Rates → section and key of the machine file, and the key's unit. Used by `rates`, by `--explain`, and by the
-# commands that write measured or fitted values to machine files.
+# Field of Rates → section and key of the machine file, and the key's unit in SI units. Used by `rates`, by `--explain`,
+# and by the commands that write measured or fitted values to machine files.
 PLACES: dict[str, tuple[str, str, float]] = {
     "gemm_efficiency": ("stack", "gemm_efficiency", 1.0),
     "gemm_k_half": ("stack", "gemm_k_half", 1.0),
@@ -209,9 +209,10 @@ PLACES: dict[str, tuple[str, str, float]] = {
 
 
 def provenance(machine: Machine, stack: str | None, field: str, group: int | None = None) -> Number:
-    """Return value, tag and source of a field of Rates.
+    """Return the entry of the machine file (value, tag and source) behind a field of Rates.
 
-    For the fabric bandwidth, `group` selects the entry with the closest number of devices. None selects the largest.
+    The fabric bandwidth has an entry for each group size. The one closest to `group` devices is returned, or the
+    largest for None.
     """
     section, key, _ = PLACES[field]
     holder = machine.stacks[stack_name(machine, stack)] if section == "stack" else getattr(machine, section)

@@ -1,4 +1,7 @@
-"""Instruction sets of this computer's CPU, and their limit for torch, oneDNN, MKL and the C++ ops. Imports no torch."""
+"""Instruction sets of this computer's CPU, and a limit on those that torch, oneDNN, MKL and the C++ ops use.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _ARM_BF16 = frozenset({"bf16"})
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionSet:
-    """One instruction set, with its names in the libraries that compute."""
+    """One CPU instruction set, with its name in each library."""
 
     name: str  # of the C++ ops, and the value of VARIABLE
     flags: frozenset[str]  # the CPU must have these flags of /proc/cpuinfo
@@ -39,7 +42,8 @@ class InstructionSet:
 
 _AVX2_FLAGS = frozenset({"avx2", "fma"})
 _AVX512_FLAGS = _AVX2_FLAGS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-# In ascending order. A CPU that has one set has all sets before it. csrc/cpu/dispatch.cpp has the same conditions.
+# In ascending order: a CPU with one set also has all sets that precede it in this list. csrc/cpu/dispatch.cpp has the
+# same conditions.
 INSTRUCTION_SETS = (
     InstructionSet(name="generic", flags=frozenset(), aten="default", torch="DEFAULT", onednn="SSE41", mkl="SSE4_2"),
     InstructionSet(name="avx2", flags=_AVX2_FLAGS, aten="avx2", torch="AVX2", onednn="AVX2", mkl="AVX2"),
@@ -110,10 +114,11 @@ def has_bf16_instructions() -> bool:
 
 
 def limit_instruction_set() -> None:
-    """Limit torch, oneDNN and MKL to the set in VARIABLE. Started processes inherit the limit. Nothing if it is unset.
+    """Limit torch, oneDNN and MKL to the instruction set in VARIABLE. Does nothing if the variable is not set.
 
-    Call this before torch is imported, because torch reads its limit only once. Raises FrontierError if torch is
-    imported with another limit, if one of the other variables contradicts, or if this CPU lacks the set.
+    Processes that this one starts inherit the limit. Call this before torch is imported, because torch reads its limit
+    only once. Raises FrontierError if torch is imported with another limit, if one of the other variables contradicts,
+    or if this CPU lacks the set.
     """
     if not environ(VARIABLE):
         return

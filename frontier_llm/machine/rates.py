@@ -1,7 +1,7 @@
-"""The numbers of one machine and one software stack, as plain floats in SI units. `planner.costs` computes with them.
+"""`Rates`: the performance numbers of one machine with one software stack, from which `planner.costs` computes times.
 
-`machine.load.rates` makes a `Rates` from a machine file. The file also holds the source of each number. Fitting
-replaces fields of `Rates`.
+All values are plain floats in SI units. `machine.load.rates` makes a `Rates` from a machine file, which also has the
+source of each number. A fit to measurements replaces fields of `Rates`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Number = Any  # int, float or a numpy array of them; arrays broadcast against ea
 
 @dataclass(frozen=True)
 class Table:
-    """Measured times of a collective in seconds: rows by nodes or ranks, columns by message size."""
+    """Measured seconds of a collective: one row per number of nodes or ranks, one column per message size."""
 
     rows: tuple[float, ...]
     sizes_bytes: tuple[float, ...]
@@ -28,14 +28,14 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates(Software):
-    """Rates of one device, its node and its network, and of the software stack that uses them."""
+    """Performance numbers of one device, its node and its network, and of the software stack that uses them."""
 
     # device
-    peak_flops: float  # per second, dense 16-bit matrix
+    peak_flops: float  # FLOP/s of dense 16-bit matrix products
     memory_bytes: float
     hbm_bytes_s: float  # peak
     compute_units: int  # SMs or CUs: the wave size of tiled kernels
-    speed_variation: float  # standard deviation of the speed of like devices, as a share
+    speed_variation: float  # standard deviation of the speed of devices of one type, relative to their mean speed
     # node and network
     node_devices: int
     nodes: int
@@ -54,32 +54,33 @@ class Rates(Software):
     gemm_k_half: float  # inner dimension at which a product reaches half of gemm_efficiency
     unaligned_penalty: float  # time factor if a head dimension is not a multiple of 8 elements (16 bytes)
     flash_efficiency: float  # share of the peak: flash attention forward, head dimension 128, long sequences
-    flash_backward: float  # efficiency of the backward over the forward's
+    flash_backward: float  # efficiency of flash attention backward / forward
     hbm_efficiency: float  # share of hbm_bytes_s that memory-bound kernels reach
     kernel_s: float  # fixed device time of one kernel
     launch_s: float  # host time to dispatch one operation: a layer takes at least its number of operations x launch_s
     microbatch_s: float  # host time per microbatch and stage that nothing hides (scheduler, data, synchronisation)
     step_s: float  # fixed time per step: data, loss scale, logging
     # software
-    dp_overlap: float  # share of the gradient reduction that may hide under the last backward
-    gather_overlap: float  # share of the weight all-gather that may hide under the first forward
-    tp_overlap: float  # share of tp communication hidden under its matrix product
-    # with comm.tensor_chunks: share of the shorter of a piece's product and its collective that the other one hides
+    dp_overlap: float  # share of the gradient reduction that the last backward may hide
+    gather_overlap: float  # share of the weight all-gather that the first forward may hide
+    tp_overlap: float  # share of tp communication that its matrix product hides
+    # with comm.tensor_chunks: a piece has a product and a collective; share of the shorter one that the longer one
+    # hides
     chunk_overlap: float
     fabric_share: float  # share of the fabric's bandwidth that this stack's collectives reach
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack, which no tensor accounts for
-    fragmentation: float  # reserved over allocated bytes of the allocator, for activations
+    fragmentation: float  # bytes that the allocator reserves / bytes that it allocates, for activations
     # The fields below are measured on the machine itself by `calibrate`. Other machines have the defaults.
     # collectives inside a node, by operation; rows by ranks
     node_tables: Mapping[str, Table] = field(default_factory=dict)
     gemm_shapes: tuple[tuple[float, float, float, float], ...] = ()  # M, N, K, seconds
     # (busy devices of a node, time of their kernels / time when all are busy)
     contention: tuple[tuple[int, float], ...] = ()
-    host_executes: bool = False  # the device is the host: dispatching an operation does not run ahead of it
-    meeting_s: float = 0.0  # waiting time for the last rank at each collective inside a layer
+    host_executes: bool = False  # the device is a CPU: the host cannot dispatch operations while earlier ones run
+    meeting_s: float = 0.0  # seconds that ranks wait for the last one at each collective inside a layer
     spread: float = 0.0  # further waiting time, as a share of the compute between two such collectives
     one_in_flight: bool = False  # each communication of a rank ends before the next begins (comm.in_flight)
-    # time factor of the collectives of sharded weights, which torch issues, over the times of the tables
+    # time of the collectives of sharded weights, which torch executes, relative to the times in the tables
     sharded_slowdown: float = 1.0
 
 

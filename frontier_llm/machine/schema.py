@@ -1,4 +1,4 @@
-"""Schema of a machine file. Every number has a tag and a source.
+"""Schema of a machine file: a cluster's devices, nodes, network and software stacks, with the source of each number.
 
 `machine.load.rates` converts a `Machine` into the `Rates` with which `planner.costs` computes.
 """
@@ -16,7 +16,7 @@ from frontier_llm.config.fields import NonNegativeFloat, PositiveFloat, Positive
 from frontier_llm.machine.env import Vendor, vendor_of_machine
 
 Tag = Literal["measured", "published", "estimated"]  # "estimated" includes fitted values; the source names the data
-_VENDORS: dict[str, Vendor] = {"gfx": "amd", "sm_": "nvidia"}  # by the first three letters of an architecture's name
+_VENDORS: dict[str, Vendor] = {"gfx": "amd", "sm_": "nvidia"}  # first three letters of an architecture's name → vendor
 
 
 class Number(Section):
@@ -28,7 +28,7 @@ class Number(Section):
 
 
 class Sourced(Section):
-    """Base of measured tables. One tag and one source apply to the complete table."""
+    """Base class of sections with measured tables. One tag and one source apply to the complete table."""
 
     tag: Tag
     source: str
@@ -51,7 +51,7 @@ class Device(Section):
     peak_tflops: Number  # dense bf16/fp16
     memory_gib: Number
     memory_gbps: Number  # GB/s, peak
-    # predicted memory up to which a plan has been seen to run; None: no difference from memory_gib is known
+    # predicted memory up to which plans have run; None: plans may use all of memory_gib
     safe_gib: Number | None = None
     compute_units: Number  # SMs or CUs
     # standard deviation of the speed of devices of this type, as a share of the speed
@@ -92,7 +92,7 @@ class CollectiveTables(Sourced):
 
 
 class Contention(Sourced):
-    """Slowdown of a node's devices by each other.
+    """Mutual slowdown of a node's devices, for example CPU ranks that share caches and memory.
 
     Maps the number of busy devices to the time of a kernel divided by its time with all devices busy.
     """
@@ -101,11 +101,11 @@ class Contention(Sourced):
 
 
 class Waiting(Sourced):
-    """Time that ranks wait for the last rank at a collective inside a layer, without the collective itself."""
+    """Time that ranks wait for the last rank before a collective inside a layer begins."""
 
     meeting_us: NonNegativeFloat  # waiting time per collective
     spread: NonNegativeFloat  # further waiting time, as a share of the compute since the last collective
-    # time factor of the collectives of sharded weights over the table's times: another library executes them
+    # time of the collectives of sharded weights relative to the table's times; another library executes them
     sharded: NonNegativeFloat = 1.0
 
 
@@ -122,7 +122,7 @@ class Node(Section):
     collectives: CollectiveTables | None = None
     contention: Contention | None = None
     waiting: Waiting | None = None
-    links: Literal["mi250x"] | None = None  # the map of direct links between devices in machine/affinity.py, if any
+    links: Literal["mi250x"] | None = None  # links between devices (machine/affinity.py); None: unknown
 
 
 class Network(Section):
@@ -181,7 +181,7 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number
-    # rate of the layers' matrix products in FP8 over their rate in 16 bit
+    # rate of the layers' matrix products in FP8 / rate in 16 bit
     linear_speedup: Number = Number(value=1, tag="estimated", source="layers' products in 16 bit")
     flash_efficiency: Number
     flash_backward: Number
@@ -204,7 +204,7 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
 
 
 class QueueBin(Section):
-    """A scheduling bin. Jobs of `nodes_from` … `nodes_to` nodes may run for `max_hours`."""
+    """A queue of the site: jobs of `nodes_from` … `nodes_to` nodes may run for `max_hours`."""
 
     name: str
     partition: str = ""  # Slurm's partition; '': the partition has the name of the bin.
@@ -220,16 +220,17 @@ class Operations(Section):
     checkpoint_gbps_per_node: Number  # GB/s that one node writes to the file system
     checkpoint_gbps_total: Number  # GB/s of the complete file system
     restart_minutes: Number  # time from a failure to the first step after the restart
-    queue: tuple[QueueBin, ...] = ()  # the planner takes the first bin that fits; site files take all as partitions.
+    queue: tuple[QueueBin, ...] = ()  # the planner uses the first queue that fits; site files list all.
 
 
 class InFlight(Sourced):
-    """Number of communications that a rank may have in flight. The source gives the reason."""
+    """Whether a rank may have one or many communications in flight at a time. The source gives the reason."""
 
     mode: Literal["one", "many"]
 
 
-# Architectures on which several communications in flight hang until a hang test on the machine has passed.
+# Architectures on which several communications in flight can hang. They have one in flight until a hang test on the
+# machine has passed.
 ONE_IN_FLIGHT = {
     "gfx90a": InFlight(
         mode="one",
@@ -245,7 +246,8 @@ class Machine(Section):
 
     name: str
     title: str
-    # name in machine.env of the variables that the ranks need; default: the name of the file, or of its base
+    # machine name under which machine.env lists the variables of the ranks; default: the name of the file, or of its
+    # base
     environment: str
     device: Device
     node: Node
@@ -277,8 +279,8 @@ class Machine(Section):
     def in_flight_on(self, architecture: str | None) -> InFlight:
         """Return the number of communications that a rank may have in flight on a device of `architecture`.
 
-        The file decides, except for architectures of ONE_IN_FLIGHT: they need `mode: many` with the tag `measured`,
-        which `bench comm --hang-test` writes.
+        The machine file decides. Exception: on an architecture of ONE_IN_FLIGHT, `mode: many` is valid only with the
+        tag `measured`, which `bench comm --hang-test` writes.
         """
         rule = ONE_IN_FLIGHT.get(architecture or "")
         stated = self.in_flight

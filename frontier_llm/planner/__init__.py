@@ -1,1 +1,1 @@
-"""Enumerate, prune, simulate the finalists, explain; validate against published measurements."""
+"""Planner: searches the parallel layout with the shortest step of a model on a machine, and explains the choice."""

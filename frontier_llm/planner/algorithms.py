@@ -1,6 +1,7 @@
-"""Comparison of the collective algorithms for gradients: one ring (or RCCL's tree) and two stages.
+"""Comparison of two algorithms for the gradient collectives: one ring over all ranks, or two stages.
 
-Their times depend on the message size and on the number of nodes.
+Instead of the ring, RCCL may use its tree. The two stages are one inside each node and one between nodes. Which
+algorithm is faster depends on the message size and on the number of nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from frontier_llm.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Choice:
-    """One collective of a gradient bucket, with its predicted seconds by both algorithms."""
+    """One collective over the buckets of gradients or weights, with its predicted seconds by both algorithms."""
 
     operation: str
     ranks: int
@@ -34,7 +35,7 @@ class Choice:
 
     @property
     def words(self) -> str:
-        """The choice as text: 'reduce-scatter in two stages 30 ms (one ring 45 ms; ahead from 4 nodes on)'."""
+        """Text such as 'reduce-scatter in two stages 30 ms (one ring 45 ms; two stages are faster from 4 nodes)'."""
         name = self.operation.replace("_", "-")
         if self.hierarchical_s >= self.flat_s:
             return (
@@ -48,7 +49,7 @@ class Choice:
 
 
 def node_counts(rates: Rates) -> np.ndarray:
-    """Return 2, 4, 8 … and the number of nodes of the machine."""
+    """Return the numbers of nodes that are compared: 2, 4, 8 … and all nodes of the machine."""
     doubled = [2**power for power in range(1, 15) if 2**power < rates.nodes]
     return np.array([*doubled, rates.nodes], dtype=float)
 
@@ -70,7 +71,7 @@ def times_by_nodes(
 
 
 def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
-    """Return operation → bytes of one bucket (FSDP: one layer).
+    """Return operation → bytes of one bucket. With FSDP a bucket is one layer.
 
     The operations are the sum of the gradients and, with ZeRO, the gather of the weights.
     """
@@ -89,9 +90,9 @@ def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
 
 
 def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
-    """Return a Choice for every collective over the replicas.
+    """Return a Choice for every collective over the data-parallel replicas.
 
-    The list is empty if the replicas are in one node, or if the stack has only one algorithm.
+    The list is empty if all replicas are in one node, or if the software stack has no two-stage collectives.
     """
     replicas = plan.layout.replicas
     place = ranks_per_node(plan.layout, rates)
@@ -121,7 +122,7 @@ def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
 
 
 def gradient_words(plan: Plan, rates: Rates) -> list[str]:
-    """Return the line for the report, or an empty list if there is no choice."""
+    """Return the report's line about the gradient collectives, or an empty list if there is only one algorithm."""
     choices = gradient_choices(plan, rates)
     if not choices:
         return []
@@ -131,5 +132,5 @@ def gradient_words(plan: Plan, rates: Rates) -> list[str]:
 
 
 def uses_hierarchical(plan: Plan, rates: Rates) -> bool:
-    """Return whether a collective of this plan is faster in two stages."""
+    """Return whether two stages are faster for at least one gradient collective of this plan."""
     return any(one.hierarchical_s < one.flat_s for one in gradient_choices(plan, rates))

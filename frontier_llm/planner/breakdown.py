@@ -1,4 +1,4 @@
-"""Causes of a step's seconds, and the constants of the machine file behind each cause."""
+"""Division of a step's predicted time by cause, and the constants of the machine file on which each cause depends."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from frontier_llm.planner.search import Plan
 from frontier_llm.schedule import rule, split_share
 
 BUBBLE = "bubble and messages"
-UNFUSED = "attention without a fused kernel"  # batched products and passes over the scores
+UNFUSED = "attention without a fused kernel"  # batched matrix products, and softmax passes over the scores
 
-# line of the breakdown → numbers of the machine file on which it depends
+# cause in the breakdown → constants of the machine file (fields of `Rates`) on which its seconds depend
 SOURCES = {
     PRODUCTS: ("gemm_efficiency", "peak_flops", "speed_variation"),
     ATTENTION: ("flash_efficiency", "peak_flops"),
@@ -56,10 +56,10 @@ SOURCES = {
 
 
 def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
-    """Return cause → seconds of the step. The values add up to the step.
+    """Return cause → seconds of the step. The values add up to the step time.
 
-    Compute times are taken from the pipeline rank with the most work. The rest of the pipeline's time is bubble and
-    messages.
+    Compute times are those of the pipeline rank with the most compute. The rest of the pipeline's time is the cause
+    "bubble and messages".
     """
     model = plan.model
     layout = plan.layout
@@ -75,7 +75,7 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     parts: dict[str, float] = {}
 
     def add(items: Sequence[Item], number: float, adding: str) -> None:
-        """Add `number` times these items. The time of adding gradients is added to the line `adding`."""
+        """Add the times of `items`, `number` times. The time of accumulating gradients counts to the cause `adding`."""
         if not number:
             return
         for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items():

@@ -1,4 +1,4 @@
-"""Enumeration of the legal layouts of a model on a number of devices, as a table."""
+"""Enumeration of all legal parallel layouts of a model on a number of devices, as a table (`Layouts`)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from frontier_llm.topology.plan import tp_limit
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
 V_SHAPED = ("zb-v", "dualpipe-v", "v-half", "v-min")
-SEARCHED = "searched"  # The fastest of all V schedules, not only of V_SHAPED.
-MIN_CHUNK = 1024  # Tokens. Shorter sequences fit on a device, and their attention is too short to hide communication.
+SEARCHED = "searched"  # Value of `schedule` that requests the fastest of all V-shaped schedules.
+MIN_CHUNK = 1024  # Tokens of a context-parallel chunk. Attention to shorter chunks is too short to hide communication.
 
-# Keys of `--fix` → fields that they fix. They are the keys of a run file that the search varies, and `imbalance`.
-# `expert_all_to_all` keeps its value from the run file, and the search derives `expert_nodes` from it.
+# Key of `plan --fix KEY=VALUE` → field of `Layout` that it fixes. The keys are `imbalance` and the keys of a run file
+# that the search varies. `expert_all_to_all` keeps its value from the run file, and the search derives `expert_nodes`
+# from it.
 FIXABLE = {
     **{key: field for key, field in FIELD_OF_KEY.items() if key not in ("expert_tensor", "tensor_chunks")},
     "expert_all_to_all": "expert_all_to_all",
@@ -33,12 +34,12 @@ FIXABLE = {
 
 
 def _choices(section: type[BaseModel], key: str) -> dict[str, Any]:
-    """Return the values that a run file may have for this key."""
+    """Return the values that a run file allows for `key` of `section`, each mapped to itself."""
     return {word: word for word in get_args(section.model_fields[key].annotation)}
 
 
 BY_STAGE = dict(zip("0123", SHARDING, strict=False))  # parallel.zero → sharding
-# values of `--fix` keys that are no numbers → values of the field
+# `--fix` keys with a fixed list of values → text of each value → value of the layout's field
 MEANINGS: dict[str, Mapping[str, Any]] = {
     "expert_all_to_all": _choices(ParallelConfig, "expert_all_to_all"),
     "sequence_parallel": {"true": True, "false": False, "1": True, "0": False},
@@ -59,13 +60,13 @@ def tensor_degrees(model: ModelConfig, limit: int) -> list[int]:
 
 
 def context_degrees(model: ModelConfig, devices: int) -> list[int]:
-    """Return 1 and the divisors cp of `devices` that cut the sequence in 2 cp chunks of at least MIN_CHUNK tokens."""
+    """Return the cp degrees: 1, and divisors of `devices` with 2·cp chunks of at least MIN_CHUNK tokens."""
     length = model.sequence_length
     return [cp for cp in divisors(devices) if cp == 1 or (length % (2 * cp) == 0 and length // (2 * cp) >= MIN_CHUNK)]
 
 
 def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None) -> list[str]:
-    """Return the algorithms of attention over cp that the model's heads allow and for which GPUs have kernels.
+    """Return the algorithms of context-parallel attention that the model's heads and the GPU kernels allow.
 
     Sliding windows without a score softcap have no kernel for "gather" and "ring". `wanted` restricts the result to
     one algorithm.
@@ -83,7 +84,7 @@ def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None
 
 
 def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
-    """Return the ep degrees that divide the experts and the `ranks` of a stage."""
+    """Return the ep degrees: numbers that divide both the experts and the `ranks` of a pipeline stage."""
     if model.moe is None:
         return [1]
     return [ep for ep in divisors(model.moe.experts) if ranks % ep == 0]
@@ -147,7 +148,7 @@ def _schedules(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tu
     wanted: str | None = fixed.get("schedule")
     most = min(model.layers // pp, MAX_CHUNKS)
     schedules = [("1f1b", 1)]
-    if pp > 1 or wanted == "gpipe":  # without a pipeline all schedules are equal
+    if pp > 1 or wanted == "gpipe":  # with pp = 1 all schedules execute the same actions
         schedules += [("gpipe", 1)]
     if pp > 1:
         schedules += [
@@ -169,7 +170,7 @@ def _schedules(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tu
 
 
 def _shardings(model: ModelConfig, degrees: Layout, node: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the pairs (sharding, data_shard) of a layout.
+    """Return the pairs (sharding, data_shard) that a layout with these degrees may use.
 
     Weights are sharded over all replicas (data_shard 0) or over replicas inside a node of `node` devices (HSDP).
     """
@@ -191,7 +192,7 @@ def _options(
     node: int,
     fixed: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
-    """Return the columns of all layouts with the degrees of `degrees`, which `fixed` does not exclude."""
+    """Return the columns of all layouts that have the parallel degrees of `degrees` and the values of `fixed`."""
     tp = degrees.tp
     cp = degrees.cp
     pp = degrees.pp
@@ -263,13 +264,13 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
 
 
 def choices_of(layout: Layout) -> dict[str, Any]:
-    """Return the choices of a layout in the form that `parse_fixed` returns."""
+    """Return field → value of a layout, as from `parse_fixed`, for every field that `--fix` can fix."""
     choices = {field: getattr(layout, field) for key, field in FIXABLE.items() if key != "expert_all_to_all"}
     return {**choices, "expert_all_to_all": run_keys(layout)["parallel"]["expert_all_to_all"]}
 
 
 def fixed_words(fixed: Mapping[str, Any]) -> str:
-    """Return parsed choices as text for messages, in the form of `--fix`."""
+    """Return the values that `parse_fixed` returned as text of the form that `--fix` accepts, for messages."""
     names = {field: name for name, field in FIXABLE.items() if name != "data_mode"}
     stages = {sharding: stage for stage, sharding in BY_STAGE.items()}
     return " ".join(

@@ -1,4 +1,4 @@
-"""`--what-if`: comparison of the chosen plan with the best plans that have the values that the user names."""
+"""Comparison of the chosen plan with the best plans that have certain values given by the user (`plan --what-if`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from frontier_llm.units import GIB
 
 
 def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str], width: int = WIDTH) -> str:
-    """Return a report that compares the choice with two other plans.
+    """Return a report that compares the chosen plan with two other plans, which have the values in `words` (KEY=VALUE).
 
-    The first has only the fields in `words` changed, if this layout is legal and fits. The second is the best plan with
-    these fields, with all other fields free.
+    In the first plan, all other fields have the values of the chosen plan. If such a layout is not legal or does not
+    fit into memory, the report says so. In the second plan, the search chooses all other fields again.
     """
     changes = parse_fixed(list(words))
     best = outcome.best
@@ -50,7 +50,7 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
 
 
 def _against(best: Plan, other: Plan) -> str:
-    """Return step, memory and bubble of a plan, with the differences of step and memory from the choice."""
+    """Return the step time, memory and bubble of `other`. Step time and memory are also compared with `best`."""
     time = f"{step_words(other.step_s)} per step ({100 * (other.step_s / best.step_s - 1):+.1f} %)"
     memory = f"{other.peak_bytes / GIB:.1f} GiB ({(other.peak_bytes - best.peak_bytes) / GIB:+.1f})"
     return f"{time}, {memory}, bubble {100 * other.simulated.bubble:.1f} %"

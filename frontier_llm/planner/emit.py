@@ -1,4 +1,4 @@
-"""Conversion of a plan to a run file, complete except for the data, and to the command that submits it."""
+"""Conversion of a plan to a run file that lacks only the data, and to the command that submits the run."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ SITES = ("frontier", "lumi", "local")
 
 SAID = ("tensor", "pipeline", "schedule", "zero", "axis_order")  # Always written, even if they have default values.
 FILL_IN = "FILL_IN"  # Placeholder of the dataset. Training reports it as missing.
-# Parameters → highest learning rate of GPT-3's sizes (arXiv:2005.14165, table 2.1). Each decays to a tenth by cosine
-# after a warm-up of 375 M tokens.
+# Number of parameters → highest learning rate of the GPT-3 model of this size (arXiv:2005.14165, table 2.1). After a
+# warm-up of 375 M tokens, the rate decays by cosine to a tenth.
 RATES = {125e6: 6e-4, 350e6: 3e-4, 760e6: 2.5e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4, 175e9: 6e-5}
 WARMUP_TOKENS = 375e6
 
 
 @dataclass(frozen=True)
 class Request:
-    """The user's arguments: names of shipped files or paths, a token budget, and changed keys of a run."""
+    """The user's arguments: model, machine or run as names of shipped files or paths, token budget, changed keys."""
 
     model: str
     machine: str
@@ -113,8 +113,9 @@ def emit(
 ) -> str:
     """Write the run file and check that it loads and that its layout is legal.
 
-    If the request names a run, the file is based on it. It then overrides all keys of the layout, and has the number of
-    steps that keeps the run's tokens. Otherwise it is complete except for the data.
+    If the request names a run, the written file has this run as its `base:`. The file then overrides all keys of the
+    layout, and its number of steps keeps the run's number of tokens. Otherwise the file has all keys of a run but the
+    data.
 
     Returns the text for the user: the file, the keys to fill in, and the command that starts or submits the run.
     Raises ConfigError if the file does not load or the layout is not legal.
@@ -151,10 +152,10 @@ def emit(
 
 
 def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[str, Any]:
-    """Return the choice with the number of steps that its batch needs for the requested tokens or the run's tokens."""
+    """Return the file's content with the number of steps for the requested tokens or the base run's tokens."""
     base = load_run(str(request.run))
     tokens = request.tokens or planned_tokens(phases_of(base))
-    # phases have their own numbers of steps
+    # each phase of a run states its own number of steps
     steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
     is_typed = "steps" in request.settings.get("train", {})
     if is_typed or steps == base.train.steps:
@@ -185,8 +186,8 @@ def reference(run: str, folder: Path) -> str:
 def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[str, Any]) -> str:
     """Return the commands that submit the run.
 
-    `submit` renders the site's sbatch script for the file. If the model has a ready-made script for Frontier, a second
-    command passes the same layout to it as overrides.
+    `frontier-llm submit` renders the site's sbatch script for the file. If the package has a ready-made script for the
+    model on Frontier, a second command passes the same layout to the script as overrides.
     """
     site = machine.name if machine.name in SITES else "generic"
     lines = [f"frontier-llm submit {path} --site {site} --nodes {nodes} --account PROJECT"]

@@ -1,4 +1,4 @@
-"""Figures of a search as one self-contained page, and the simulated pipeline as Chrome trace events."""
+"""Figures of a search in one self-contained HTML page, and the simulated pipeline as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pipeline_chart(plan: Plan) -> Chart:
 
 
 def simulated_part(plan: Plan) -> str:
-    """Return a note with the number of simulated microbatches, or "" if they are the complete step."""
+    """Return a note with the number of simulated microbatches, or "" if the complete step was simulated."""
     simulated = plan.simulated.timeline.schedule.microbatches
     whole = plan.layout.microbatches
     if simulated < whole:
@@ -69,7 +69,7 @@ def simulated_part(plan: Plan) -> str:
 
 
 def memory_chart(plan: Plan) -> Chart:
-    """Return a chart of the stacked memory lines per pipeline rank, with the device's limit."""
+    """Return a stacked chart of each pipeline rank's memory by purpose, with the device's limit."""
     ranks = list(range(len(plan.memory)))
     sizes = {name: [lines[name] / GIB for lines in plan.memory] for name in plan.memory[0]}
     traces = [
@@ -100,8 +100,9 @@ def _name_of_work(work: Product | FlashCore) -> str:
 def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
     """Return a roofline chart: FLOP/s of a block's kernels by their FLOPs per byte of memory traffic.
 
-    The roofs are memory bandwidth and matrix units, as in ORNL's figures. The star is the complete block, forward and
-    backward of a microbatch, including communication and waiting. Only the causal half of attention's FLOPs is counted.
+    The roofs are memory bandwidth and the peak of the matrix units, as in ORNL's figures. The star is the complete
+    block: forward and backward of a microbatch, including communication and waiting. Only the causal half of
+    attention's FLOPs is counted.
     """
     items = block_work(plan.model, plan.layout, numbers)
     prices: Prices = {}
@@ -169,7 +170,7 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
 
 
 def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
-    """Yield a chart for each collective of a gradient bucket: its time by both algorithms over the number of nodes.
+    """Yield a chart for each gradient collective: time of one ring and of two stages over the number of nodes.
 
     The number of nodes goes up to the complete machine.
     """
@@ -211,8 +212,8 @@ def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
 def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return (devices, efficiency) of the chosen layout with more and fewer replicas.
 
-    The efficiency is relative to the fewest devices. Weak scaling keeps the batch per replica. Strong scaling keeps the
-    global batch, so that a replica has fewer microbatches.
+    The efficiency is relative to the point with the fewest devices. Weak scaling keeps the batch per replica. Strong
+    scaling keeps the global batch, so that a replica has fewer microbatches.
     """
     layout = outcome.best.layout
     total = layout.microbatches * layout.dp

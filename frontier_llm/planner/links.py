@@ -1,4 +1,4 @@
-"""The link that limits each axis of a layout: the placement of its ranks, their links, and the groups that share them.
+"""Description of the link (fabric or network) that carries the communication of each parallel axis of a layout.
 
 The module also computes the cost of one communication in flight (`comm.in_flight`) for a plan.
 """
@@ -19,8 +19,8 @@ from frontier_llm.units import plural
 def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
     """Return axis → description of its link, for axes with more than one rank: {'tensor': …, 'pipeline': …, 'data': …}.
 
-    Bandwidths are in GB/s per direction. Ranks fill a node with tensor innermost, so the first group of an axis
-    represents all groups.
+    Bandwidths are in GB/s per direction. Tensor parallelism is the innermost axis, so all groups of an axis are placed
+    alike. The first group is described.
     """
     layout = plan.layout
     place = ranks_per_node(plan.layout, rates)
@@ -91,7 +91,7 @@ def _nics(machine: Machine, rates: Rates) -> str:
 
 
 def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:
-    """Return text with the bus bandwidth of collectives of these devices and, on MI250X, the limit of their links."""
+    """Return text with the bus bandwidth of collectives over these devices and, on MI250X, the bound of their links."""
     reached = float(fabric_bandwidth(rates, len(devices))) / 1e9
     words = f"{reached:.0f} GB/s bus bandwidth"
     if machine.node.links != "mi250x" or len(devices) > len(NODE):
@@ -102,9 +102,9 @@ def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:
 
 
 def cost_of_one(plan: Plan, rates: Rates) -> float | None:
-    """Return by which share one communication in flight makes the step longer, compared with many. Both are simulated.
+    """Return by which share a step is longer if a rank may have only one communication in flight.
 
-    The result is None if many may be in flight, or if there is one device.
+    Both step times are simulated. Returns None if the machine allows many communications in flight, or for one device.
     """
     if not rates.one_in_flight or plan.layout.devices == 1:
         return None
@@ -113,7 +113,7 @@ def cost_of_one(plan: Plan, rates: Rates) -> float | None:
 
 
 def safety_words(plan: Plan, machine: Machine, rates: Rates) -> list[str]:
-    """Return a line for the report, or an empty list if many communications may be in flight."""
+    """Return the report's line about one communication in flight, or an empty list if many are allowed."""
     cost = cost_of_one(plan, rates)
     if cost is None:
         return []

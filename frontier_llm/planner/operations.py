@@ -1,4 +1,4 @@
-"""Campaign of a plan: days, node-hours, checkpoint interval, expected share of useful time, queue bin."""
+"""Campaign: duration of a complete training run by a plan, its checkpoint interval and the time lost to failures."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.machine.schema import Machine, QueueBin
 from frontier_llm.planner.search import Plan
 
-TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, if no budget is given
+TOKENS_PER_PARAMETER = 20  # tokens of a run if the user gives no number (Hoffmann et al. 2022)
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """Duration and losses of a training run of `tokens` tokens on a site."""
+    """Duration of a training run of `tokens` tokens on a machine, with the time lost to failures and saves."""
 
     tokens: float
-    days: float  # without losses
-    node_hours: float  # without losses
+    days: float  # without the time lost to failures and saves
+    node_hours: float  # without the time lost to failures and saves
     mtbf_hours: float  # mean time between failures of the complete job
-    save_s: float  # one checkpoint
-    interval_s: float  # between checkpoints, by Young/Daly
+    save_s: float  # time to write one checkpoint
+    interval_s: float  # time between checkpoints (Young/Daly)
     interval_steps: int
     effective: float  # share of the wall clock that advances training
     calendar_days: float  # days / effective, without the time in the queue
@@ -30,18 +30,18 @@ class Campaign:
 
     @property
     def jobs(self) -> int:
-        """Number of consecutive jobs under the walltime of the queue bin (1 without a limit)."""
+        """Number of consecutive jobs that the run needs under the walltime limit of the queue; 1 without a limit."""
         if self.queue is None:
             return 1
         return max(1, round(self.calendar_days * 24 / self.queue.max_hours + 0.5))
 
 
 def campaign(machine: Machine, plan: Plan, tokens: float | None) -> Campaign | None:
-    """Return days and losses of a run, or None if the machine file has no operations data.
+    """Return the campaign of a training run, or None if the machine file has no failure rates and queue limits.
 
-    `tokens` defaults to TOKENS_PER_PARAMETER per parameter. The interval sqrt(2·t_save·MTBF) minimises the expected
-    loss t_save/interval + interval/(2·MTBF) (Young 1974, Daly 2006). A failure costs half an interval and a restart.
-    The end of a job by walltime costs a save and a restart.
+    By default the run trains TOKENS_PER_PARAMETER tokens per parameter. The interval sqrt(2·t_save·MTBF) minimises the
+    expected loss t_save/interval + interval/(2·MTBF) (Young 1974, Daly 2006). A failure costs half an interval and a
+    restart. The end of a job by walltime costs a save and a restart.
     """
     site = machine.operations
     if site is None:

@@ -1,8 +1,9 @@
-"""Simulation of a step: the action list that the engine executes, with a time for every stage, chunk and action.
+"""Simulation of a training step: the engine's list of pipeline actions, each with a predicted duration.
 
-Only a part of a long schedule is simulated. As soon as every stage repeats a pattern with each microbatch (interleaved:
-with each round), each further microbatch adds exactly one period. `simulate_step` simulates more microbatches until the
-pattern repeats. A test compares the result with the full list.
+Only a part of a long schedule is simulated. After its warm-up, every stage repeats one pattern of actions with each
+microbatch (interleaved schedules: with each round). Each further microbatch then adds exactly one period.
+`simulate_step` simulates more and more microbatches until the pattern repeats. A test compares the result with a
+simulation of all actions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from frontier_llm.schedule import (
     simulate_one_in_flight,
 )
 
-STEADY_MICROBATCHES = 24  # simulated after the warm-up before the pattern is searched
+STEADY_MICROBATCHES = 24  # microbatches after the warm-up that are simulated before the repeating pattern is searched
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StageTimes:
 
     forward_s: float
     backward_s: float  # input and weight gradient
-    weight_s: float  # part of backward_s: the weight gradient
+    weight_s: float  # the part of backward_s for the weight gradient
     pair_s: float = 0.0  # seconds that forward and backward save if they run as a pair
 
 
@@ -55,8 +56,9 @@ class SimulatedStep:
     reduce_s: float  # Exposed gradient reduction.
     optimizer_s: float
     gather_s: float
-    message_s: float  # One transfer between neighbours.
-    # Per pipeline rank, expert communication that another microbatch's compute hides. It is not in busy_s.
+    message_s: float  # One message between pipeline neighbours.
+    # Per pipeline rank: seconds of expert communication that another microbatch's compute hides. They are not in
+    # busy_s.
     hidden_s: tuple[float, ...]
     stage_times: tuple[StageTimes, ...]  # By virtual stage.
 
@@ -67,7 +69,7 @@ class SimulatedStep:
 
     @property
     def bubble(self) -> float:
-        """Share of the pipeline's time in which an average rank waits. Messages are included."""
+        """Share of the pipeline's time in which an average rank does not compute. Waiting for messages is included."""
         return max(1 - float(np.mean(self.busy_s)) / self.pipeline_s, 0.0)
 
 
@@ -186,7 +188,7 @@ def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tupl
 
 
 def _in_flight(layout: Layout, rates: Rates) -> str:
-    """Return how messages are limited: "many" in flight, "one", or "waiting", if compute also waits for each message.
+    """Return how many messages a rank may have in flight: "many", "one", or "waiting" (one, and compute waits for it).
 
     Compute waits if it contains collectives, because a message and a collective cannot be in flight together. It also
     waits on a CPU, which executes both.
@@ -197,7 +199,7 @@ def _in_flight(layout: Layout, rates: Rates) -> str:
 
 
 def _pairs_s(schedule: Schedule, times: tuple[StageTimes, ...]) -> list[float]:
-    """Return for each rank the seconds that a pair saves: the minimum over the rank's virtual stages."""
+    """Return the seconds that a forward-backward pair saves on each rank: the minimum over its virtual stages."""
     positions_of = schedule.placement.positions_of
     return [min(times[position].pair_s for position in positions_of(rank)) for rank in range(schedule.stages)]
 
@@ -240,8 +242,9 @@ def _simulate(
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
     """Return the timeline on devices that slow each other down, for example CPU ranks that share cores.
 
-    At each moment all busy devices are slowed by the same factor, so the time axis is stretched. The given durations
-    are those with all devices of the node busy. `Rates.contention` gives the factors for fewer busy devices.
+    The durations in `timeline` are valid while all devices of a node are busy. With fewer busy devices each device is
+    faster, by a factor from `Rates.contention`. At each moment the factor is the same for all busy devices, so the time
+    axis is compressed.
     """
     if not rates.contention:
         return timeline
@@ -260,7 +263,7 @@ def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
 
 
 def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_size: int) -> float | None:
-    """Return the seconds that one more round adds, or None if the timeline has no repeating pattern yet.
+    """Return the seconds that one more round of microbatches adds, or None if the pattern does not repeat yet.
 
     There are two cases. Either the rank with most work is saturated: its backwards follow each other as fast as its
     compute allows, so it alone sets the pace. Or the first, middle and last rank advance at the same pace, which

@@ -17,8 +17,8 @@ from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.units import GIB
 
 START_S = 600.0  # from a job's start to its first step: environment, imports, rendezvous, weights (assumed)
-# measured over simulated step time: ORNL measured 48 tokens/s per GCD of Frontier (175B), the planner predicts 63,
-# 1.3 times more
+# Measured step time / simulated step time for which walltimes are requested. For 175B on Frontier ORNL measured 48
+# tokens/s per GCD, and the planner predicts 63, which is 1.3 times more.
 MARGIN = 1.5
 WALLTIME_GRAIN_MINUTES = 5
 
@@ -30,9 +30,9 @@ def walltime_minutes(seconds: float) -> int:
 
 @dataclass(frozen=True)
 class PointPrediction:
-    """Prediction of a run, simulated with the numbers of a machine file.
+    """Predicted step time, throughput and memory of a run, simulated with the numbers of a machine file.
 
-    A run with phases has the mean of its steps and the memory of its fullest phase.
+    For a run with phases, the step time is the mean over its steps, and the memory is that of its fullest phase.
     """
 
     step_time_s: float
@@ -40,11 +40,11 @@ class PointPrediction:
     peak_bytes: float
     limit_bytes: float
     machine: str
-    band: float  # half width of the prediction interval: the slow end of a time is 1 + band times longer
+    band: float  # half width of the prediction interval: a slow step takes 1 + band times the prediction
 
     @property
     def cautious_step_s(self) -> float:
-        """The step time for which a walltime is requested: the slow end of the band, at least MARGIN times longer."""
+        """Step time for which walltime is requested: the band's slow end, or MARGIN times the prediction if longer."""
         return self.step_time_s * max(1 + self.band, MARGIN)
 
     def job_s(self, steps: int) -> float:
@@ -91,7 +91,7 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
 
 
 def planned_saves(config: RunConfig, devices: int, machine: str | None = None) -> Campaign | None:
-    """Return the planner's campaign of a legal layout, with the seconds of a save and the best save interval in steps.
+    """Return the planner's campaign of a run: among others the seconds of a save and the best save interval in steps.
 
     A run with phases has the values of its last phase. Returns None if the machine file has no operations data. Raises
     FrontierError for an unknown machine.

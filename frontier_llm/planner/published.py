@@ -1,11 +1,11 @@
-"""Published scaling efficiencies, printed beside predicted ones."""
+"""Published weak and strong scaling efficiencies, which reports print next to the predicted ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# Causes that the published series may contain and the price of a step does not.
+# effects that may be part of the published efficiencies but not of the predicted ones
 LEFT_OUT = (
     "the price leaves out contention with other jobs, the variation of devices (only mi250.yaml has speed_variation), "
     "and the paper's smallest point, which it does not state"
@@ -14,7 +14,7 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Published:
-    """A published scaling efficiency."""
+    """One published scaling efficiency: mode, model, number of devices and value."""
 
     mode: str  # weak | strong
     model: str
@@ -62,7 +62,7 @@ PUBLISHED = (
 
 
 def beside_published(mode: str, model: str, efficiencies: Iterable[tuple[int, float | None]]) -> Iterator[str]:
-    """Yield a line for each published point that a predicted series contains.
+    """Yield a line of text for each published efficiency whose number of devices is in the predicted series.
 
     Args:
         mode: weak or strong.

@@ -1,4 +1,4 @@
-"""Errors of `frontier-llm plan` if a search has found no plan: the reason and the change that helps."""
+"""Errors of `frontier-llm plan` if its search has found no plan. They give the reason and the change that helps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
 def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
     """Return the error for a search without legal layouts.
 
-    It names the nearest numbers of nodes and global batches that have one.
+    The error names the nearest numbers of nodes and the nearest global batches with a legal layout.
     """
     model = outcome.model
     fixed = fixed_words(outcome.fixed)
@@ -72,9 +72,9 @@ def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
 
 
 def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
-    """Return the problems that a run with the fixed choices has, and that a run without them does not have.
+    """Return the problems that the user's fixed values cause: a run without these values does not have them.
 
-    The list is empty if the choices only exceed the bounds of the search.
+    The list is empty if the values are legal but outside of the bounds of the search.
     """
     devices = outcome.nodes * machine.devices_per_node
     given = {
@@ -98,9 +98,9 @@ def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
 
 
 def _plainest(fixed: Mapping[str, Any]) -> Layout:
-    """Return a layout with the fixed choices and other values that they need. All other choices have defaults.
+    """Return a layout with the user's fixed values and the values that they require. All other fields have defaults.
 
-    The schedule is left out if no chunks are fixed, because it then has valid numbers of chunks and breaks no rule.
+    A fixed schedule is left out unless `chunks` is fixed too, because every schedule accepts some number of chunks.
     """
     free = {"expert_all_to_all"}
     if "chunks" not in fixed or fixed.get("schedule") == SEARCHED:
@@ -113,7 +113,7 @@ def _plainest(fixed: Mapping[str, Any]) -> Layout:
 
 
 def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError:
-    """Return the error for a model that does not fit on all nodes of this machine.
+    """Return the error for a model that does not fit on this machine, even on all of its nodes.
 
     It names the smallest other machine on which the model fits.
     """

@@ -1,4 +1,4 @@
-"""Report of a search as text and as JSON: the choice, the runner-up, the limits of each plan, its time and memory."""
+"""Report of a search, as text and as JSON: the chosen plan, the runner-up, and each plan's limits, time and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from frontier_llm.planner.uncertainty import Uncertainty, uncertainty_of
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_count, format_seconds, plural
 
-WIDTH = 140  # columns of a report that is not shown on a terminal
+WIDTH = 140  # characters per line of a report that is not shown on a terminal
 
 
 def layout_words(plan: Plan) -> str:
@@ -55,16 +55,17 @@ def _sharding_words(layout: Layout) -> str:
 
 
 def step_words(seconds: float) -> str:
-    """Format the seconds of a step with three digits. Long steps are in seconds too, so that steps can be compared."""
+    """Format the time of a step with three digits, always in seconds from 10 s on, so that steps can be compared."""
     if seconds < 10:
         return format_seconds(seconds)
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width: int = WIDTH) -> str:
-    """Return the step as a table: seconds, share, and the numbers of each line with tag and source.
+    """Return the time of the step as a table with a line for each cause: its seconds and its share of the step.
 
-    The memory lines of the fullest rank follow.
+    Below each cause are the machine file's numbers on which it depends, with tag (measured, published or estimated) and
+    source. A table of the memory of the fullest rank follows.
     """
     lines = [
         "time of the step on the busiest pipeline rank (simulated), with the machine file's numbers behind each line"
@@ -111,13 +112,16 @@ _COLUMNS = (
     ">GiB",
     "bound by",
 )
-# Number of columns in a plan's line → format of a second line for the other columns. The first entry that fits the
-# terminal is used.
+# Number of columns in a plan's first line → format of its second line, which holds the other columns. The first entry
+# whose lines fit the terminal is used.
 _SECOND_LINES = {17: "", 16: "     bound by {16}", 13: "     {13} tok/s/dev, bubble {14}, {15} GiB; bound by {16}"}
 
 
 def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
-    """Return one line per plan. If `width` columns are too few, a second line has the plan's rates and its limit."""
+    """Return a table with one line per plan.
+
+    If the lines exceed `width` characters, each plan has a second line for its last columns.
+    """
     cells = [_cells(index, plan) for index, plan in enumerate(plans, 1)]
     for columns, second in _SECOND_LINES.items():
         head, *lines = aligned(_COLUMNS[:columns], (row[:columns] for row in cells), indent="  ").splitlines()
@@ -159,7 +163,7 @@ def _cells(index: int, plan: Plan) -> tuple[object, ...]:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return the text with lines of at most `width` columns. Continuation lines are indented by four more columns."""
+    """Return the text with lines of at most `width` characters. Continuation lines are indented by four more."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
@@ -178,7 +182,7 @@ def text(
     run: Campaign | None,
     width: int = WIDTH,
 ) -> str:
-    """Return the report as text in `width` columns."""
+    """Return the report of a search as text with lines of at most `width` characters."""
     best = outcome.best
     model = outcome.model
     use = utilisations(best, rates)
@@ -219,9 +223,9 @@ def text(
 
 
 def speed_lines(plan: Plan, use: Mapping[str, float], uncertainty: Uncertainty) -> list[str]:
-    """Return lines with time, rates and shares of the peak, each with its band.
+    """Return lines with a plan's step time, throughput and shares of the peak FLOP/s, each with its uncertainty band.
 
-    For a stack that never ran on this machine the slow end of the band is first.
+    If the software stack has never run on this machine, the slow end of the band is printed first.
     """
     speed = plan.tokens_per_s_per_device
     devices = plan.layout.devices
@@ -241,7 +245,7 @@ def speed_lines(plan: Plan, use: Mapping[str, float], uncertainty: Uncertainty) 
 
 
 def _tflops(value: float) -> str:
-    """Format TFLOP/s. Rates below 1, as of a CPU, have two significant digits."""
+    """Format TFLOP/s. Rates below 1, for example those of a CPU, have two significant digits."""
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
@@ -251,7 +255,7 @@ def _days(value: float) -> str:
 
 
 def _why(best: Plan, other: Plan) -> str:
-    """Return the reason why `best` is preferred to `other`: a risk of the latter, or its largest loss of time."""
+    """Return why `best` is preferred to `other`: a risk of `other`, or its largest loss of time."""
     a = best.simulated
     b = other.simulated
     if other.step_s < best.step_s:  # `search.preference` has put the slower plan first
@@ -276,7 +280,7 @@ def _why(best: Plan, other: Plan) -> str:
 
 
 def campaign_lines(run: Campaign, uncertainty: Uncertainty) -> list[str]:
-    """Return lines with days, node-hours, checkpoints and walltime of a campaign."""
+    """Return lines with the days, node-hours, checkpoint interval and queue limit of a training run."""
     lines = [
         f"{format_count(run.tokens)} tokens: {uncertainty.about(run.days, _days, slow=1)} days of computing, "
         f"{uncertainty.about(run.node_hours, '{:,.0f}'.format, slow=1)} node-hours",
@@ -294,7 +298,7 @@ def campaign_lines(run: Campaign, uncertainty: Uncertainty) -> list[str]:
 
 
 def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
-    """Return one plan for `--json`."""
+    """Return one plan as a dictionary for `--json`."""
     layout = plan.layout
     return {
         **{key: value for section in run_keys(layout).values() for key, value in section.items()},
@@ -319,7 +323,7 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
 
 
 def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None) -> dict[str, Any]:
-    """Return the complete report for `--json`."""
+    """Return the complete report of a search as a dictionary for `--json`."""
     return {
         "model": outcome.model.name,
         "parameters": total_parameters(outcome.model),

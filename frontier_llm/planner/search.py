@@ -1,7 +1,7 @@
-"""Search for the fastest layouts.
+"""Search for the parallel layouts with the shortest training step.
 
-The search enumerates legal layouts, drops layouts that do not fit into memory, and computes the time of the others in
-closed form. It simulates the finalists and reports the limit of each.
+The search enumerates the legal layouts and drops those that exceed the device's memory. It computes the step time of
+the others in closed form. The fastest of them are the finalists. Their pipelines are simulated action by action.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
 TARGET_TOKENS = 16 * 2**20  # tokens of the default global batch
-WARN_SHARE = 0.95  # share of the device's memory above which a plan has a warning
+WARN_SHARE = 0.95  # share of the device's memory above which the report warns about a plan
 FINALISTS = 8
-NEAR = 1.06  # Finalists are within this factor of the best step in closed form.
+NEAR = 1.06  # After three finalists, the next layout's closed-form step must be within this factor of the best.
 # Share of a step below which a difference between two plans is not significant. Predictions are 3-6 % off
 # (docs/benchmarks/planner.md).
 RESOLUTION = 0.03
-# numbers of pieces of a tensor-parallel product that are tried; eighths are too small for the matrix units
+# numbers of pieces into which a tensor-parallel product may be cut; with 8 pieces each would be too small for the
+# matrix units
 TENSOR_CHUNKS = (1, 2, 4)
-ACTION_BUDGET = 260_000  # compute actions that may be simulated in one search
+ACTION_BUDGET = 260_000  # actions of all simulated schedules together, after which a search simulates no further layout
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One simulated layout."""
+    """One layout with its simulated step and its memory."""
 
     model: ModelConfig
     layout: Layout
     stages: tuple[StageSpec, ...]
     simulated: SimulatedStep
-    memory: tuple[dict[str, float], ...]  # lines by pipeline rank
+    memory: tuple[dict[str, float], ...]  # for each pipeline rank: purpose → bytes
     limit_bytes: float
     closed_form_s: float
     binding: str = ""
 
     @property
     def step_s(self) -> float:
-        """Seconds per step, simulated."""
+        """Simulated seconds of one training step."""
         return self.simulated.step_s
 
     @property
@@ -66,12 +67,12 @@ class Plan:
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """Throughput of one device."""
+        """Tokens per second of one device."""
         return self.step_tokens / self.step_s / self.layout.devices
 
     @property
     def peak_bytes(self) -> float:
-        """Memory of the fullest rank."""
+        """Bytes on the pipeline rank that needs the most memory."""
         return max(sum(lines.values()) for lines in self.memory)
 
     @property
@@ -93,7 +94,7 @@ class Search:
     plans: tuple[Plan, ...]  # best first; empty if nothing fits
     smallest_bytes: float  # lowest memory per device of a legal layout
     rejected: tuple[str, ...] = ()
-    across: Plan | None = None  # best layout whose tp spans nodes, if requested
+    across: Plan | None = None  # best layout whose tensor-parallel groups span nodes, if requested
     fixed: Mapping[str, Any] = field(default_factory=dict)
     finalists: int = 0  # number of simulated plans; `plans` may be cut to the plans of the report
 
@@ -106,16 +107,16 @@ class Search:
 def default_global_batch(model: ModelConfig, nodes: int) -> int:
     """Return the default number of sequences per step, about 16 Mi tokens.
 
-    It is nodes x a power of two, so that most dp degrees divide it.
+    The number is `nodes` times a power of two, so that most data-parallel degrees divide it.
     """
     per_node = TARGET_TOKENS / model.sequence_length / nodes
     return int(nodes * 2 ** max(0, round(float(np.log2(per_node)))))
 
 
 def simulate_layout(model: ModelConfig, layout: Layout, rates: Rates, counts: tuple[int, ...] | None = None) -> Plan:
-    """Return the plan of one layout with its exact stages: simulated step and memory by rank.
+    """Return the plan of one layout: its simulated step and the memory of each pipeline rank.
 
-    `counts` are the layers of each virtual stage. None means the balanced split.
+    `counts` has the number of layers of each virtual stage. None means the split that balances their work.
     """
     stages = split_layers(model, layout.pp * layout.chunks, counts)
     simulated = simulate_step(model, layout, rates, stages)
@@ -150,7 +151,7 @@ def search(
         rates: rates of the machine and its stack.
         nodes: number of nodes.
         global_batch: sequences per step.
-        fixed: values of fields that all layouts must have, as from `parse_fixed`.
+        fixed: field of `Layout` → value that all layouts must have, as returned by `parse_fixed`.
         cross_node: also search for the best layout whose tensor group spans nodes.
         shared: further fields that all layouts have, for example dtype and optimizer.
     """
@@ -224,8 +225,9 @@ def _finalists(
 ) -> list[Plan]:
     """Return the simulated finalists, best first.
 
-    Candidates are the best layouts in closed form for each combination of tp, pp, microbatch size, schedule and
-    tightness of memory. The simulation stops at FINALISTS or at ACTION_BUDGET.
+    For each combination of tp, pp, microbatch size and schedule, only the layout with the shortest closed-form step is
+    simulated. Layouts within 5 % of the memory limit count as a combination of their own. The simulations end after
+    FINALISTS layouts or ACTION_BUDGET actions.
     """
     recompute = np.select([fitting.recompute == name for name in RECOMPUTE], range(len(RECOMPUTE)))
     order = np.lexsort((np.equal(fitting.axis_order, AXIS_ORDERS[1]), recompute, np.asarray(fitting.chunks), seconds))
@@ -243,7 +245,7 @@ def _finalists(
             break
         plan = simulate_layout(model, in_chunks(model, layout, rates), rates)
         if plan.peak_bytes > rates.memory_bytes:
-            continue  # exact stages can need more memory than the even split that the closed form assumes
+            continue  # the real stages can need more memory than the even split that the closed form assumes
         spent += plan.simulated.timeline.schedule.length
         plans.append(plan)
     return sorted(plans, key=preference)
@@ -252,7 +254,8 @@ def _finalists(
 def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
     """Return the layout with the `tensor_chunks` that make its layers fastest.
 
-    They are 1 if the machine file has no `chunk_overlap`, which `bench comm --emit-machine` measures.
+    `tensor_chunks` stays unchanged if the machine file has no `chunk_overlap`, which `bench comm --emit-machine`
+    measures.
     """
     if layout.tp == 1 or not rates.chunk_overlap:
         return layout
@@ -264,8 +267,8 @@ def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
 def preference(plan: Plan) -> float:
     """Return the sort key of a plan: the seconds of its step, times 1 + RESOLUTION if the plan is risky.
 
-    FSDP is risky because its overlap is estimated and not simulated. A plan within 5 % of the memory is risky because
-    it runs out of memory if the allocator needs more than estimated.
+    FSDP is risky because the overlap of its communication is estimated and not simulated. A plan within 5 % of the
+    device's memory is risky because it runs out of memory if the allocator needs more than estimated.
     """
     return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)
 
@@ -273,9 +276,9 @@ def preference(plan: Plan) -> float:
 def _searched(plan: Plan, rates: Rates) -> Plan:
     """Return a V-shaped plan with the fastest of all V schedules that fit.
 
-    The papers derive V-Min, V-Half and ZB-V for passes of equal time. With the times of a plan, another distance
-    between the passes of neighbours may be faster. The run file stores the name of the schedule, for example
-    `v:2,2,2,2`, so the run does not search again.
+    The paper (Qi et al. 2024) derives V-Min, V-Half and ZB-V for forward, input-gradient and weight-gradient passes of
+    equal time. With a plan's real times, other delays between the passes of neighbouring stages may be faster. The run
+    file stores the name of the chosen schedule, for example `v:2,2,2,2`, so the run does not search again.
     """
     others = (simulate_layout(plan.model, replace(plan.layout, schedule=name), rates) for name in v_names())
     return min([plan, *(one for one in others if one.peak_bytes <= rates.memory_bytes)], key=preference)
@@ -284,8 +287,8 @@ def _searched(plan: Plan, rates: Rates) -> Plan:
 def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
     """Return the number of dominated layouts.
 
-    A layout is dominated if another layout is at least as fast and needs at most as much memory. One of several equal
-    layouts is not counted.
+    A layout is dominated if another layout is at least as fast and needs at most as much memory. Among several equal
+    layouts, one is not counted.
     """
     order = np.lexsort((memory, seconds))
     best_before = np.minimum.accumulate(np.concatenate([[np.inf], memory[order][:-1]]))
@@ -293,7 +296,7 @@ def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
 
 
 def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
-    """Return the limits of a plan: degrees that memory forces, and the largest cost that is not arithmetic."""
+    """Return the limits of a plan: a tp or cp degree that memory requires, and the largest cost besides arithmetic."""
     reasons = []
     for axis in ("tp", "cp"):
         degree = getattr(plan.layout, axis)
@@ -308,7 +311,7 @@ def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
 
 
 def overheads(plan: Plan) -> dict[str, float]:
-    """Return the shares of the step that are not the model's arithmetic, by cause."""
+    """Return cause → share of the step, for the causes that are not the model's arithmetic."""
     simulated = plan.simulated
     layout = plan.layout
     messages = 2 * simulated.message_s * layout.microbatches * layout.chunks if layout.pp > 1 else 0.0
@@ -322,7 +325,7 @@ def overheads(plan: Plan) -> dict[str, float]:
 
 
 def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: Rates) -> list[str]:
-    """Return lines that explain why groups of layouts do not fit."""
+    """Return lines with the groups of layouts that exceed the device's memory, and how many layouts each group has."""
     lines = []
     for axis in ("tp", "cp"):
         for degree in np.unique(getattr(layouts, axis)):
@@ -346,7 +349,9 @@ def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: R
 
 
 def _other_contexts(fitting: Layouts, seconds: np.ndarray) -> list[str]:
-    """Return the costs of other algorithms of context-parallel attention, and of no context parallelism.
+    """Return lines that compare the best layout with the other algorithms of context-parallel attention.
+
+    Each line gives the fastest layout of one algorithm, or without context parallelism, and how much longer it takes.
 
     The list is empty if the best layout has no context parallelism.
     """
@@ -388,13 +393,13 @@ def utilisations(plan: Plan, rates: Rates) -> dict[str, float]:
 
 
 def memory_summary(plan: Plan) -> tuple[int, dict[str, float]]:
-    """Return (pipeline rank, memory lines) of the fullest rank."""
+    """Return the pipeline rank that needs the most memory, and its memory: purpose → bytes."""
     rank = max(range(len(plan.memory)), key=lambda index: sum(plan.memory[index].values()))
     return rank, plan.memory[rank]
 
 
 def smallest_machine(model: ModelConfig, rates: Rates) -> int | None:
-    """Return the fewest nodes on which a layout fits, or None if none fits.
+    """Return the smallest number of nodes on which a layout fits into memory, or None if none fits.
 
     Powers of two up to the size of the machine are tried.
     """

@@ -1,4 +1,4 @@
-"""Steps from the best measured run of a size class to a plan's prediction, each with the command that tests it."""
+"""Comparison of a plan's prediction with the best published run of a similar model, as a series of single changes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from frontier_llm.planner.uncertainty import BestRun, best_published, family, si
 from frontier_llm.units import GIB, TERA
 
 SMALL = 0.01  # share of the prediction below which changed constants are combined into one step
-MICROBATCHES = 8  # per replica in the commands that test a step on one node
+MICROBATCHES = 8  # microbatches per replica in the commands that test a change on one node
 
-# A step, the fields of Rates that it changes, and the command that measures them on one node.
+# for each change: its name, the fields of Rates that it replaces, and the command that measures them on one node
 OPS = "frontier-llm bench ops --device cuda --model {model}"
 COMM = "frontier-llm bench comm {run} --max 256MiB"
 STEP = "frontier-llm bench step {run} {overrides}"
@@ -39,7 +39,7 @@ GROUPS = (
 
 @dataclass(frozen=True)
 class Step:
-    """One change on the way from the measured run to the prediction."""
+    """One change between the measured run and the prediction, with its effect on the step time."""
 
     name: str
     seconds: float  # step time after the change
@@ -49,19 +49,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps:
-    """The measured run, and all steps to the prediction."""
+    """The measured run, and all changes that lead from its step time to the prediction."""
 
     run: BestRun
-    measured_s: float  # the run's rate, converted to this model, batch and number of devices
+    measured_s: float  # step time at the run's TFLOP/s, for this model, batch and number of devices
     steps: tuple[Step, ...]
 
     @property
     def predicted_s(self) -> float:
-        """Seconds of the last step, which is the plan's prediction."""
+        """Step time after the last change, which is the plan's prediction."""
         return self.steps[-1].seconds
 
     def words(self) -> str:
-        """Return a line for each step, and below it the command that tests it."""
+        """Return a line for each change, and below each line the command that tests it."""
         lines = [
             "from the best measured run of this size to the prediction (rates converted to this model and batch)",
             f"  {step_words(self.measured_s):>8s}             measured: {self.run.run}, {self.run.stack}",
@@ -83,9 +83,9 @@ class Steps:
 
 
 def steps_of(outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
-    """Return the steps to the chosen plan. Returns None if no run of this size is published for such devices.
+    """Return the changes that lead to the chosen plan, or None without a published run of this size on such devices.
 
-    Runs that only the machine files of benchmarks/published price are not compared either.
+    Also returns None if the machine file of the published run is not part of the package.
     """
     best = outcome.best
     size = size_class(total_parameters(best.model))
@@ -117,7 +117,10 @@ def steps_of(outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
 
 
 def adapted(fields: Mapping[str, Any], plan: Plan) -> Layout | None:
-    """Return a published layout with the replicas and microbatches of a plan's devices and batch, or None."""
+    """Return a published layout with replicas and microbatches for the plan's devices and batch.
+
+    Returns None if devices or batch are not divisible.
+    """
     given = Layout(**fields)
     replicas, uneven = divmod(plan.layout.devices, given.tp * given.pp * given.cp)
     if replicas == 0 or uneven or plan.model.heads % given.tp or given.pp * given.chunks > plan.model.layers:
@@ -129,13 +132,13 @@ def adapted(fields: Mapping[str, Any], plan: Plan) -> Layout | None:
 
 
 def _best_step(outcome: Search, numbers: Rates, changes: Mapping[str, Any]) -> Layout | None:
-    """Return the best layout with fixed fields, or None if none fits."""
+    """Return the best layout that has the values `changes`, or None if none fits."""
     plans = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**outcome.fixed, **changes}).plans
     return plans[0].layout if plans else None
 
 
 class _Walk:
-    """Prices one change after another and records the step times."""
+    """Applies one change after another, and records the predicted step time with each."""
 
     def __init__(self, best: Plan, layout: Layout, measured_s: float, node_devices: int) -> None:
         self.best = best
@@ -162,7 +165,7 @@ class _Walk:
         self.seconds = seconds
 
     def _overrides(self) -> str:
-        """Return overrides of an emitted run that measure the current layout's stage on one node."""
+        """Return overrides of a run file with which one node measures a single pipeline stage of the current layout."""
         layout = self.layout
         replicas = max(1, self.node_devices // layout.tp)
         values = {
@@ -178,7 +181,7 @@ class _Walk:
         return " ".join(f"{key}={value}" for key, value in values.items())
 
     def combined(self) -> list[Step]:
-        """Return the steps. Small changes of constants are combined; the first and the last step stay."""
+        """Return the changes. Small changes of constants are combined into one. The first and the last change stay."""
         first, *middle, last = self.steps
         kept = [first]
         small_s = 0.0

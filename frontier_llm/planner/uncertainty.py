@@ -1,6 +1,7 @@
-"""Uncertainty of a plan's predicted speed, and the best published rates on such devices.
+"""Uncertainty of a plan's predicted speed, and the best published rates on devices of the same family.
 
-The width of the prediction interval (band) depends on the systems on which the machine file's constants were measured.
+The prediction interval is called band. Its width depends on whether the machine file's constants were measured on this
+machine with this software stack.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ SAME = "same machine and stack"
 PUBLISHED = "published steps, not fitted"
 ESTIMATED = "estimated"
 
-# Share of the step behind which constants must be measured or fitted on the machine with the stack.
+# A prediction counts as known if at least this share of its step time depends only on constants that were measured or
+# fitted on the machine with the stack.
 KNOWN_SHARE = 0.8
 FITTED = "fitted on"  # begins the source of a constant that was fitted to measured steps
 
-# Basis → half width: nine of ten measured steps lie within a factor 1 + half width of the predicted step. The first two
-# hold for published runs with a stated layout on which no constant was fitted (benchmarks/tests/test_best_runs.py).
-# The third has no measurements, so it is twice the second.
+# Basis of a prediction → half width of its band: nine of ten measured steps lie within a factor 1 + half width of the
+# predicted step. The first two were determined from published runs with a stated layout to which no constant was fitted
+# (benchmarks/tests/test_best_runs.py). For the third there are no measurements, so it is twice the second.
 BANDS = {SAME: 0.17, PUBLISHED: 0.28, ESTIMATED: 0.56}
 
-# The best published runs in 16 bits, with full attention counted, by family of devices and size class of the model.
-# `python -m benchmarks.published.best` writes the file.
+# The best published 16-bit training runs by family of devices and size class of the model. Their FLOPs count full
+# attention. `python -m benchmarks.published.best` writes the file.
 BEST_PUBLISHED = Path(__file__).with_name("best_published.json")
 
 
 @dataclass(frozen=True)
 class BestRun:
-    """A published run."""
+    """A published training run and its rate."""
 
     tflops: float  # model TFLOP/s per device
     run: str  # name of the row
@@ -58,7 +60,7 @@ class BestRun:
 def best_published(kind: str = "fastest") -> dict[str, dict[int, BestRun]]:
     """Return family of devices → size class of the model → the best published run.
 
-    Kind "equivalent" has only runs whose layout exists here.
+    With kind "equivalent", only runs whose layout this package can execute are considered.
     """
     content = json.loads(BEST_PUBLISHED.read_text(encoding="utf-8"))[kind]
     best: dict[str, dict[int, BestRun]] = {}
@@ -82,7 +84,7 @@ def size_class(parameters: float) -> int:
 
 
 def basis(machine: Machine, stack: str, breakdown_s: Mapping[str, float]) -> str:
-    """Return the key of BANDS for the systems on which a stack's constants were measured.
+    """Return the basis of a prediction, a key of BANDS: how well the stack's constants are known on this machine.
 
     Args:
         machine: the machine file.
@@ -91,7 +93,7 @@ def basis(machine: Machine, stack: str, breakdown_s: Mapping[str, float]) -> str
     """
     if machine.device.gemm_shapes is not None:  # `calibrate` measured this computer with this package
         return SAME
-    # a bubble is as long as the compute that it waits for, so it does not count
+    # the bubble has no constants of its own: its length follows from the compute for which a rank waits
     working = {cause: seconds for cause, seconds in breakdown_s.items() if cause != BUBBLE}
     known_s = sum(seconds for cause, seconds in working.items() if _is_known(machine, stack, cause))
     if known_s >= KNOWN_SHARE * sum(working.values()):
@@ -100,7 +102,7 @@ def basis(machine: Machine, stack: str, breakdown_s: Mapping[str, float]) -> str
 
 
 def _is_known(machine: Machine, stack: str, cause: str) -> bool:
-    """True if all constants behind a line of the breakdown are measured or fitted on this machine with this stack.
+    """True if all constants on which a cause's seconds depend are measured or fitted on this machine with this stack.
 
     Data sheets and tables of collectives do not depend on the stack.
     """
@@ -109,11 +111,11 @@ def _is_known(machine: Machine, stack: str, cause: str) -> bool:
     fitted = {field for field in fields if provenance(machine, stack, field).source.startswith(FITTED)}
     for field in fields:
         number = provenance(machine, stack, field)
-        if number.value == 0:  # an effect that is not modelled, as the variation of devices
+        if number.value == 0:  # 0: the effect is not modelled, for example differences between devices
             continue
         of_stack = PLACES[field][0] == "stack"
         known_tags = ("measured",) if of_stack else ("measured", "published")
-        # a fabric bandwidth that was fitted contains the share of it that the stack reaches
+        # a fitted fabric bandwidth already includes the share that the stack reaches
         included = field == "fabric_share" and "fabric_bytes_s" in fitted
         if field not in fitted and not included and number.tag not in known_tags:
             return False
@@ -132,11 +134,11 @@ class Uncertainty:
     """Uncertainty of a plan's speed, and the published rates to which it is compared."""
 
     basis: str  # A key of BANDS.
-    tflops: float  # Simulated, per device: model FLOPs with full attention.
+    tflops: float  # Simulated model TFLOP/s per device, with full attention counted.
     device: str  # The family of the device.
     best_alike: BestRun | None  # Best published run of a model of this size on such devices.
     best: BestRun | None  # Best published run of any model on such devices.
-    # Time of the step with full recomputation over its own time, if the plan needs more memory than is safe; else 1.
+    # Step time with full recomputation, divided by the plan's step time, if its memory exceeds `safe_gib`; otherwise 1.
     recompute_factor: float = 1.0
 
     @property
@@ -169,8 +171,8 @@ class Uncertainty:
     def about(self, value: float, words: Callable[[float], str], slow: int) -> str:
         """Return a value with its band, for example '17.5 s (15.0 s … 20.5 s)'.
 
-        For a stack that was not fitted here the slow end is first: '22.4 s … 13.7 s (simulated 17.5 s)'.
-        `slow` is the index of the slower end in `ends(value)`: 1 for a time, 0 for a rate.
+        If the stack was not fitted on this machine, the slow end is first: '22.4 s … 13.7 s (simulated 17.5 s)'. `slow`
+        is the index of the slower end in `ends(value)`: 1 for a time, 0 for a rate.
         """
         ends = [words(end) for end in self.ends(value, slow)]
         if self.slow_first:
@@ -227,7 +229,7 @@ def _rate_and_run(best: BestRun | None) -> tuple[float, str] | None:
 
 
 def uncertainty_of(plan: Plan, machine: Machine, stack: str, numbers: Rates) -> Uncertainty:
-    """Return the uncertainty of this plan's speed."""
+    """Return the uncertainty of a plan's speed, and the published rates to which it is compared."""
     device = family(machine.device.name)
     published = best_published().get(device, {})
     return Uncertainty(
@@ -241,7 +243,7 @@ def uncertainty_of(plan: Plan, machine: Machine, stack: str, numbers: Rates) -> 
 
 
 def recompute_factor(plan: Plan, machine: Machine, numbers: Rates) -> float:
-    """Return the time with full recomputation over the plan's time if its memory exceeds `safe_gib`, otherwise 1."""
+    """Return step time with full recomputation / plan's step time, or 1 if its memory is within `safe_gib`."""
     safe = machine.device.safe_gib
     if safe is None or plan.peak_bytes <= safe.value * GIB:
         return 1.0

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: registry, order of communication, checker, simulator, renderer."""
+"""Pipeline schedules as lists of actions: their registry, order of communication, checks, simulation and drawings."""
 
 from frontier_llm.schedule import dual_pipe as dual_pipe  # registers dualpipe-v
 from frontier_llm.schedule import standard as standard  # registers gpipe, 1f1b, interleaved, zb-h1 and zb-h2

@@ -1,14 +1,15 @@
 """A pipeline schedule as data: one ordered list of actions per pipeline rank.
 
-The engine executes this list. The simulator, the checker and the figure use the same list.
+The engine executes these lists. The simulator, the checker and the figures use the same lists.
 
-Vocabulary: `stage` or `rank` = pipeline rank (0 … pp-1); `position` = place of a virtual stage in the model (0 …
-pp·chunks-1). Activations flow from position to position + 1, gradients back. Only `Placement` maps positions to ranks.
+Vocabulary: a `stage` or `rank` is a pipeline rank (0 … pp-1). A `position` is the index of a virtual stage in the model
+(0 … pp·chunks-1). Activations are sent from each position to position + 1, and gradients in the opposite direction.
+`Placement` maps positions to ranks.
 
-Pairs: a rank may execute a forward and the backward of another microbatch together. The all-to-all of one, which sends
-rows to experts, then overlaps with the compute of the other. Both begin when both have their inputs. Their messages
-are sent when both have ended. In the order of communication a pair is one event, because all ranks that share its
-collectives execute the same pair.
+Pairs: a rank may execute the forward of one microbatch and the backward of another together. The all-to-alls to experts
+of the forward then overlap with the compute of the backward, and the reverse. Both actions begin when both have their
+inputs. Their messages are sent when both have ended. In the order of communication a pair is one event, because all
+ranks that share its collectives execute the same pair.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-FORWARD_ONLY = "forward-only"  # name of the schedules for evaluation
+FORWARD_ONLY = "forward-only"  # name of schedules without backward, for evaluation
 
 
 class Kind(Enum):
@@ -36,7 +37,8 @@ class Kind(Enum):
     SEND_BACKWARD = "SB"  # send the gradient of this position's input to the previous position
     RECV_BACKWARD = "RB"  # post the receive of the gradient of this position's output; B or I waits for it
 
-    # Members are singletons. Enum's own hash is a Python function, which takes half of a simulation's time.
+    # Enum's own hash is a Python function, which would take half of a simulation's time. Members are singletons, so the
+    # identity suffices.
     __hash__ = object.__hash__
 
     @property
@@ -57,14 +59,14 @@ _STEP = {Kind.SEND_FORWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1, Ki
 
 
 class Channel(Enum):
-    """Independent communication stream of a pipeline rank.
+    """Communicator of the pipeline ranks for messages of one kind in one direction.
 
-    A channel carries one kind of message in one direction. Sender and receiver use the same order of messages, so no
-    tags are needed. Two ranks never send to each other on the same channel, for any placement of the virtual stages.
+    A channel keeps the order of its messages, so no tags are needed. Between two ranks, only one of them sends on a
+    channel, for any placement of the virtual stages.
     """
 
     FORWARD = "forward"  # activations, to a rank with a higher number
-    FORWARD_WRAP = "forward-wrap"  # activations to a lower number: interleaved chunks, second half of a V.
+    FORWARD_WRAP = "forward-wrap"  # activations, to a rank with a lower number (interleaved, or 2nd half of a V)
     BACKWARD = "backward"  # gradients, to a rank with a lower number
     BACKWARD_WRAP = "backward-wrap"  # gradients, to a rank with a higher number
 
@@ -82,9 +84,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Map from virtual stages to pipeline ranks. Neighbouring positions on the same rank exchange no message."""
+    """Assignment of virtual stages to pipeline ranks. Neighbouring positions on the same rank exchange no message."""
 
-    rank_of: tuple[int, ...]  # by position in the model
+    rank_of: tuple[int, ...]  # pipeline rank of each virtual stage, by position in the model
 
     @cached_property
     def ranks(self) -> int:
@@ -98,12 +100,12 @@ class Placement:
 
     @property
     def last(self) -> int:
-        """Position of the head."""
+        """Position of the last virtual stage, which has the output head."""
         return len(self.rank_of) - 1
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ranks that hold the embedding and the head: two, or one that holds both."""
+        """The ranks that hold the embedding and the head. Only one rank if it holds both."""
         return tuple(dict.fromkeys((self.rank_of[0], self.rank_of[-1])))
 
     def positions_of(self, rank: int) -> tuple[int, ...]:
@@ -111,22 +113,22 @@ class Placement:
         return tuple(position for position, holder in enumerate(self.rank_of) if holder == rank)
 
     def other_end(self, kind: Kind, position: int) -> int:
-        """Return the position at the other end of a SEND or RECV."""
+        """Return the position with which a SEND or RECV of `position` exchanges its message."""
         return position + _STEP[kind]
 
     def peer(self, kind: Kind, position: int) -> int:
-        """Return the rank at the other end of a SEND or RECV."""
+        """Return the rank with which a SEND or RECV of `position` exchanges its message."""
         return self.rank_of[position + _STEP[kind]]
 
     def received_by(self, kind: Kind, position: int) -> Kind | None:
-        """Return the receive that a compute action waits for.
+        """Return the kind of receive for which a compute action waits.
 
         None at the model's ends, for W, and if the neighbouring position is on the same rank.
         """
         return self._crossing(_NEEDS.get(kind), position)
 
     def sent_by(self, kind: Kind, position: int) -> Kind | None:
-        """Return the send that follows a compute action.
+        """Return the kind of send that follows a compute action.
 
         None at the model's ends, for W, and if the neighbouring position is on the same rank.
         """
@@ -149,10 +151,10 @@ class Placement:
 
     @cached_property
     def streams(self) -> dict[Channel, list[tuple[int, int]]]:
-        """Pairs (sender, receiver) of every channel in use.
+        """Return channel → pairs (sender, receiver) of ranks, for every channel in use.
 
-        Pairs whose lower rank is even come first. Among the pairs of consecutive ranks, these share no rank, so that
-        their connections can be opened in parallel.
+        Pairs whose lower rank is even come first. Among pairs of consecutive ranks, no two of them share a rank, so
+        that their connections can be opened in parallel.
         """
         pairs: dict[Channel, set[tuple[int, int]]] = {}
         for position, rank in enumerate(self.rank_of):
@@ -166,7 +168,7 @@ class Placement:
 
 
 def round_robin(stages: int, chunks: int = 1) -> Placement:
-    """Return the placement of Megatron-LM: rank p mod pp holds position p."""
+    """Return the placement of interleaved Megatron-LM: position p is on rank p mod pp."""
     return Placement(tuple(range(stages)) * chunks)
 
 
@@ -174,13 +176,13 @@ def round_robin(stages: int, chunks: int = 1) -> Placement:
 class Schedule:
     """A schedule for one training step.
 
-    `actions[stage]` lists the actions of a pipeline rank, with its messages. The lists of all ranks follow one common
-    order of communication (schedule/order.py).
+    `actions[stage]` has the compute actions of a pipeline rank and its side of each message. The lists of all ranks
+    follow one common order of communication (schedule/order.py).
     """
 
-    name: str  # registered name, or forward-only
+    name: str  # name in the registry, or FORWARD_ONLY
     placement: Placement
-    microbatches: int  # m, per data-parallel replica and step
+    microbatches: int  # microbatches of one data-parallel replica in one step, m
     actions: tuple[tuple[Action, ...], ...]
     pairs: bool = False  # True: a forward and the backward directly after it are executed together, if they are a pair
 
@@ -203,7 +205,7 @@ class Schedule:
     def length(self) -> int:
         """Number of actions of all ranks in a training step.
 
-        Both sides of each message are counted, even if `actions` was built without messages.
+        The send and the receive of each message are counted, even if `actions` was built without messages.
         """
         crossings = sum(
             self.placement.sent_by(kind, position) is not None
@@ -224,13 +226,13 @@ _GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 def is_pair(first: Action, second: Action) -> bool:
     """Return True if two consecutive actions of a rank are a pair.
 
-    The first is a forward, and the second is a backward (B or I) of the rank's other position.
+    In a pair the first is a forward, and the second is a backward (B or I) of the rank's other position.
     """
     return first.kind is Kind.FORWARD and second.kind in _GRADIENTS and second.position != first.position
 
 
 def units(actions: Sequence[Action], pairs: bool) -> Iterator[tuple[Action, ...]]:
-    """Yield each action as a tuple of its own. With `pairs`, the two actions of a pair are one tuple."""
+    """Yield the actions as tuples of one. With `pairs`, the two actions of a pair are one tuple."""
     if not pairs:
         yield from zip(actions)
         return

@@ -1,4 +1,4 @@
-"""Check that a schedule is legal: counts and dependencies of one rank's list."""
+"""Check that the action list of a pipeline rank is complete and that each action follows the actions it depends on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ SPLIT_BACKWARD = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 def check(schedule: Schedule, rank: int) -> None:
     """Raise ScheduleError unless a pipeline rank's list is legal. The check is cheap enough for every start.
 
-    In a legal list each microbatch and position has exactly one forward, and later one backward (B, or I and then W).
-    Each message is sent once, after the compute that makes it. Each receive is posted before the compute that needs
-    it. An evaluation (`forward_only`) has forwards only. A pair has two different microbatches.
+    In a legal list each microbatch has exactly one forward on each position of the rank, and later one backward (B, or
+    I and then W). Each message is sent once, after the compute action that produces it. Each receive is posted before
+    the compute action that needs it. An evaluation (`forward_only`) has forwards only. A pair has two different
+    microbatches.
 
     Deadlocks between ranks are not checked here: `with_messages` excludes them.
     """
@@ -60,7 +61,7 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
 
 
 def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
-    """Return a problem for each action that precedes an action of the same stage that it depends on."""
+    """Return a problem for each action that comes earlier in the list than an action on which it depends."""
     place = {action: index for index, action in enumerate(schedule.actions[stage])}
     placement = schedule.placement
     problems = []

@@ -1,18 +1,20 @@
-"""DualPipeV: a V-shaped schedule whose steady state consists of pairs.
+"""DualPipeV: a V-shaped pipeline schedule whose steady state consists of forward-backward pairs.
 
-A pair is a forward, and the backward of another microbatch through the rank's other position.
+In a V each rank holds two virtual stages (positions). A pair is a forward through one position and the backward of
+another microbatch through the other position.
 
 Neither half of a pair depends on the other, so the communication of one half overlaps with the compute of the other.
-The forward comes first. Its message is sent during the backward, and the gradient for the backward arrives during the
-forward. Kernels of the two halves are issued one after the other. The collectives inside layers therefore do not
-overlap with the other half. The all-to-all to experts is an exception: for it a pair is executed as one unit
-(schedule/actions.py).
+The forward is executed first. Its message is sent during the backward, and the gradient for the backward arrives during
+the forward. The kernels of the backward are issued after those of the forward. Collectives inside layers therefore do
+not overlap with the other half. The exception is the all-to-all to experts: in models with experts a pair can be
+executed as one unit (schedule/actions.py).
 
-If a rank may have only one communication in flight, neighbours must stay in step. The order of communication is
-therefore made for a forward and a backward of equal length (`ScheduleRule.backward_length`). If it is made for a
-backward of twice the length, a forward's message reaches the neighbour in the middle of a backward. Such a step takes
-28 to 37 % longer with 4 to 16 ranks, if compute waits for messages (simulated with F : I : W = 50 : 62 : 44 and a
-message of 4 % of a forward). With equal lengths a step takes 3 to 5 % less time than with ZB-V.
+If a rank may have only one communication in flight, neighbouring ranks must begin their pairs at the same time. The
+order of communication is therefore computed as if forward and backward had equal length
+(`ScheduleRule.backward_length`). With a backward of twice the length, a forward's message would reach the neighbour in
+the middle of a backward. Such a step takes 28 to 37 % longer with 4 to 16 ranks, if compute waits for messages
+(simulated with F : I : W = 50 : 62 : 44 and a message of 4 % of a forward). With the order for equal lengths a step
+takes 3 to 5 % less time than with ZB-V.
 
 Source: DeepSeek-AI 2024 (arXiv:2412.19437, section 3.2.1) in the V form of its authors' repository
 (deepseek-ai/DualPipe).
@@ -46,7 +48,7 @@ class _Rank:
         self._add(Kind.FORWARD, way)
 
     def backward(self, way: int, split: bool = False) -> None:
-        """Append a backward. With `split` it is the input gradient only; `weights` appends the weight gradient."""
+        """Append a backward. With `split`, append only its input gradient; `weights` appends the rest later."""
         self._add(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, way)
         if split:
             self._late.append(self.order[-1]._replace(kind=Kind.BACKWARD_WEIGHT))
@@ -67,7 +69,7 @@ class _Rank:
 
 
 def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Action]:
-    """With fewer than 2p microbatches, build the order for 2p and drop the missing ones. The result is still legal."""
+    """Return the compute order. For fewer than 2p microbatches, drop the excess ones from the order for 2p."""
     behind = placement.ranks - 1 - rank
     before = rank + 1  # this rank included
     program = _Rank(placement.positions_of(rank))
@@ -76,7 +78,7 @@ def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Act
     for _ in range(before):
         program.forward(DOWN)
         program.forward(UP)
-    for _ in range(behind):  # the first gradients arrive one at a time: weight gradients fill the time between them
+    for _ in range(behind):  # gradients arrive with gaps at first, which weight gradients fill
         program.backward(UP, split=True)
         program.weights()
         program.forward(UP)
@@ -86,7 +88,7 @@ def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Act
     for _ in range(behind):
         program.backward(UP)
         program.pair(UP)
-    for turn in range(2 * before):  # the second half leaves its weight gradients to the drain
+    for turn in range(2 * before):  # the second half of these backwards leaves its weight gradients to the drain
         program.backward(UP if turn % 2 == 0 else DOWN, split=turn >= before)
     for _ in range(behind):
         program.weights()
@@ -97,20 +99,20 @@ def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Act
 
 
 def _peak_in_flight(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-    """Return the sum over both positions. With enough microbatches it is 2p + 1 on every rank.
+    """Return the peak number of activations, summed over a rank's two positions.
 
-    These are one activation for each position of the model, and one more for the pair.
+    With enough microbatches it is 2p + 1 on every rank: one for each position of the model, and one more for the pair.
     """
     return np.minimum(microbatches, 2 * stages - stage) + np.minimum(microbatches, stage + 1)
 
 
 def _peak_waiting(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-    """Return 0: until the last forward, each weight gradient directly follows its input gradient."""
+    """Return 0, because until the last forward each weight gradient directly follows its input gradient."""
     return 0 * microbatches
 
 
 def _split_share(stages: Number, microbatches: Number) -> Number:
-    """Return the share, averaged over the ranks. Rank r splits 2p - 1 - r of its 2m backwards.
+    """Return the mean share of split backwards over the ranks. Rank r splits 2p - 1 - r of its 2m backwards.
 
     With fewer microbatches than positions the result is an estimate with an error of at most a quarter.
     """

@@ -1,27 +1,27 @@
-"""The common order of communication of all pipeline ranks.
+"""The common order in which all pipeline ranks execute their messages and collectives, which excludes deadlocks.
 
-Every message and every collective is one event that its ranks share. All events have one topological order, and each
-rank executes its own events in this order. The earliest unfinished event is therefore the next event of each of its
-participants, and ranks never wait for each other in a circle. This holds even if a rank may have only one communication
-in flight (tests/harness/dry_run.py executes schedules in this way).
+Every message and every collective is one event for all its ranks. The events of all ranks are sorted in one topological
+order, and each rank executes its own events in this order. The earliest unfinished event is therefore the next event of
+each of its participants, and ranks never wait for each other in a circle. This holds even if a rank may have only one
+communication in flight (tests/harness/dry_run.py executes schedules in this way).
 
-It also holds for any assignment of a rank's streams to hardware queues, compute's included. A packet waits only for
-packets that the host issued before it, and a communication for its other ranks. If all earlier events have ended, the
-packets before the next event can end too. It then reaches the head of its queue on all its ranks
+Ranks do not deadlock either if several GPU streams of a rank share a hardware queue. A packet in a queue waits only for
+packets that the host issued earlier, and a communication also for its other ranks. If all earlier events have ended,
+the packets that precede the next event can end too. The next event then reaches the head of its queue on all its ranks
 (tests/harness/queues.py).
 
 The order comes from a simulation of the schedule with fixed lengths of the actions. A message is placed at the end of
-the action that produces it. A compute action, with the collectives inside it, is placed at its start. Ranks then wait
-little for each other. Simulated with one communication in flight, for which host and compute wait, and a message of 2 %
-of a forward, the losses are:
+the action that produces it. A compute action, with the collectives inside it, is placed at its start. With this order
+ranks wait little for each other. The losses of step time below are simulated with one communication in flight, for
+which host and compute wait. A message takes 2 % of the time of a forward:
 
 * 1F1B and GPipe: 0.9 to 1.4 %
 * ZB-H1: 1.2 to 2.2 %
 * interleaved with complete rounds: 1.8 to 9.3 %
 * interleaved with an incomplete last round (5 stages, 13 microbatches, 3 chunks): 24 to 38 %
 
-Two other orders are equally safe and were rejected. Placing each message directly after its producer's start loses 8 to
-221 %. Placing compute actions at their end loses 8 to 129 %.
+Two other orders are equally safe but slower. If each message is placed directly after the start of its compute action,
+the loss is 8 to 221 %. If compute actions are placed at their end, the loss is 8 to 129 %.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def with_messages(
 ) -> tuple[tuple[Action, ...], ...]:
     """Return each rank's part of the common order: its compute actions and its side of every message.
 
-    `backward` is the length of a B relative to an F. With `pairs` no message is placed inside a pair: all collectives
-    of the pair are one event of the order. Raises ScheduleError if the ranks' orders of compute cause a deadlock.
+    `backward` is the assumed length of a B relative to an F. With `pairs` no message is placed between the two actions
+    of a pair, because all collectives of a pair are one event. Raises ScheduleError if the ranks' orders of compute
+    cause a deadlock.
     """
     length = {**_LENGTH, Kind.BACKWARD: backward}
     starts, ends = compute_times(placement, orders, lambda rank, action: length[action.kind], pairs)
@@ -92,7 +93,7 @@ def with_messages(
         ):
             first = place = begun[end]
             times = starts[end]
-            while times[place] < moment:  # the message follows all actions that the rank has begun by then
+            while times[place] < moment:  # actions that have begun earlier precede the message
                 place += 1
             if place > first:
                 placed[end] += orders[end][first:place]
@@ -102,7 +103,7 @@ def with_messages(
 
 
 def _route(placement: Placement, kind: Kind, position: int) -> tuple[Kind, Kind, int, int] | None:
-    """Return (send, receive, receiving position, receiving rank) of a compute action's message; None without one."""
+    """Return (send, receive, receiving position, receiving rank) of a compute action's message, if it has one."""
     send = placement.sent_by(kind, position)
     return send and (send, _ARRIVES[send], placement.other_end(send, position), placement.peer(send, position))
 
@@ -110,11 +111,11 @@ def _route(placement: Placement, kind: Kind, position: int) -> tuple[Kind, Kind,
 def posted_ahead(actions: Sequence[Action], pairs: bool = False) -> list[Action]:
     """Move each receive one compute action (or pair) earlier, so that it is posted when the message arrives.
 
-    The messages keep their sequence. Use it only with many communications in flight: a posted receive then blocks
-    no other communication.
+    The order of the messages does not change. This is only for runs with many communications in flight: with one, a
+    posted receive would block all other communication.
     """
     ahead: list[Action] = []
-    place = 0  # index for the next receive: before the compute action that precedes it
+    place = 0  # index in `ahead` for the next receive: before the latest compute action
     for unit in units(actions, pairs):
         if unit[0].kind in _ARRIVES.values():
             ahead[place:place] = unit

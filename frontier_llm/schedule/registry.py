@@ -4,7 +4,7 @@
         ...
     schedule.register("mine", schedule.ScheduleRule(order))
 
-Messages, channels, memory, simulation and figure are derived from the order of compute and the placement.
+The package derives messages, channels, memory, simulation and figures from the order of compute and the placement.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Formula = Callable[[Number, Number, Number, Number], Number]  # of (stages, micr
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """Definition of a schedule: the order of compute, the placement, and formulas for memory and idle time."""
+    """Definition of a schedule: its order of compute, its placement, and formulas for its memory and idle time."""
 
     order: Callable[[Placement, int, int], list[Action]]  # (placement, microbatches, rank) → the rank's compute actions
     placement: Callable[[int, int], Placement] = round_robin  # (stages, chunks) → placement of the virtual stages
     chunks: Sequence[int] = (1,)  # allowed numbers of virtual stages per rank
-    splits_backward: bool = False  # the schedule has I and W instead of B.
-    # Highest number of virtual-stage activations that a stage keeps, from F to B or W. If it is None, the planner uses
-    # an upper bound and counts the actions of its final candidates.
+    splits_backward: bool = False  # True: all or some backwards are I and W instead of B.
+    # Highest number of activations that a pipeline rank keeps, each of one microbatch and virtual stage, from F to B or
+    # W. If it is None, the planner uses an upper bound and counts the actions of its final candidates.
     peak_in_flight: Formula | None = None
-    # Highest number of these activations that wait between I and W. None as for peak_in_flight.
+    # Highest number of these activations that wait between I and W. None has the same meaning as for peak_in_flight.
     peak_waiting: Formula | None = None
-    # Bubble as a share of 1F1B's bubble if F = I = W, for the planner's formula. It is given for one virtual stage per
-    # rank, or for two if the schedule is a V.
+    # Bubble divided by the bubble of 1F1B if F, I and W take equal time, for the planner's formula. The value is for
+    # one virtual stage per rank, or for two if the schedule is a V.
     idle: float = 1.0
     # A forward directly before a backward of the rank's other position may be executed as a pair (schedule/actions.py).
     pairs: bool = False
-    # Length of a B relative to an F for which the order of communication is made. 1 keeps pairs of neighbouring ranks
-    # in step.
+    # Length of a B relative to an F that the order of communication assumes. With 1, neighbouring ranks begin their
+    # pairs at the same time.
     backward_length: float = 2.0
     # (stages, microbatches) → share of a step's backwards that are split. None: all of them if `splits_backward`.
     split_share: Callable[[Number, Number], Number] | None = None
@@ -115,7 +115,7 @@ def build(
 
     `microbatches` is the number per step and replica, `chunks` the number of virtual stages per rank. Every schedule of
     the package accepts any number of microbatches >= 1. Without `messages` the schedule can be simulated, but not
-    executed. With `pairs` the pairs of a schedule that has them are executed as one unit.
+    executed. With `pairs`, the engine executes each pair of the schedule as one unit, if the schedule has pairs.
 
     Raises LayoutError for an unknown name, a size below 1, or a number of chunks that the schedule does not accept.
     """
@@ -137,10 +137,10 @@ def build(
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the same pipeline without gradients, for evaluation. Each stage keeps the order of its forwards.
+    """Return the schedule of an evaluation: the forwards of `schedule`, in their order, without backwards.
 
-    The simpler order with all microbatches in chunk 0 first would leave all wrap-around messages of the last stage
-    undelivered. With a limited number of sends in flight this is a deadlock.
+    If all microbatches first passed through chunk 0, no rank would receive the last stage's messages to chunk 1 until
+    all had passed. With a limited number of sends in flight this is a deadlock.
     """
     orders = [[action for action in actions if action.kind is Kind.FORWARD] for actions in schedule.compute]
     return Schedule(FORWARD_ONLY, schedule.placement, schedule.microbatches, with_messages(schedule.placement, orders))
@@ -152,7 +152,7 @@ def one_end(name: str) -> bool:
 
 
 def idle_share(name: str, chunks: Number) -> Number:
-    """Return the bubble as a share of 1F1B's bubble. The number of chunks divides it, except for a V."""
+    """Return bubble / bubble of 1F1B. Except for a V, it is inversely proportional to the number of chunks."""
     return rule(name).idle / (1 if one_end(name) else chunks)
 
 
@@ -167,7 +167,7 @@ def split_share(name: str, stages: Number, microbatches: Number) -> Number:
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
     """Return the highest number of virtual-stage activations that a stage keeps at the same time.
 
-    If the schedule has no formula, this is the number of a complete step, an upper bound.
+    If the schedule has no formula, the result is an upper bound: the number of activations of a complete step.
     """
     formula = rule(name).peak_in_flight
     if formula is None:
@@ -178,7 +178,8 @@ def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Numb
 def peak_waiting(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
     """Return the highest number of activations that wait for their weight gradient after their input gradient.
 
-    It is 0 for schedules without a split backward. If the schedule has no formula, it is the number of a complete step.
+    It is 0 for schedules without a split backward. If the schedule has no formula, the result is the number of
+    activations of a complete step.
     """
     if not rule(name).splits_backward:
         return 0 * microbatches

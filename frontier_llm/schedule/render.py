@@ -22,8 +22,8 @@ COLORS = {
 def render_text(timeline: Timeline, columns: int = 160) -> str:
     """Draw one line per stage, with time to the right and idle time as dots.
 
-    The shortest action has exactly enough columns for its name. A longer timeline is cut after `columns` columns and
-    marked with '…'. The last line gives makespan and bubble.
+    Time is scaled so that the shortest action has exactly enough characters for its name. A line longer than `columns`
+    characters is cut and ends with '…'. The last line gives makespan and bubble.
     """
     schedule = timeline.schedule
     spans = [span for stage in range(schedule.stages) for span in islice(timeline.spans(stage), columns)]

@@ -1,6 +1,6 @@
-"""Simulation of a schedule's list of actions.
+"""Simulation of a pipeline schedule: start and end of every compute action for given durations.
 
-The result is exact for the given durations, so that it can verify closed formulas and compare plans.
+The result is exact for these durations, so that tests verify closed formulas with it and the planner compares layouts.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time over compute time, summed over all stages.
+        """Idle time / compute time, both summed over all stages.
 
-        (pp - 1) / m for 1F1B with equal stages (Narayanan et al., SC21, section 2.2).
+        It is (pp - 1) / m for 1F1B with equal stages (Narayanan et al., SC21, section 2.2).
         """
         busy_s = sum(self.busy_s(stage) for stage in range(self.schedule.stages))
         return self.schedule.stages * self.makespan_s / busy_s - 1
@@ -52,9 +52,10 @@ class Timeline:
 def simulate(schedule: Schedule, duration: Duration, send_s: Transfer = 0.0) -> Timeline:
     """Simulate a schedule. `duration(stage, action)` returns the seconds of a compute action.
 
-    `send_s` is the time of one transfer in seconds, or a function of (source stage, target stage). Communication takes
-    no time on the rank. A message is sent when the action that makes it ends. Each directed stream sends one message at
-    a time. The schedule must be legal (`check`). One step of 1600 microbatches on 64 stages takes less than a second.
+    `send_s` is the time of one transfer in seconds, or a function of (source stage, target stage). A rank computes
+    during communication. A message is sent when the action that produces it ends. From one rank to another, messages of
+    one kind are sent one at a time. The schedule must be legal (`check`). One step of 1600 microbatches on 64 stages
+    takes less than a second.
     """
     simulation = _Simulation(schedule.placement, schedule.compute, duration, send_s, schedule.pairs)
     return Timeline(schedule, *simulation.run())
@@ -63,20 +64,20 @@ def simulate(schedule: Schedule, duration: Duration, send_s: Transfer = 0.0) -> 
 def simulate_one_in_flight(schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> Timeline:
     """Simulate a schedule with one communication in flight on each rank (comm.in_flight: one).
 
-    A message begins when both its ranks have ended all compute and messages before it in `actions`. With `waits`, the
-    actions after a message begin when it has ended. This is so if the host waits for each call, or if compute has
-    collectives inside, which also use the one communication in flight. Without `waits`, compute waits only for its
+    A message begins when both its ranks have ended everything that precedes it in `actions`. With `waits`, the actions
+    that follow a message begin when it has ended. This models hosts that wait for each call, and compute with
+    collectives inside, which also count as the one communication in flight. Without `waits`, compute waits only for its
     input. The schedule must have been built with messages.
     """
     return Timeline(schedule, *_OneInFlight(schedule, duration, send_s, waits).run())
 
 
 class _Meeting:
-    """The messages of one kind between two neighbouring positions. A message begins when both ranks have reached it."""
+    """Messages of one kind between neighbouring positions. A message begins when both its ranks have reached it."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.came: dict[int, tuple[int, float]] = {}  # microbatch → the rank that came first, and its time in seconds
+        self.came: dict[int, tuple[int, float]] = {}  # microbatch → the rank that reached it first, and when
         self.ended_s: dict[int, float] = {}
 
 
@@ -89,7 +90,8 @@ class _OneInFlight:
         self.waits = waits
         placement = schedule.placement
         seconds = send_s if callable(send_s) else lambda source, target: send_s
-        # for both ends of a message: its meeting; for a compute action: the meeting of the message that it waits for
+        # for a send or receive: the meeting of its message; for a compute action: the meeting of the message that it
+        # needs
         self.meetings: dict[tuple[Kind, int], _Meeting | None] = {}
         for kind, (position, rank) in product((Kind.FORWARD, Kind.BACKWARD), enumerate(placement.rank_of)):
             if send := placement.sent_by(kind, position):
@@ -156,7 +158,8 @@ def compute_times(
 ) -> tuple[Times, Times]:
     """Return (starts, ends) of the compute actions in `orders`, by rank. Messages take no time.
 
-    Both actions of a pair have the same start and end. The lists are shorter if ranks wait for each other in a circle.
+    Both actions of a pair have the same start and end. If ranks wait for each other in a circle, the results lack the
+    actions that never begin.
     """
     starts, ends = _Simulation(placement, orders, duration, 0.0, pairs).run()
     if not pairs:
@@ -179,10 +182,10 @@ class _Stream:
 
 
 class _Wire(NamedTuple):
-    """Input and output of the compute actions of one kind and position: arrival times by microbatch."""
+    """Input and output of the compute actions of one kind and position: microbatch → arrival time of the data."""
 
     arrivals_s: dict[int, float] | None  # of the input; None: the actions need no input
-    handed_s: dict[int, float]  # of the output at the neighbouring position
+    handed_s: dict[int, float]  # arrival of the output at the neighbouring position
     stream: _Stream | None  # None: the neighbouring position is on the same rank, or there is none
 
 

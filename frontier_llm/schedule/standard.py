@@ -1,4 +1,4 @@
-"""GPipe, 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2: order of compute and number of kept activations.
+"""Schedules GPipe, 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2: order of compute and peak number of activations.
 
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-Flush, Narayanan et al. 2021), interleaved 1F1B (Narayanan et al.,
 SC21, section 2.2), ZB-H1 and ZB-H2 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2).
@@ -34,10 +34,10 @@ def _one_f_one_b(placement: Placement, microbatches: int, rank: int) -> Order:
 def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
     """Return the order of interleaved 1F1B: rounds of pp microbatches pass through a rank's chunks.
 
-    The warm-up is longer by 2 per rank towards the first rank, in 1F1B by 1. An incomplete last round is built as a
-    complete one, and the missing microbatches are dropped. Dropping microbatches from a legal order leaves a legal
-    order, so no number of microbatches causes a deadlock. Rounds shortened to the remainder would cause one, for
-    remainders below pp.
+    Each rank has 2 warm-up forwards more than the next rank (1F1B: 1 more). An incomplete last round is built as a
+    complete one, and the excess microbatches are dropped. Without some of its microbatches a legal order remains legal,
+    so no number of microbatches causes a deadlock. If the last round were instead shortened to fewer than pp
+    microbatches, ranks would deadlock.
     """
     stages = placement.ranks
     held = placement.positions_of(rank)
@@ -58,10 +58,11 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
 
 @dataclass(frozen=True)
 class _ZeroBubble:
-    """1F1B with a split backward and `depth` times its warm-up forwards.
+    """1F1B with a split backward and `depth` times as long a warm-up (ZB-H1, ZB-H2).
 
-    W of a microbatch is delayed by `depth · rank` input gradients and fills the bubbles of the drain. A later stage has
-    fewer forwards in flight by the same number. Every stage therefore keeps the same number of activations.
+    On a rank, the W of a microbatch follows `depth · rank` input gradients later than its I. The delayed W fill the
+    bubbles of the drain. A later rank has fewer warm-up forwards by the same number, so every rank keeps the same
+    number of activations.
     """
 
     depth: int  # 1: ZB-H1; 2: ZB-H2, in which no rank idles between its first and its last action
@@ -109,7 +110,10 @@ def _peak_one_f_one_b(stages: Number, microbatches: Number, chunks: Number, stag
 
 
 def peak_interleaved(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-    """Return Megatron's number of warm-up forwards plus 1. With an incomplete last round this is an upper bound."""
+    """Return the peak number of activations: Megatron's warm-up forwards plus 1.
+
+    With an incomplete last round this is an upper bound.
+    """
     rounds = np.minimum(microbatches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1)
     return np.where(np.asarray(chunks) > 1, rounds, _peak_one_f_one_b(stages, microbatches, chunks, stage))
 

@@ -1,16 +1,16 @@
-"""Schedules whose weight gradients fill idle time: interleaved 1F1B, and V shapes with a chosen share of the memory.
+"""Zero-bubble schedules, whose delayed weight gradients fill idle time: interleaved 1F1B, and V-shaped schedules.
 
-In a V, rank r holds positions r and 2p - 1 - r. Embedding and head are on the same rank, and the last rank holds two
-consecutive positions, which exchange no message. The activations of a rank's two positions add up to about the same
-number on all ranks.
+In a V of p ranks, rank r holds the virtual stages at positions r and 2p - 1 - r. The first rank holds embedding and
+head. The last rank holds two consecutive positions, which exchange no message. The activations of a rank's two
+positions add up to about the same number on all ranks.
 
-A V's order repeats one *block* per microbatch. A block has six units of time: two forwards, two input gradients and two
-weight gradients. The time between the passes of neighbouring positions (the distance) determines how long an activation
-is kept, and therefore the memory. If the distances of F and I have the sum s, the schedule keeps s/6 of the activations
-of 1F1B.
+The order of a V repeats one *block* per microbatch. On a rank, a block has six units of time: two forwards F, two input
+gradients I and two weight gradients W. The time between the passes of neighbouring positions is called distance. It
+determines how long an activation is kept, and therefore the memory. If the distances of F and I have the sum s, the
+schedule keeps s/6 of the activations of 1F1B.
 
-Source: Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory": V-Min, V-Half, ZB-V). Orders are made for F = I
-= W and do not depend on the real durations.
+Source: Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory": V-Min, V-Half, ZB-V). The orders assume that F,
+I and W take equal time. They do not depend on the real durations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GAPS = list(product(_UNITS, _UNITS, _UNITS))  # units at a V's ends: (turn of F,
 
 
 def v_shape(stages: int, chunks: int) -> Placement:
-    """Return the placement of a V: down the ranks and up again. `chunks` must be 2."""
+    """Return the placement of a V: positions go from the first rank to the last and back. `chunks` must be 2."""
     assert chunks == 2
     return Placement((*range(stages), *reversed(range(stages))))
 
@@ -53,9 +53,9 @@ class Pattern:
         return tuple(end + 1 - begin for begin, end in zip(self.forward, self.weight, strict=True))
 
     def alive(self, stages: int, microbatches: int, rank: int) -> tuple[int, int]:
-        """Return two maxima over the ends of a rank's forwards.
+        """Return the peak numbers of kept activations and of activations that wait for their W, on one rank.
 
-        The first is the number of kept activations, the second the number of these that wait for their W.
+        Both are maxima over the ends of the rank's forwards.
         """
         held = rank, 2 * stages - 1 - rank
         indices = np.arange(microbatches)
@@ -75,10 +75,9 @@ Distances = tuple[int, int, int, int]  # units between neighbours: F down the ra
 
 @lru_cache(maxsize=1024)
 def pattern_of(stages: int, choices: tuple[Distances, ...]) -> Pattern:
-    """Return the block with the shortest lifetimes among the given distances between neighbours.
+    """Return the block in which activations are kept shortest, among the given distances between neighbours.
 
-    A rank's units are taken modulo the period. The gaps at the ends of the V are chosen so that no two passes of a rank
-    use the same unit.
+    The gaps at the ends of the V are chosen so that no two passes of a rank use the same unit of the period.
     """
     every = product(choices, GAPS)
     found = (candidate for distances, gaps in every if (candidate := _with_gaps(stages, distances, gaps)))
@@ -118,7 +117,7 @@ def _with_gaps(stages: int, distances: Distances, gaps: tuple[int, int, int]) ->
 
 @dataclass(frozen=True)
 class VOrder:
-    """Order of a V with the best of the given distances. Implements the callables of a `ScheduleRule`."""
+    """Order of a V-shaped schedule with the best of the given distances. Its methods are fields of a `ScheduleRule`."""
 
     choices: tuple[Distances, ...]
 
@@ -127,22 +126,22 @@ class VOrder:
         return list(_v_orders(self, placement, microbatches)[rank])
 
     def peak_in_flight(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-        """Return the peak of the block (`ScheduleRule.peak_in_flight`).
+        """Return the peak number of activations of the block, for `ScheduleRule.peak_in_flight`.
 
-        If the number of microbatches is at most the number of stages, it is an upper bound, because `filled` then runs
+        If there are at most as many microbatches as stages, the result is an upper bound, because `filled` then runs
         some weight gradients earlier.
         """
         return self._peaks(stages, microbatches, stage)[0]
 
     def peak_waiting(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-        """Return the peak of the block (`ScheduleRule.peak_waiting`)."""
+        """Return the peak number of activations of the block that wait for W, for `ScheduleRule.peak_waiting`."""
         return self._peaks(stages, microbatches, stage)[1]
 
     def _peaks(self, stages: Number, microbatches: Number, stage: Number) -> tuple[np.ndarray, ...]:
         """Return both peaks for arrays of layouts.
 
-        More than 3p + 4 microbatches do not change the peaks. A search has thousands of layouts, but only some hundred
-        different arguments. Each of them is computed once.
+        More than 3p + 4 microbatches do not change the peaks. The thousands of layouts of a search have only some
+        hundred different arguments, and each is computed once.
         """
         columns = np.broadcast_arrays(stages, np.minimum(microbatches, 3 * np.asarray(stages) + 4), stage)
         keys, places = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
@@ -175,11 +174,11 @@ def _v_orders(order: VOrder, placement: Placement, microbatches: int) -> tuple[t
 
 
 def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """Return the orders with weight gradients moved to units in which the rank would idle.
+    """Return the orders of all ranks, with weight gradients moved to units of time in which the rank would be idle.
 
-    The orders are simulated in units of time. A weight gradient runs at its place in the order, or earlier if nothing
-    else can run. After a rank's last forward its memory can only fall. From then on input gradients run first, because
-    other ranks wait for them.
+    The orders are simulated in units of time. A weight gradient runs at its place in the given order, or earlier if
+    nothing else can run. After a rank's last forward, its memory can only decrease. From then on input gradients run as
+    soon as they can, because other ranks wait for them.
     """
     ranks = [_Rank(order) for order in orders]
     ended: dict[tuple[bool, int, int], int] = {}  # (forward?, microbatch, position) → unit
@@ -256,7 +255,8 @@ class _Rank:
 def _interleaved_zero_bubble(placement: Placement, microbatches: int, rank: int) -> Order:
     """Return the order of interleaved 1F1B with a split backward.
 
-    The first rank has the most activations in flight. On the other ranks W is delayed until they reach this number.
+    The first rank has the most activations in flight. On the other ranks W is delayed, so that they have this number in
+    flight too.
     """
     return list(_interleaved_orders(placement, microbatches)[rank])
 
@@ -302,7 +302,8 @@ def _v_rule(order: VOrder, idle: float) -> ScheduleRule:
     )
 
 
-# Distances that have a valid order for every number of stages. The key is the share of 1F1B's memory, in sixths.
+# Memory relative to 1F1B, in sixths → distances of V-shaped schedules. Each has a valid order for every number of
+# stages.
 DISTANCES: dict[int, tuple[Distances, ...]] = {
     2: ((1, 1, 1, 1),),
     3: ((2, 1, 2, 1), (1, 2, 1, 2)),

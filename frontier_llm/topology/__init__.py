@@ -1,1 +1,1 @@
-"""Layout of a run: ranks ↔ mesh coordinates, groups of ranks, layers → stages, and the shards of each rank."""
+"""Parallel layout of a run: mesh coordinates and groups of ranks, layers of each stage, and shards of each rank."""

@@ -1,8 +1,8 @@
-"""Assignment of parameters to flat buckets.
+"""Assignment of parameters to flat buckets for gradient reduction and optimizer.
 
-A bucket holds parameters that are reduced and updated in the same way. It is cut into slices of equal length, one per
-owner. The runtime (`optim/buckets.py`) allocates its buckets by this plan, and the planner computes their bytes and
-padding from it.
+A bucket holds parameters that are reduced and updated in the same way. With ZeRO, each replica owns one of the bucket's
+slices of equal length. The runtime (`optim/buckets.py`) allocates its buckets by this plan, and the planner computes
+their bytes and padding from it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from frontier_llm.topology.shards import BUCKET_ALIGNMENT
 
 T = TypeVar("T")
 
-# Limit of padding, relative to a bucket without gaps, for optimizers that can gather tensors that slices cut. Above
-# the limit the tensors are cut. Padding costs memory and reduction time for weights and gradients. Gathering costs one
-# more transfer of the tensors in 16 bits.
+# Largest padding of a bucket in which each tensor lies in a single slice, relative to a bucket without gaps. It applies
+# to optimizers that can gather tensors (Muon). With more padding, slices cut the tensors instead, and the update
+# gathers them. Padding costs memory and reduction time for weights and gradients. Gathering costs one more transfer of
+# the tensors in 16 bits.
 MOST_PADDING = 1 / 8
 
 
@@ -32,7 +33,7 @@ class BucketPlan(Generic[T]):
     offsets: list[int]
     numel: int  # Padding is included. A multiple of the number of owners.
     whole: bool  # The optimizer's update needs complete tensors.
-    apart: bool  # `whole` is true, and no tensor lies in the slices of two owners.
+    apart: bool  # `whole` is true, and each tensor lies in the slice of a single owner.
 
 
 def plan_buckets(
@@ -45,7 +46,7 @@ def plan_buckets(
 ) -> Iterator[BucketPlan[T]]:
     """Yield buckets of at most `limit` elements. Parameters that are reduced and updated alike share buckets.
 
-    Buckets of one sort of parameters follow the order of `members`. A bucket may be longer than `limit` if a member is
+    Parameters of one such kind are placed in the order of `members`. A bucket may be longer than `limit` if a member is
     longer, or if `rule` needs complete tensors.
 
     Args:
@@ -97,13 +98,13 @@ def _aligned(count: int, multiple: int) -> int:
 
 
 def _in_a_row(members: list[T], room: Callable[[T], int], parts: int) -> BucketPlan[T]:
-    """Place the members without gaps. The slices of the owners may cut a member."""
+    """Place the members without gaps, so that the slices of two owners may cut a member."""
     ends = list(accumulate(map(room, members)))
     return BucketPlan(members, [0, *ends[:-1]], _aligned(ends[-1], BUCKET_ALIGNMENT * parts), False, False)
 
 
 def _apart(members: list[T], room: Callable[[T], int], owners: int, parts: int) -> BucketPlan[T]:
-    """Place each member inside one owner's slice: the largest first, each in the slice that is least filled."""
+    """Place each member inside one owner's slice: the largest member first, each into the emptiest slice."""
     filled = [0] * owners
     places = list[tuple[int, int, T]]()
     for member in sorted(members, key=room, reverse=True):

@@ -1,4 +1,4 @@
-"""Limits of the data-parallel engines (native, FSDP, DeepSpeed): the settings that each engine does not support."""
+"""Checks of the settings that a run's data-parallel engine (native, FSDP or DeepSpeed) does not support."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from frontier_llm.machine.load import load_machine
 
 
 def in_flight(config: RunConfig, architecture: str | None = None) -> str:
-    """Return 'one' or 'many': the communications that a rank may have in flight at a time.
+    """Return 'one' or 'many': how many communications a rank may have in flight at a time.
 
-    With `comm.in_flight=auto` the machine file and the device decide (`Machine.in_flight_on`). `architecture`: that of
-    this rank's GPU, or None for the machine file's.
+    With `comm.in_flight=auto` the machine file and the device decide (`Machine.in_flight_on`). `architecture` is the
+    architecture of this rank's GPU. None means the one in the machine file.
     """
     chosen = config.comm.in_flight
     if chosen != "auto":
@@ -25,7 +25,7 @@ def in_flight(config: RunConfig, architecture: str | None = None) -> str:
 
 
 def in_flight_problem(config: RunConfig, architecture: str | None = None) -> Problem | None:
-    """Return a Problem if the run's engine starts its own collectives, and only one may be in flight."""
+    """Return a Problem if only one communication may be in flight, but the run's engine starts its own collectives."""
     is_fsdp = config.parallel.data_mode == "fsdp"
     is_deepspeed = config.optimizer.engine == "deepspeed"
     if not (is_fsdp or is_deepspeed) or in_flight(config, architecture) == "many":
@@ -115,7 +115,7 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _optimizer_problems(config: RunConfig, native: bool, who: str) -> Iterator[Problem]:
-    """Yield a Problem for an unknown optimizer, or for one that needs complete matrices if the engine cuts them."""
+    """Yield a Problem if the optimizer is unknown, or if it needs complete matrices and the engine cuts them."""
     try:
         rule = optimizer_rule(config.optimizer.name)
     except ConfigError as error:

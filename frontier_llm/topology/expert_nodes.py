@@ -1,7 +1,7 @@
-"""Seconds of the expert all-to-all, by the placement of the expert ranks on nodes, in one stage or in two stages.
+"""Cost of the all-to-all to experts across nodes, and the choice between its one-stage and its two-stage form.
 
-A row is one token for one of its experts. In two stages a token's row crosses the network once per node and is
-distributed inside the node.
+A row is one token for one of its experts. In the two-stage form, a token is sent to each node once (between nodes).
+From there its rows are distributed inside the node.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ OneOrMany = TypeVar("OneOrMany", bound=Layout)
 def experts_inside(layouts: Layout, rates: Rates) -> Number:
     """Return the number of ep · etp ranks that share a node.
 
-    Expert ranks are consecutive along tp, cp and dp. With the axis order "tp-pp-dp" the pipeline ranks lie between
-    the replicas, so a node holds fewer of them.
+    The ranks of an expert group are consecutive along tp, cp and dp. With the axis order "tp-pp-dp" other pipeline
+    stages lie between the replicas, so a node holds fewer ranks of the group.
     """
     inner = layouts.tp * layouts.cp
     node = rates.node_devices
@@ -34,7 +34,7 @@ def experts_inside(layouts: Layout, rates: Rates) -> Number:
 
 
 def experts_s(collective: Collective, layout: Layout, rates: Rates) -> float:
-    """Return the seconds of an all-to-all of rows without any overlap.
+    """Return the seconds of an all-to-all of token rows that overlaps with nothing.
 
     The axis is "ep" (all expert ranks), "ep.node" (the expert ranks of one node) or "ep.rail" (one rank per node).
     """
@@ -47,10 +47,10 @@ def experts_s(collective: Collective, layout: Layout, rates: Rates) -> float:
 
 
 def all_to_all_s(size_bytes: Number, ranks: Number, inside: Number, rates: Rates) -> Number:
-    """Return the seconds of an all-to-all of `size_bytes` per rank among `ranks`, `inside` of them on each node.
+    """Return the seconds of an all-to-all among `ranks` ranks, each with `size_bytes`, `inside` ranks on each node.
 
-    Traffic inside the node uses the fabric, and at the same time the rest uses this rank's share of the NICs. Every
-    rank sends a message to every other rank, and each message adds a fixed time.
+    Messages inside the node use the fabric. At the same time, messages to other nodes use this rank's share of the
+    NICs. Every rank sends a message to every other rank, and each message adds a fixed time.
     """
     near_s = (
         size_bytes * (inside - 1) / ranks / fabric_bandwidth(rates, inside)
@@ -82,7 +82,7 @@ def over_nodes(model: ModelConfig, layouts: OneOrMany, rates: Rates, wanted: str
             (nodes == number) * nodes_of_a_token(moe.experts, moe.top_k, number) for number in np.unique(nodes).tolist()
         )
         rows_bytes = token_bytes * moe.top_k * layouts.etp
-        if moe.capacity is not None:  # with a capacity limit, at most this many rows are sent
+        if moe.capacity is not None:  # a capacity limit also limits the number of sent rows
             travelling = np.minimum(nodes, moe.top_k * moe.capacity)
             rows_bytes = rows_bytes * moe.capacity
         in_two_s = all_to_all_s(token_bytes * travelling, nodes, 1, rates) + all_to_all_s(

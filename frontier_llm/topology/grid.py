@@ -1,9 +1,10 @@
-"""The bijection between global ranks and coordinates (pp, dp, cp, tp), and the groups of ranks, as plain tuples.
+"""Mesh of ranks: conversion between global ranks and coordinates (pp, dp, cp, tp), and the groups of each axis.
 
-Attention uses the ranks of one pipeline rank as tp x cp x dp. Experts use the same ranks as etp x ep x edp. The
-innermost axes of both are consecutive ranks, so expert-parallel ranks share a node if they fit into one.
+The ranks of one pipeline stage form a mesh tp x cp x dp for attention and a mesh etp x ep x edp for experts. The first
+axis of each mesh is innermost and consists of consecutive ranks. Expert-parallel ranks therefore share a node if they
+fit into one.
 
-`held_positions` gives the tokens of a sequence that each context-parallel rank holds.
+`held_positions` returns the tokens of a sequence that a context-parallel rank holds.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 
 @dataclass(frozen=True)
 class Grid:
-    """The mesh of ranks. `order` lists the axes with the innermost first: its first axis has consecutive ranks.
+    """The mesh of ranks. `order` lists the axes, innermost first. Ranks along the first axis are consecutive.
 
-    TP is always innermost, because its collectives run in every layer and must stay inside a node. A node's Infinity
-    Fabric has 200/100/50 GB/s between GCDs, and its NICs have 12.5 GB/s per GCD. CP always follows TP: it also
-    communicates in every layer, but sends only keys and values.
+    TP is always innermost, because its collectives run in every layer and must stay inside a node. In an MI250X node,
+    Infinity Fabric has 200, 100 or 50 GB/s between two GCDs, and the NICs have 12.5 GB/s per GCD. CP always follows TP:
+    it also communicates in every layer, but sends only keys and values.
 
     Raises ConfigError if `order` is not in AXIS_ORDERS.
     """
@@ -93,7 +94,7 @@ class Grid:
         )
 
     def experts_group(self, global_rank: int) -> tuple[int, ...]:
-        """Return the ranks that together hold one copy of all experts, etp innermost. They exchange tokens."""
+        """Return the ranks that together hold one copy of all experts and exchange tokens, etp innermost."""
         plane = self.plane(global_rank)
         size = self.etp * self.ep
         first = plane.index(global_rank) // size * size
@@ -141,9 +142,9 @@ class Grid:
 def held_positions(length: int, cp: int, rank: int) -> tuple[range, ...]:
     """Return the positions of a sequence that context-parallel rank `rank` holds, as ranges in ascending order.
 
-    The sequence is cut into 2·cp chunks, and rank r holds chunks r and 2·cp − 1 − r. A query of chunk c scores the keys
-    of about c + 1/2 chunks, so all ranks compute equally many scores. With cp chunks, the last rank would have 2·cp − 1
-    times the work of the first.
+    The sequence is cut into 2·cp chunks, and rank r holds chunks r and 2·cp − 1 − r. With causal attention a query of
+    chunk c attends to about c + 1/2 chunks of keys, so all ranks have the same work. If the sequence were cut into cp
+    chunks, the last rank would have 2·cp − 1 times the work of the first.
     """
     if cp == 1:
         return (range(length),)

@@ -1,4 +1,4 @@
-"""RunConfig + world size → ParallelPlan. All rules of a layout are checked here, before anything expensive starts."""
+"""Derives the parallel layout of a run (`ParallelPlan`) from its configuration and world size, and checks its rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from frontier_llm.units import plural
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:
-    """Return forward FLOPs of the output head / forward FLOPs of one layer. Attention counts its causal half."""
+    """Return forward FLOPs of the output head / forward FLOPs of one layer, with causal attention."""
     layout = Layout()
     software = Software()
     layer = flops(block_work(model, layout, software), causal=True, forward_only=True)
@@ -33,9 +33,9 @@ def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
     """Return the number of layers of each virtual stage that minimises the work of the busiest one, head included.
 
     Leftover layers go to the first stages. Then layers move from the head's stage to others as long as this reduces the
-    work of the busiest stage. Large models stay even: the head costs V/12h layers, 0.17 for the 1T model and 0.69 for
-    22B. A small model with a large vocabulary does not: L8 H384 V8192 on two stages gets 5 + 3 layers, because its
-    head costs as much as 1.7 layers.
+    work of the busiest stage. In large models the split remains even: the head costs V/12H layers (V vocabulary, H
+    hidden size), which are 0.17 layers for the 1T model and 0.69 for 22B. A small model with a large vocabulary (8
+    layers, H 384, V 8192) gets 5 + 3 layers on two stages, because its head costs as much as 1.7 layers.
     """
     base, remainder = divmod(model.layers, virtual_stages)
     counts = [base + (stage < remainder) for stage in range(virtual_stages)]
@@ -71,7 +71,7 @@ class ParallelPlan:
     grid: Grid
     placement: Placement  # which pipeline rank holds which virtual stage
     schedule: str
-    microbatches: int  # per data-parallel replica and step
+    microbatches: int  # of one data-parallel replica in one step
     stages: tuple[StageSpec, ...]  # by position in the model
     sequence_parallel: bool
     zero: int
@@ -159,7 +159,7 @@ def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
 
 
 def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return the problems of all phases, each once, and the settings that do not allow phases."""
+    """Return the problems of all phases, each once, and a Problem for each setting that excludes phases."""
     problems: dict[Problem, int] = {}
     phases = phases_of(config)
     for phase in phases:
@@ -224,7 +224,7 @@ def _degree_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 @cache
 def _node_devices(machine: str) -> int:
-    """Return the devices of a node. It is cached, because the search checks hundreds of layouts of one machine."""
+    """Return the devices of a node. Cached, because a search checks hundreds of layouts of one machine."""
     return load_machine(machine).devices_per_node
 
 

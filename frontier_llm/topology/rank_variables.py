@@ -1,6 +1,6 @@
-"""Set the variables of `machine.env` for the ranks of a run.
+"""Sets the environment variables of a run's ranks, which `machine.env` lists for each machine.
 
-They are set before torch is imported, because HIP reads some of them when its library is loaded.
+The variables are set before torch is imported, because HIP reads some of them when its library is loaded.
 
 The supervisor exports them to the environment of srun (`cluster.site_variables`). A rank sets the variables that differ
 between ranks. If another launcher started the rank (torchrun, mpirun, a bare srun), the rank sets all of them. ORIGINS
@@ -27,13 +27,13 @@ from frontier_llm.topology.streams import most_streams
 from frontier_llm.units import strict_json
 
 ORIGINS = "FRONTIER_LLM_VARIABLE_ORIGINS"  # JSON: name of a variable -> what set it
-# lists of names, from launch/job.sh
+# variables in which launch/job.sh passes lists of names
 USER_NAMES = "FRONTIER_LLM_USER_VARIABLES"
 MODULE_NAMES = "FRONTIER_LLM_MODULE_VARIABLES"
 
 
 def environment_name(machine: str) -> str:
-    """Return the key of `machine.env` for a machine's name or a machine file."""
+    """Return the name under which `machine.env` lists the variables of a machine, given by its name or file."""
     name = Path(machine).stem
     return name if name in MACHINES else load_machine(machine).environment
 
@@ -55,7 +55,7 @@ def run_variables(config: RunConfig, nodes: int, ranks_per_node: int | None = No
     if machine_env.QUEUES in variables and in_flight(config) == "many":
         ranks_per_node = ranks_per_node or load_machine(config.machine).devices_per_node
         world_size = nodes * ranks_per_node
-        if world_size % config.parallel.model_ranks == 0:  # `doctor` may examine fewer nodes than the run needs
+        if world_size % config.parallel.model_ranks == 0:  # otherwise `doctor` examines fewer nodes than the run needs
             plan = plan_as_given(config, world_size)
             streams = most_streams(config, plan.grid, plan.placement, ranks_per_node)
             variables[machine_env.QUEUES] = machine_env.queues_variable(streams)
@@ -108,6 +108,6 @@ def node_count(place: RankEnv) -> int:
 def needs_network_plugin(config: RunConfig, nodes: int) -> bool:
     """Return True if collectives must not use sockets.
 
-    This is so for jobs on more than one node, if the machine's network has a plugin.
+    These are jobs on more than one node of a machine whose network has an RCCL plugin.
     """
     return nodes > 1 and any(variable.name == "NCCL_NET" for variable in run_variables(config, nodes))

@@ -30,7 +30,7 @@ class Rectangle:
         return Rectangle(tuple(start + step for start, step in zip(self.offset, by, strict=True)), self.shape)
 
     def intersect(self, other: Rectangle) -> Rectangle | None:
-        """Return the common part of both rectangles, or None if there is none."""
+        """Return the elements that both rectangles have, or None if they have none in common."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -39,16 +39,16 @@ class Rectangle:
         return Rectangle(offset, shape) if min(shape, default=1) > 0 else None
 
     def within(self, outer: Rectangle) -> tuple[slice, ...]:
-        """Return the indices of this rectangle in an array that holds `outer`."""
+        """Return the slices that select this rectangle in an array that holds the elements of `outer`."""
         starts = (mine - its for mine, its in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 def rectangles_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
-    """Cut elements [start, stop) of a row-major array into rectangles, in flat order.
+    """Yield rectangles that together have elements [start, stop) of a row-major array of this shape, in order.
 
-    Each rectangle is contiguous in the array. There are at most 2 * dims - 1: the end of the first row, the complete
-    rows and the start of the last row. The incomplete rows are cut in the same manner.
+    Each rectangle is contiguous in the array. There are at most 2 * dims - 1 rectangles: the end of the first row, the
+    complete rows and the start of the last row. The two incomplete rows are cut in the same manner.
     """
     if start >= stop:
         return
@@ -84,7 +84,7 @@ def contiguous_runs(outer: Rectangle, part: Rectangle) -> tuple[np.ndarray, int]
         return np.zeros(1, np.int64), 1
     strides = [prod(outer.shape[dim + 1 :]) for dim in range(dims)]
     begin = [mine - its for mine, its in zip(part.offset, outer.offset, strict=True)]
-    # `part` covers the dims after the last cut dim completely, so a run spans them and the cut dim
+    # `cut` is the last dim that `part` does not cover completely; a run consists of this dim and all later ones
     cut = max((dim for dim in range(dims) if part.shape[dim] != outer.shape[dim]), default=0)
     starts = np.zeros(1, np.int64)
     for dim in range(cut):

@@ -1,6 +1,6 @@
 """ShardSpec: the part of a parameter that a rank holds.
 
-It is the single source of truth for ZeRO, the gradient norm, tied weights, initialisation and checkpoints.
+ZeRO, the gradient norm, tied weights, initialisation and checkpoints all use it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from math import prod
 
 from frontier_llm.blueprint.parameters import Parameter, Split
 
-# Elements. Each parameter in a flat bucket, and each rank's slice of a bucket, starts at a multiple. In bf16 this is
-# 256 bytes, the alignment at which RCCL and vector loads are fast.
+# Alignment in elements: each parameter in a flat bucket, and each rank's slice of a bucket, starts at a multiple of it.
+# In bf16 it is 256 bytes, with which RCCL and vector loads are fast.
 BUCKET_ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One rank's rectangle of one global parameter. The local tensor has exactly `shape`."""
+    """The rectangle of a global parameter that one rank holds. The rank's tensor has the shape `shape`."""
 
     parameter: Parameter
     offset: tuple[int, ...]  # Offset of this rank's rectangle in the global tensor.
     shape: tuple[int, ...]  # Shape of this rank's rectangle.
-    coordinates: Mapping[str, int]  # This rank's index on each axis that holds the parameter in parts or as copies.
+    coordinates: Mapping[str, int]  # This rank's index on each axis that splits or copies the parameter.
 
     @property
     def name(self) -> str:
@@ -37,9 +37,9 @@ class ShardSpec:
 
     @property
     def counted(self) -> bool:
-        """True for the one copy that enters the gradient norm and the checkpoint.
+        """True if this rank's copy counts in the gradient norm and is saved in checkpoints. One copy of each part does.
 
-        It is the first copy on every axis that does not split the parameter.
+        This is the copy with index 0 on every axis that does not split the parameter.
         """
         return not any(self.coordinates[axis] for axis in self.coordinates if not self.splits_over(axis))
 

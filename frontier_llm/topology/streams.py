@@ -1,8 +1,8 @@
-"""Counts the GPU streams of a rank.
+"""Counts the GPU streams of a rank, and checks that each can have its own hardware queue.
 
 Streams that share a hardware queue wait for each other. With many communications in flight each stream therefore needs
-a queue of its own: a receive that waits for its message would otherwise block what its sender waits for. With one in
-flight any assignment of streams to queues is safe (docs/communication.md).
+its own queue. Otherwise a receive that waits for a message can block an operation in the same queue for which the
+sender waits. With one communication in flight any assignment of streams to queues is safe (docs/communication.md).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from frontier_llm.topology.engine_rules import in_flight
 from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.topology.grid import AXES, Grid
 
-LEVELLED = ("tp", "cp", "dp", "dp.cp", "world")  # axes whose collectives may run in two stages
+LEVELLED = ("tp", "cp", "dp", "dp.cp", "world")  # axes whose collectives may have two stages (inside and between nodes)
 
-# Streams that torch's FSDP creates beside ours: copies for the all-gather, the all-gather, the reduce-scatter, and the
-# all-reduce between copies. Its two communicators come in addition.
+# Streams that torch's FSDP creates in addition to ours: for copies before the all-gather, the all-gather, the
+# reduce-scatter, and the all-reduce between copies of the weights. FSDP's two communicators are not included.
 _FSDP_STREAMS = 4
 _FSDP_GROUPS = 2
 # DeepSpeed's ZeRO-1 reduces on a stream of its own, with a communicator of its own.
@@ -50,9 +50,10 @@ def queue_problem(config: RunConfig, grid: Grid, placement: Placement) -> Proble
 
 
 def nodes_of(ranks: Sequence[int], ranks_per_node: int | None, multiple: int) -> list[tuple[int, ...]]:
-    """Return the ranks of each node, if a collective over `ranks` can run in two stages; otherwise an empty list.
+    """Return node by node the members of `ranks`, or an empty list if their collectives cannot have two stages.
 
-    Two stages need the same number of ranks on each of several nodes, and the number must be a multiple of `multiple`.
+    For two stages, the ranks must be on several nodes with the same number of ranks on each. This number must be a
+    multiple of `multiple`.
     """
     if ranks_per_node is None:
         return []
@@ -79,10 +80,10 @@ def streams_of_rank(
     by_node: bool,
     in_two_stages: bool,
 ) -> list[str]:
-    """Return the name of each stream on which a rank of this mesh computes or communicates.
+    """Return the names of the streams on which a rank of this mesh computes or communicates.
 
-    The arguments are those of `comm.build_mesh`. `in_two_stages`: collectives may run in two stages, which adds two
-    communicators and a stream to an axis.
+    The arguments have the same meaning as for `comm.build_mesh`. If `in_two_stages` is true, collectives may run in two
+    stages, which adds two communicators and a stream to an axis.
     """
     streams = ["compute"]
 
@@ -102,7 +103,7 @@ def streams_of_rank(
             streams.append(f"{name} in two stages")
 
     for axis in AXES:
-        if axis != "pp":  # its messages use channels
+        if axis != "pp":  # messages of the pipeline use channels instead
             add(axis, grid.group(axis, rank))
     if grid.replicas not in AXES:
         add(grid.replicas, grid.group(grid.replicas, rank))

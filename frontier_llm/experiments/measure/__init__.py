@@ -1,4 +1,4 @@
-"""Benchmarks of the step, the ops and the links, calibration of a machine file, and reports about run directories.
+"""Benchmarks of training steps, ops and links, calibration of machine files, and reports about run directories.
 
-Nothing in this package trains a model.
+No module of this package trains a model to use it afterwards.
 """

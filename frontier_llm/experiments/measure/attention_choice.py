@@ -1,6 +1,7 @@
-"""`ops tune`: time every available attention back-end at a model's shapes and write the table of the fastest.
+"""`ops tune`: times all available attention back-ends at a model's shapes and writes a table with their order.
 
-`ops.attention: auto` follows the order in this table. The back-ends are timed alternately, one call each per round.
+With `ops.attention: auto`, the first back-end of the table that supports the run is used. Back-ends are timed in rounds
+with one call of each.
 """
 
 from __future__ import annotations

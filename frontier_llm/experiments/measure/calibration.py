@@ -1,4 +1,4 @@
-"""Determine a machine's constants from micro-benchmarks. `machine_file` writes them to a machine file."""
+"""Fits the constants of a machine file to micro-benchmarks of this computer (`measure.samples`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.planner.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.planner.costs.time import step_s
 
-KNEE = 0.03  # log error beyond which a sample counts linearly
-PRIOR = 0.05**2  # weight of (log constant - log start)² against one squared log error
+KNEE = 0.03  # log error beyond which the loss of a sample is linear instead of quadratic
+PRIOR = 0.05**2  # weight of (log constant - log start)² relative to the squared log error of a sample
 
 
 @dataclass
 class Samples:
-    """Measured times in seconds. The last entries of each tuple are times.
+    """Results of the micro-benchmarks. The last entries of each tuple are times in seconds.
 
-    Kernel times are those with all ranks busy.
+    Kernels are timed while all ranks are busy.
     """
 
     ranks: int
@@ -40,16 +40,16 @@ class Samples:
     elementwise_s: float = 0.0  # forward norms, activation and residual of one layer, with tp = `tensor`
     tensor: int = 1
     copy: tuple[float, float] = (1.0, 1.0)  # bytes read and written, time
-    dispatch_s: float = 0.0  # one tiny operation
+    dispatch_s: float = 0.0  # time of one tiny operation, which is mostly dispatch
     adamw: tuple[float, float] = (1.0, 1.0)  # elements, time
     # operation, ranks, bytes of the complete tensor, time
     collectives: list[tuple[str, int, int, float]] = field(default_factory=list)
     contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks, time of the same products
     # microbatch, microbatches, time: a training step on one rank; all ranks run it independently
     steps: list[tuple[int, int, float]] = field(default_factory=list)
-    # the same, tensor-parallel over `tensor` ranks
+    # as `steps`, but with tensor parallelism over `tensor` ranks
     tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)
-    # the same on all ranks with sharded weights (FSDP)
+    # as `steps`, but on all ranks with sharded weights (FSDP)
     sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)
 
 
@@ -59,7 +59,8 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
     Products: measured shapes keep their measured times. For other shapes, the best measured rate is the peak, and
     efficiency and k-half are fitted by least squares.
 
-    Attention, elementwise ops and optimizer: the efficiency with which the formula gives the measured time.
+    Attention, elementwise ops and optimizer: the efficiency is chosen so that the planner's formula gives the measured
+    time.
 
     Collectives: tables of the measured times. Latency and bandwidth of messages come from the smallest and the largest
     all-reduce.
@@ -80,7 +81,7 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
         kernel_s=samples.dispatch_s,
         launch_s=0.0,
         host_executes=samples.device == "cpu",
-        accumulate_bytes=0.0,  # the measured weight gradients include it
+        accumulate_bytes=0.0,  # measured weight gradients include the accumulation
         node_devices=samples.ranks,
         microbatch_s=0.0,
         step_s=0.0,
@@ -98,14 +99,14 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
 
 
 def _shares(samples: Samples) -> tuple[tuple[int, float], ...]:
-    """Return (busy ranks, kernel time relative to all ranks busy). More busy ranks never make the time shorter."""
+    """Return (busy ranks, kernel time / kernel time with all ranks busy), made monotonic in the busy ranks."""
     busy, seconds = zip(*sorted(samples.contention), strict=True)
     rising = np.maximum.accumulate(seconds)
     return tuple((count, float(one / rising[-1])) for count, one in zip(busy, rising, strict=True))
 
 
 def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, seconds: np.ndarray) -> Rates:
-    """Fit efficiency and k-half. The loss is linear in an outlier's log error, not quadratic."""
+    """Fit gemm_efficiency and gemm_k_half. For outliers, the loss is linear in the log error, not quadratic."""
     products = [Product(int(m), int(n), int(k)) for m, n, k in zip(M, N, K, strict=True)]
     measurements = Measurements(
         start=replace(start, gemm_efficiency=1.0, gemm_k_half=64.0),
@@ -154,7 +155,7 @@ def _fit_collectives(fitted: Rates, samples: Samples) -> Rates:
 
 
 def tables_of(collectives: Sequence[tuple[str, int, int, float]]) -> dict[str, Table]:
-    """Return a table for each operation, over all group sizes and the message sizes measured for every group size.
+    """Return operation → table of times, with those message sizes that were measured for every group size.
 
     If a case was measured twice, the first time counts.
     """
@@ -174,9 +175,9 @@ def tables_of(collectives: Sequence[tuple[str, int, int, float]]) -> dict[str, T
 def _fit_steps(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
     """Fit the time of one-rank steps beyond the sum of their kernels with three non-negative constants.
 
-    The first is a share of the kernels' time: a benchmark loop finds its operands in the cache, a step must fetch them.
-    The second is the host's time per operation, which grows with the number of microbatches but not with their size.
-    The third is a fixed time per step.
+    The first constant is a share of the kernels' time: a benchmark loop finds its operands in the cache, but a step
+    must fetch them. The second constant is the host's time per operation, which grows with the number of microbatches
+    but not with their size. The third constant is a fixed time per step.
     """
     columns = (lambda layout, bare: bare, _more(config.model, fitted, launch_s=1e-5), lambda layout, bare: 1e-2)
     share, launch, step = _fill(config.model, whole_steps(samples, config)[0], fitted, columns)
@@ -193,14 +194,15 @@ def _fit_steps(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
 
 
 def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
-    """Fit the time of multi-rank steps beyond compute and collectives, which were measured with a common start.
+    """Fit the waiting of ranks for each other: the time of multi-rank steps beyond compute and collectives.
 
-    Ranks of a tensor-parallel step wait for each other many times in a layer. Two constants describe the waiting: a
-    time per synchronisation, and a share of the compute between two synchronisations. The share exists because ranks
-    compute at unequal speed. If there are more ranks than cores, they also wait for each other's time slices.
+    Collectives were measured with a common start, so their times contain no waiting. Ranks of a tensor-parallel step
+    wait for each other many times in a layer. Two constants describe the waiting: a time per synchronisation, and a
+    share of the compute between two synchronisations. The share is needed because ranks compute at unequal speed. If
+    there are more ranks than cores, they also wait for each other's time slices.
 
-    In steps with sharded weights the rest is attributed to their collectives. Torch runs these collectives, not the
-    transport that the table was measured with.
+    In steps with sharded weights, the remaining time is attributed to the collectives of the weights. Torch executes
+    these collectives, and the table was measured with another transport.
     """
     _, tensor_steps, sharded_steps = whole_steps(samples, config)
     if tensor_steps:
@@ -215,8 +217,8 @@ def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
         (slowdown,) = _fill(
             config.model, sharded_steps, replace(fitted, sharded_slowdown=0.0), (_more(config.model, fitted),)
         )
-        # At least 1: torch's sockets are never faster than the table's transport. A lower fit comes from a disturbed
-        # sample.
+        # At least 1, because torch's sockets are never faster than the transport of the table. A lower fitted value is
+        # caused by a disturbed sample.
         fitted = replace(fitted, sharded_slowdown=max(slowdown, 1.0))
     return fitted
 
@@ -232,9 +234,9 @@ def _more(model: ModelConfig, numbers: Rates, **change: float) -> Extra:
 
 
 def _fill(model: ModelConfig, steps: Sequence[Step], known: Rates, extras: Sequence[Extra]) -> tuple[float, ...]:
-    """Return how many units of each extra best explain the measured time beyond the time from the `known` rates.
+    """Return how many units of each cost in `extras` best explain measured time - time predicted with `known`.
 
-    Relative least squares with non-negative results.
+    The result is the non-negative least-squares solution for relative errors.
     """
     bare = [float(step_s(model, layout, known)) for _, layout, _ in steps]
     columns = [

@@ -1,10 +1,10 @@
-"""Fit machine constants to measured times.
+"""Least-squares fit of a machine's constants (fields of Rates) to measured times.
 
-`calibrate`, `tune` and benchmarks/planner/fit_machines.py use this module.
+The commands `calibrate` and `tune` and benchmarks/planner/fit_machines.py use this module.
 
-Each constant is its start value times exp(x). The fit minimises the squared log errors of the predicted times, softened
-beyond a knee, plus a weak prior that pulls x towards 0. Constants that the measurements do not determine keep their
-start values.
+Each constant is its start value times exp(x). The loss is quadratic in the log errors of the predicted times, and
+linear beyond a limit, the knee. A weak prior is added to the loss and draws x towards 0. Constants that the
+measurements do not determine keep their start values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from frontier_llm.errors import FrontierError, not_installed
 from frontier_llm.machine.rates import Rates
 
-# constants that are shares: at most 1
+# constants that are shares and therefore at most 1
 SHARES = ("gemm_efficiency", "flash_efficiency", "hbm_efficiency", "network_efficiency", "network_crowding")
 _PATTERN = tuple(np.array(offsets) for offsets in product((0.0, -0.5, 0.5, -1.0, 1.0), repeat=2))
 
@@ -29,17 +29,17 @@ _PATTERN = tuple(np.array(offsets) for offsets in product((0.0, -0.5, 0.5, -1.0,
 class Measurements:
     """Measured times, and the constants that a fit may change.
 
-    `constants` are fields of Rates. "fabric_bytes_s" scales all its entries, "fabric_bytes_s/N" the entry of groups of
-    N devices. `predicted_s` returns one time per entry of `measured_s`.
+    `constants` are fields of Rates. "fabric_bytes_s" scales the bandwidths of all group sizes, "fabric_bytes_s/N" that
+    of groups of N devices. `predicted_s` returns one time per entry of `measured_s`.
     """
 
     start: Rates
     constants: Sequence[str]
     predicted_s: Callable[[Rates], np.ndarray]
     measured_s: np.ndarray
-    # weight of x² against one squared log error
+    # weight of x² relative to the squared log error of one time
     prior: float
-    # log error beyond which an error counts linearly
+    # log error beyond which the loss is linear instead of quadratic
     knee: float
     # largest values of constants that are not in SHARES
     ceilings: Mapping[str, float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Measurements:
 
 
 def scaled(start: Rates, constants: Sequence[str], x: np.ndarray, ceilings: Mapping[str, float] | None = None) -> Rates:
-    """Return `start` with each constant multiplied by exp(its x), at most its ceiling."""
+    """Return `start` with each constant multiplied by exp(x) with its entry of `x`, but at most its ceiling."""
     limits = {**dict.fromkeys(SHARES, 1.0), **(ceilings or {})}
     changes: dict[str, Any] = {}
     for constant, shift in zip(constants, x, strict=True):
@@ -75,7 +75,7 @@ def scaled(start: Rates, constants: Sequence[str], x: np.ndarray, ceilings: Mapp
 
 
 def soften(errors: np.ndarray, knee: float) -> np.ndarray:
-    """Return residuals whose squares are Huber's loss: quadratic below the knee, linear beyond."""
+    """Return residuals whose squares are Huber's loss of the errors: quadratic below the knee, linear beyond."""
     size = np.abs(errors)
     return np.sign(errors) * np.where(size < knee, size, np.sqrt(np.maximum(2 * knee * size - knee**2, 0.0)))
 
@@ -120,7 +120,8 @@ def fit(
 def fit_two(measurements: Measurements) -> Rates:
     """Fit two constants as `fit` does, to a relative precision of 1/1000, with numpy alone.
 
-    A pattern of 25 points moves to its best point. If the best point is the middle, the pattern's width is halved.
+    A pattern search: a grid of 25 points moves to its best point. If the best point is its centre, the grid's width is
+    halved.
     """
 
     def loss(x: np.ndarray) -> float:

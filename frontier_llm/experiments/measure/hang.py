@@ -1,8 +1,8 @@
-"""Test which orders of communication are safe on this machine: run the real step many times under a watchdog.
+"""Hang test: runs many training steps under a watchdog, and reports how many communications may be in flight.
 
 Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Only a test shows whether they
-hang on this machine. Each mode trains with one layer per virtual stage in separate processes, which are killed if a
-step takes too long.
+hang on this machine. For each mode (settings of comm.in_flight and overlap) separate processes train a model of one
+layer per virtual stage. They are killed if no step ends within the time limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from frontier_llm.config import RunConfig
 from frontier_llm.files import write_atomically
 from frontier_llm.units import plural
 
-# mode → its settings, from the fastest to the safest
+# mode → settings of the run, from the fastest mode to the safest one
 MODES: dict[str, tuple[str, ...]] = {
     "many": ("comm.in_flight=many", "comm.overlap_messages=true", "comm.overlap_gradients=true"),
     "many-waiting": ("comm.in_flight=many", "comm.overlap_messages=false", "comm.overlap_gradients=false"),
@@ -31,7 +31,7 @@ ABOUT = {
     "many-waiting": "several communicators, without overlap",
     "one": "one communication in flight",
 }
-START_S = 240.0  # seconds until all ranks have connected and built their parts
+START_S = 240.0  # seconds in which all ranks must have connected and built their stages
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ def _steps(progress: Path) -> int:
 
 
 def in_flight_of(verdicts: Sequence[Verdict]) -> str | None:
-    """Return the value of `comm.in_flight` for this machine: "many" if safe, else "one" if safe, else None.
+    """Return the value of `comm.in_flight` for this machine: "many" if it is safe, otherwise "one", otherwise None.
 
-    "many" is only returned if the mode with overlap is safe, because runs overlap messages and gradients.
+    "many" must be safe with overlap, because runs overlap messages and gradients.
     """
     safe = {verdict.mode for verdict in verdicts if verdict.safe}
     return next((mode for mode in ("many", "one") if mode in safe), None)

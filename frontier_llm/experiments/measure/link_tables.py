@@ -1,4 +1,4 @@
-"""Evaluate measurements of `measure.links`: slow links, contention, and tables for the planner and comm.algorithms."""
+"""Evaluation of `measure.links`: slow links, contention, and tables for machine files and `comm.algorithms`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from frontier_llm.machine.affinity import link_gbps
 from frontier_llm.pages import Chart, figure, write_page
 
 PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # operations that have tables in a machine file
-SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is reported
+SLOW_LINK = 0.7  # pairs of ranks below this share of the median bandwidth are reported
 
 
 def slow_links(pairs: list[Pair], kind: Callable[[int, int], str]) -> list[Pair]:
@@ -31,7 +31,7 @@ def slow_links(pairs: list[Pair], kind: Callable[[int, int], str]) -> list[Pair]
 
 
 def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], str]:
-    """Return a function that describes the link between two global ranks. Pairs of one kind should be equally fast.
+    """Return a function that names the kind of link between two global ranks. Links of one kind should be equally fast.
 
     `links` is the machine file's `node.links`.
     """
@@ -50,10 +50,10 @@ def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], st
 
 
 def node_tables(measurements: list[LinkTime], ranks_per_node: int, source: str) -> dict[str, Any]:
-    """Return `node.collectives` of a machine file, which the planner reads.
+    """Return the content of `node.collectives` of a machine file, which the planner reads.
 
-    It holds times of flat collectives in groups inside a node, with all groups active at once. Raises ValueError if no
-    axis lies inside a node.
+    It has the times of flat collectives in groups inside a node, measured with all groups active at the same time.
+    Raises ValueError if no axis lies inside a node.
     """
     inside = [
         (m.operation, m.ranks, m.bytes, m.seconds)
@@ -78,8 +78,8 @@ def contention(measurements: list[LinkTime]) -> list[tuple[str, str, int, float]
 def algorithm_rules(measurements: list[LinkTime], nodes: dict[str, int], where: str) -> list[dict[str, Any]]:
     """Return rows of an algorithm table (configs/algorithms) from measured flat and hierarchical times.
 
-    A row marks a message size at which the faster algorithm changes. `nodes[axis]` is the number of nodes that the axis
-    spans. `where` names the machine and date for the source.
+    A row gives a message size from which another algorithm is faster. `nodes[axis]` is the number of nodes that the
+    axis spans. `where` names machine and date as the source.
     """
     times = {(m.axis, m.operation, m.bytes, m.algorithm): m.seconds for m in measurements if m.mode == "together"}
     rows: list[dict[str, Any]] = []

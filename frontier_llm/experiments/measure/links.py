@@ -1,9 +1,9 @@
-"""Measure every collective and message of a mesh: time, algorithm and bus bandwidth as rccl-tests defines them.
+"""Benchmark of all collectives and messages of a mesh: time, and algorithm and bus bandwidth as in rccl-tests.
 
 Algorithm bandwidth is bytes / time, with the bytes of the complete tensor (the gathered result, the full input of a
 reduce-scatter). Bus bandwidth multiplies it by the share of the tensor that every rank must send at least. The share is
 2(n-1)/n for an all-reduce, (n-1)/n for a reduce-scatter, all-gather or all-to-all, and 1 for a broadcast or a message.
-Bus bandwidth can therefore be compared with a link's speed for any n.
+Bus bandwidth can therefore be compared with a link's speed for any number of ranks n.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class LinkTime:
     operation: str
     ranks: int  # ranks of the group
     algorithm: str  # flat | hierarchical
-    mode: str  # "alone": only the first such group is busy; "together": all of them are, as in training
+    mode: str  # "alone": only the first group of the axis communicates; "together": all groups do, as in training
     bytes: int  # bytes of the complete tensor
-    seconds: float  # median of the slowest rank
+    seconds: float  # maximum over ranks of the median over repetitions
 
     @property
     def algorithm_gbps(self) -> float:
@@ -85,7 +85,8 @@ def sizes_between(smallest: int, largest: int, factor: int = 4) -> list[int]:
 def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_size: float = 0.2) -> list[LinkTime]:
     """Measure every operation on every axis that has more than one rank, alone and together.
 
-    Collective over the world. A message goes from every rank of an axis to the next, as between pipeline stages.
+    All ranks must call the function. A message is sent from every rank of an axis to the next one, as between pipeline
+    stages.
     """
     axes = [axis for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world) if axis.size > 1]
     cases = [(axis, algorithm, variant) for axis in axes for algorithm, variant in variants(axis)]
@@ -146,15 +147,15 @@ def _nothing() -> None:
 
 
 def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budget_s: float) -> float:
-    """Return the median over repetitions, then the maximum over ranks, in seconds.
+    """Return the seconds of a call: the maximum over ranks of the median over repetitions.
 
-    All ranks run the same number of repetitions (3 to 50), for which the slowest rank needs about `budget_s`.
+    All ranks run the same number of repetitions, 3 to 50. The slowest rank needs about `budget_s` seconds for them.
     """
 
     def agreed(value: float) -> float:
         return float(all_reduce_(torch.tensor([value], dtype=torch.float64, device=device), world, "max"))
 
-    run()  # the first use makes connections and allocates memory
+    run()  # the first call opens connections and allocates memory
     barrier(world)
     repetitions = int(min(50, max(3, budget_s / max(agreed(wall_s(run, device)), 1e-6))))
     return agreed(median_s(run, repetitions, partial(wall_s, device=device), before=lambda: barrier(world)))
@@ -184,8 +185,8 @@ def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[
 def _ping_pong(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], object]:
     """Return a call that sends a message to `peer` and back.
 
-    RCCL runs a pair's messages in the order of the calls. If both ranks posted their receives first, neither would
-    send.
+    RCCL runs a pair's messages in the order of the calls. If both ranks first posted their receives, both would wait
+    forever.
     """
 
     def receive() -> torch.Tensor:

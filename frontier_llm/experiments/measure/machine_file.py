@@ -1,4 +1,4 @@
-"""Write the results of a calibration as a machine file, in which each number has its source, and as a report."""
+"""Writes the results of a calibration or a fit to a machine file, with the source of each number, and as a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from frontier_llm.planner.costs.time import step_s
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
-    """Write a table of measurements. A list stays on one line up to 200 columns."""
+    """Write measurements as YAML. A list is on one line up to 200 characters."""
     write_atomically(path, yaml.safe_dump(content, sort_keys=False, width=200))
 
 
@@ -54,7 +54,7 @@ def update_machine(path: Path, stack: str, fitted: Rates, constants: Iterable[st
 
 
 def _places_of(lines: Sequence[str], stack: str, constant: str) -> Iterator[bool]:
-    """Yield for each line whether it holds this constant."""
+    """Yield for each line of a machine file whether the line has the value of this constant."""
     field, _, devices = constant.partition("/")
     section, key, _ = PLACES[field]
     outer = inner = ""
@@ -75,7 +75,8 @@ def _places_of(lines: Sequence[str], stack: str, constant: str) -> Iterator[bool
 def value_of(numbers: Rates, constant: str) -> float:
     """Return the value of a constant.
 
-    "fabric_bytes_s/4" is the entry for groups of four devices, "fabric_bytes_s" the entry of the smallest groups.
+    "fabric_bytes_s/4" is the bandwidth of groups of four devices, "fabric_bytes_s" the bandwidth of the smallest
+    groups.
     """
     name, _, devices = constant.partition("/")
     value = getattr(numbers, name)
@@ -87,7 +88,7 @@ def value_of(numbers: Rates, constant: str) -> float:
 def numbers_of(
     fitted: Rates, constants: Iterable[str], provenance: dict[str, str], digits: int = 5
 ) -> dict[str, dict[str, Any]]:
-    """Return section of a machine file → key → value with tag and source, in the file's units."""
+    """Return section → key → value with tag and source, in the units of a machine file."""
     sections: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for constant in constants:
         section, key, unit = PLACES[constant]
@@ -123,7 +124,7 @@ CALIBRATED = (
 
 
 def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str, Any]:
-    """Return the content of a machine file: `local` with every calibrated number replaced, tagged and sourced."""
+    """Return the content of a machine file: the file `local` with each calibrated number, its tag and its source."""
     fitted = calibrated_rates(samples, config, rates(load_machine("local")))
     how = f"{samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
     provenance = {"tag": "measured", "source": f"frontier-llm calibrate, {when}: {how}"}
@@ -150,7 +151,7 @@ def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str,
 
 
 def _together(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
-    """Return the entries for effects between ranks of a node: contention, waiting and collectives."""
+    """Return the entries of the section `node` that depend on several ranks: contention, waiting and collectives."""
     node: dict[str, Any] = {
         "contention": {**provenance, "share": {count: rounded(share) for count, share in fitted.contention}},
     }
@@ -163,7 +164,7 @@ def _together(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> di
 
 
 def collectives(tables: Mapping[str, Table], provenance: dict[str, str]) -> dict[str, Any]:
-    """Return `node.collectives` of a machine file."""
+    """Return the content of the key `node.collectives` of a machine file."""
     return {
         **provenance,
         "message_bytes": [int(size) for size in tables["all_reduce"].sizes_bytes],

@@ -1,6 +1,7 @@
-"""Benchmark cases of `bench`: the catalogue's ops at the shapes of one microbatch on one rank, and eager torch.
+"""Benchmark cases for single ops: each op of the catalogue and its eager torch equivalent, at the shapes of a model.
 
-The step's benchmark and the calibration time the matrix products of a layer and of the head one by one.
+The shapes are those of one microbatch on one rank. `bench step` and `calibrate` use the matrix products of a layer and
+of the head from here.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ SDPA_BACKENDS = {
 
 
 def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int, int, int, int]]:
-    """Return (name, M, N, K, count per microbatch) of the forward products on one tensor-parallel rank.
+    """Return (name, M, N, K, count per microbatch) of the forward matrix products on one tensor-parallel rank.
 
-    The backward pass has twice the FLOPs. Products of experts are left out, because their sizes depend on the router.
+    The backward products have twice the FLOPs. Products of experts are left out, because their sizes depend on the
+    router.
     """
     layout = Layout(tp=tp, micro_batch=tokens // model.sequence_length)
     software = Software()
@@ -52,7 +54,7 @@ def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int
 
 
 def product_calls(ops: Ops, x_MK: Tensor, w_NK: Tensor, g_MN: Tensor) -> dict[str, tuple[Call, Call]]:
-    """Return a product and its two gradients by name, each as this project's call and as torch's call.
+    """Return name → (this project's call, torch's call) for a matrix product and its two gradients.
 
     The weight gradient is added to an fp32 buffer.
     """
@@ -77,8 +79,8 @@ def operands(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -
 class Timed:
     """One op of this project and its eager torch equivalent.
 
-    If `grads` has gradients of the outputs, the backward pass is timed too. A function of a differentiable op that
-    returns None has already run its own backward pass.
+    If `grads` has gradients of the outputs, the backward pass is timed too. A function that returns None has already
+    run its own backward pass.
     """
 
     ours: Callable[..., Any]
@@ -90,7 +92,7 @@ class Timed:
     others: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def ways(self, compiler: Callable[..., Any] | None = None) -> dict[str, Call]:
-        """Return a call for each implementation. With a compiler, the only one is eager torch compiled by it."""
+        """Return implementation → call. With a compiler, the only implementation is eager torch, compiled."""
         ours = {"ours": self.ours, "eager": self.eager, **self.others}
         functions = ours if compiler is None else {"compiled": compiler(self.eager)}
         return {way: partial(self._once, function) for way, function in functions.items()}
@@ -184,7 +186,7 @@ def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Timed:
         ops,
         catalogue.attention(shapes.dtype, sequence=S, batch=B, heads=A, kv_heads=G, head_dim=D, scores=scores),
         eager,
-        flops=7.0 * S * S * B * A * D,  # half of the S x S square: 2 products forward, 5 backward
+        flops=7.0 * S * S * B * A * D,  # causal, so half of S x S: 2 products forward, 5 backward
         others={} if alibi else {way: partial(forced, backend) for way, backend in SDPA_BACKENDS.items()},
     )
 
@@ -273,7 +275,7 @@ def _route(ops: Ops, shapes: Shapes) -> Timed:
 def _drop(ops: Ops, shapes: Shapes) -> Timed:
     """Return the case of dropout with residual. The backward pass is the same op on the gradient.
 
-    The gradient of the residual stream is the output's gradient and needs no work.
+    The gradient of the residual input equals the gradient of the output, so it needs no work.
     """
     shape = (shapes.model.sequence_length, shapes.micro_batch, shapes.model.hidden)
     case = catalogue.drop(shapes.dtype, *shape)

@@ -1,7 +1,7 @@
-"""Time each op against other implementations at a model's shapes.
+"""Benchmark of single ops: this project's implementation against torch's, at the shapes of a model.
 
-Each round calls every implementation once, because other load on the machine then slows all of them equally. If an
-implementation fails (a back-end that lacks a shape, no memory), its error is reported and the others continue.
+Each round calls every implementation once, so that other load on the machine slows all of them equally. If an
+implementation fails (unsupported shape, no memory), its error is reported and the others continue.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Timing:
     op: str
     way: str  # "ours", "eager", "compiled", "sdpa-…"
     seconds: float  # nan if it failed
-    bytes_moved: int  # bytes that must at least be read and written; 0 for products
-    flops: float  # 0 for ops that are bound by memory
+    bytes_moved: int  # least memory traffic of the op; 0 for matrix products
+    flops: float  # 0 for memory-bound ops
     error: str = ""
 
 

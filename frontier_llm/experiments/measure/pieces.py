@@ -1,6 +1,6 @@
-"""Measure how much of tensor parallelism's communication overlaps with compute if both are split into pieces.
+"""Benchmark of comm.tensor_chunks: how much tensor-parallel communication overlaps with its matrix product in pieces.
 
-The run's own products and collectives are measured (comm.tensor_chunks).
+The product and its collective are split into pieces. The sizes are those of the run.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from frontier_llm.ops import working_dtype
 from frontier_llm.parallel.tensor.linear import gather_and_multiply, multiply_and_reduce, multiply_and_scatter
 
 PIECES = (2, 4)
-BUDGET_S = 0.1  # time for the repetitions of one measurement
+BUDGET_S = 0.1  # seconds for all repetitions of one measurement
 
 
 @dataclass(frozen=True)
 class PiecesTime:
-    """Times of a product and of its collective, alone per piece and together as in a step."""
+    """Times of a matrix product and its collective: of single pieces, and of all pieces together as in a step."""
 
     operation: str
     pieces: int
     product_s: float  # of one piece
     collective_s: float  # of one piece
-    copy_s: float  # copy of all rows to their places
+    copy_s: float  # copy of all rows into their final order
     together_s: float
 
     @property
     def overlap(self) -> float:
-        """Share of the shorter of a piece's product and collective that is overlapped: 0 (none) to 1."""
+        """Overlapped share of the shorter of the two, a piece's product and its collective: 0 (none) to 1."""
         hidden_s = self.pieces * (self.product_s + self.collective_s) + self.copy_s - self.together_s
         return min(max(hidden_s / ((self.pieces - 1) * min(self.product_s, self.collective_s)), 0.0), 1.0)
 
@@ -67,7 +67,7 @@ def bench_pieces(mesh: Mesh, model: ModelConfig, layout: Layout, device: torch.d
 
 
 def chunk_overlap(measured: Sequence[PiecesTime]) -> float:
-    """Return the machine file's number: the median of the measured overlaps."""
+    """Return the value of `chunk_overlap` in a machine file: the median of the measured overlaps."""
     return median(one.overlap for one in measured)
 
 

@@ -1,4 +1,4 @@
-"""Compare the planner's predictions with measured runs."""
+"""Comparison of the planner's predicted step time with the measured step time of runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MeasuredRun:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction. Negative: the predicted step is too fast."""
+        """Relative error of the predicted step time. If it is negative, the prediction is too short."""
         return self.predicted_s / self.measured_s - 1
 
 
@@ -40,7 +40,7 @@ def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = 
     `plugins` is passed to `read_run`. Raises DataError if the directory holds no run or no step times.
     """
     record = read_run(directory, plugins)
-    last = record.parts[-1]  # record.config has the layout of the last part
+    last = record.parts[-1]  # the last span of steps with one layout, which record.config describes
     times = [
         float(row["step_time_s"]) for row in record.steps if row["step"] > last.after_step and "step_time_s" in row
     ]

@@ -1,4 +1,4 @@
-"""report.html: curves, numbers and layout of runs in one self-contained file, made from run directories alone."""
+"""Report about runs as one self-contained HTML page (report.html): curves, numbers and layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from frontier_llm.schedule import simulate, timeline_chart
 from frontier_llm.topology.grid import Grid
 from frontier_llm.units import format_bytes, format_count, format_seconds
 
-# curves of the step records: key in metrics.jsonl, title, label of the vertical axis, factor
+# curves over steps: key in metrics.jsonl, title, label of the vertical axis, factor on the values
 CURVES = (
     ("loss", "Loss", "nats per token", 1),
     ("gradient_norm", "Gradient norm before clipping", "norm", 1),
@@ -115,7 +115,7 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
 
 
 def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor: float) -> Chart:
-    """Return one figure over all runs. Points on the loss are held-out values, vertical lines changes of the layout."""
+    """Return a figure with the curve of each run. Dots are held-out losses, vertical lines changes of the layout."""
     traces = []
     for index, record in enumerate(records):
         rows = [step for step in record.steps if step.get(key) is not None]
@@ -172,7 +172,7 @@ _THIN = {"color": "#888", "width": 1, "dash": "dot"}
 
 
 def _phases(record: RunRecord) -> Chart:
-    """Return a chart of rank 0's phases, stacked to the duration of the step."""
+    """Return a chart that divides rank 0's time in each step into phases."""
     rows = [step for step in record.steps if step.get("phases_s")]
     names = list(dict.fromkeys(name for row in rows for name in row["phases_s"]))
     traces = [
@@ -245,7 +245,7 @@ def _chip(grid: Grid, place: Mapping[str, int]) -> str:
 
 
 def _of_run(record: RunRecord, text: str) -> str:
-    """Append the run's own name to `text` if the run's name has more than the layout."""
+    """Append the directory's name to `text` if the run's name contains one in addition to the layout."""
     own = record.name.rpartition(", ")[0]
     return f"{text}, {own}" if own else text
 
@@ -300,7 +300,7 @@ def _data(records: Sequence[RunRecord]) -> str:
 
 
 def by_axis(operations: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return one histogram per axis: bin k counts calls that blocked 2^(k-1) to 2^k microseconds.
+    """Return axis → histogram of blocked times: bin k counts calls that blocked 2^(k-1) to 2^k microseconds.
 
     comm.ledger.Histogram defines the bins.
     """
@@ -313,7 +313,7 @@ def by_axis(operations: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]
 def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]]) -> str:
     """Return HTML about the communication of one run.
 
-    Blocked time is the time that rank 0 waited. On a GPU it is the time that the host waited.
+    Blocked time is the time that rank 0 waited in a call. On a GPU it is the time that the host waited.
     """
     head = ("axis", "operation", "calls", "bytes", "blocked", "median", "99 %")
     rows = []
@@ -335,7 +335,7 @@ def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]
 
 
 def _calls(axis: str, bins: list[int]) -> Chart:
-    """Return a histogram in powers of two of microseconds."""
+    """Return the histogram of an axis as a chart whose bins are powers of two in microseconds."""
     first = next(index for index, count in enumerate(bins) if count)
     last = max(index for index, count in enumerate(bins) if count)
     shown = range(first, last + 1)

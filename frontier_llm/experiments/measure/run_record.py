@@ -1,4 +1,4 @@
-"""Read a run directory: the run's steps and the layouts that they ran on."""
+"""Reads a run directory: the recorded steps of the run and their parallel layouts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 
 @dataclass(frozen=True)
 class LayoutSpan:
-    """Steps of a run that used one layout."""
+    """Consecutive steps of a run with the same layout."""
 
     after_step: int
-    incarnation: int  # incarnation that began the span
+    incarnation: int  # number of the start of the run (incarnation) that began the span
     plan: ParallelPlan
 
     @property
@@ -41,8 +41,8 @@ class RunRecord:
     evaluations: list[dict[str, Any]]
     tasks: list[dict[str, Any]]
     operations: dict[str, dict[str, Any]]  # of rank 0, in the last attempt that recorded them (Ledger.summary)
-    moved_on: LayoutSpan  # layout of that attempt
-    name: str  # name of the run's curves
+    moved_on: LayoutSpan  # layout of the attempt that recorded `operations`
+    name: str  # name of the run in figures
 
 
 def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
@@ -82,7 +82,7 @@ def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
 
 
 def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> LayoutSpan:
-    """Return the plan of an attempt, from the configuration with that attempt's layout (`metrics.layout_of`)."""
+    """Return the span that an attempt began, with the layout that the attempt recorded (`metrics.layout_of`)."""
     parallel = dict(row["layout"])
     batch = {**content["batch"], "micro_batch": parallel.pop("micro_batch")}
     config = build(RunConfig, {**content, "parallel": parallel, "batch": batch}, where)
@@ -97,7 +97,7 @@ def _only_span(config: RunConfig, directory: Path) -> LayoutSpan:
 
 
 def told_apart(records: list[RunRecord]) -> list[RunRecord]:
-    """Add directory names to the names of runs that share a layout."""
+    """Return the records with unique names: runs with the same layout get their directory names in addition."""
     layouts = [record.name for record in records]
     names = [record.directory.resolve().name for record in records]
     own = names if len(set(names)) == len(names) else [str(record.directory) for record in records]

@@ -1,8 +1,9 @@
-"""Micro-benchmarks of this machine with the model's shapes and the run's ops. `calibration` fits constants to them.
+"""Micro-benchmarks of this computer with a model's shapes and a run's ops, to which `calibration` fits constants.
 
 All ranks measure at the same time, because ranks of one computer share its cores, caches and memory. A single-threaded
-rank on a CPU times its kernels by its own CPU clock. If ranks outnumber cores, short samples would contain random
-waiting for a core. That waiting is measured once, with loops longer than the scheduler's time slices (`contention`).
+rank on a CPU times its kernels by its own CPU clock. If there are more ranks than cores, wall times of short samples
+would contain random waiting for a core. This waiting is measured once, with loops longer than the scheduler's time
+slices (`contention`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from frontier_llm.training.step import train_step
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
 COPY_ELEMENTS = 8 * 2**20
-# (share of the run's microbatch, microbatches): together they separate the time per token, microbatch and step
+# benchmark steps: (size relative to the run's microbatch, number of microbatches); from these three the times per
+# token, per microbatch and per step can be separated
 STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))
-JOINT_STEPS = ((1.0, 1), (0.25, 2))  # for steps over several ranks; with unequal compute between synchronisations
-LONG_S = 0.06  # long enough that a scheduler's time slices (3 ms) are shared fairly
+JOINT_STEPS = ((1.0, 1), (0.25, 2))  # steps over several ranks; they differ in compute between synchronisations
+LONG_S = 0.06  # seconds of a loop; in this time a scheduler with time slices of 3 ms treats all ranks equally
 
 
 def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: float, repeats: int = 5) -> Samples:
@@ -65,7 +67,7 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
 
 
 class _Bench:
-    """Measurements of one rank. `stretch` is the ratio of wall time to CPU time if all ranks are busy."""
+    """Measurements of one rank. `stretch` is wall time / CPU time of a kernel while all ranks are busy."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, repeats: int) -> None:
         self.config = config
@@ -100,7 +102,7 @@ class _Bench:
         once_s = max(median_s(lambda: self.ops.linear(x, w, None), 3, partial(wall_s, device=self.device)), 1e-6)
         repeats = torch.tensor([LONG_S / once_s], dtype=torch.float64, device=self.device)
         if world.size > 1:
-            all_reduce_(repeats, world)  # the same amount of work everywhere
+            all_reduce_(repeats, world)  # all ranks run the mean count of repetitions
         count = max(1, round(float(repeats) / world.size))
 
         def busy() -> None:
@@ -153,12 +155,12 @@ class _Bench:
         return self.kernel_s(layer)
 
     def copy(self) -> tuple[float, float]:
-        """Return (bytes read and written, seconds)."""
+        """Return (bytes read and written, seconds) of a copy in memory."""
         source, target = (torch.zeros(COPY_ELEMENTS, device=self.device) for _ in range(2))
         return 2.0 * source.numel() * 4, self.kernel_s(lambda: target.copy_(source))
 
     def adamw(self) -> tuple[float, float]:
-        """Return (elements, seconds)."""
+        """Return (elements, seconds) of an AdamW update."""
         size = COPY_ELEMENTS // 4
         master, gradient, first, second = (torch.zeros(size, device=self.device) for _ in range(4))
         weight = torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -166,7 +168,7 @@ class _Bench:
         return float(size), self.kernel_s(lambda: self.ops.adamw_(master, gradient, first, second, weight, update))
 
     def collectives(self) -> Iterator[tuple[str, int, int, float]]:
-        """Yield times of each operation on all tensor-parallel groups at once, and on the world."""
+        """Yield (operation, ranks, bytes, seconds), on all tensor-parallel groups at the same time and on all ranks."""
         axes = {axis.size: axis for axis in (self.mesh.tp, self.mesh.world) if axis.size > 1}
         for size, axis in sorted(axes.items()):
             for size_bytes, operation in product(MESSAGE_BYTES, PLANNED):
@@ -176,8 +178,8 @@ class _Bench:
     def step(self, parallel: ParallelConfig, mesh: Mesh, share: float, m: int) -> tuple[int, int, float]:
         """Return (sequences per microbatch, microbatches, seconds) of a training step over the ranks of `mesh`.
 
-        Each replica processes `m` microbatches. The microbatch is the run's times `share`. All ranks train at the same
-        time.
+        Each replica processes `m` microbatches. A microbatch has `share` times the sequences of the run's microbatch.
+        All ranks train at the same time.
         """
         config = steps_config(self.config, parallel, self.microbatch(share), m)
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)

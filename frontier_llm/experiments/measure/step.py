@@ -1,6 +1,6 @@
-"""`bench step`: rate of the model's matrix products on this rank's device, and the share of it that a step reaches.
+"""`bench step`: FLOP/s of a training step compared with the FLOP/s of the model's matrix products alone.
 
-Both are measured alternately in the same run, because other load and throttling change both.
+Steps and products are measured alternately in the same run, so that other load and throttling slow both equally.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from frontier_llm.units import TERA
 
 @dataclass(frozen=True)
 class StepBench:
-    """One rank's measurement, medians over the measured steps."""
+    """Result of one rank. Values are medians over the measured steps."""
 
     step_times_s: list[float]  # every measured step
     cpu_times_s: list[float]  # CPU seconds of each step, summed over ranks; stays comparable on a shared machine
@@ -36,14 +36,14 @@ class StepBench:
     model_tflops: float  # per device, full-attention convention (`model_flops_per_token`)
     gemm_tflops: float  # the model's products, weighted by their FLOPs
     fraction_of_gemm: float
-    phases_s: dict[str, float]  # of this rank: compute by phase, and the time blocked on each axis
+    phases_s: dict[str, float]  # of this rank: seconds of compute by phase, and seconds blocked on each axis
     gemms: list[dict[str, Any]]
 
 
 def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
     """Return the TFLOP/s of each product of the model with torch's own kernels, in the working precision.
 
-    bf16 products on a CPU that emulates them are measured in fp32, which torch computes at the CPU's rate.
+    On a CPU that emulates bf16, products are measured in fp32, which torch computes at the CPU's full rate.
 
     A row covers the forward, input-gradient and weight-gradient product together.
     """

@@ -1,8 +1,9 @@
-"""Measured communication of a step, hidden behind compute or exposed, as a Chrome trace and as a figure.
+"""Timeline of a measured step: compute and communication of each rank, as a Chrome trace and as a figure.
 
-A rank has three rows: compute by action, blocked (exposed), and each call from its start to its end (in flight). Time
-in flight minus blocked time is hidden. Sends are not drawn in flight, because their end is only checked at the end of
-the schedule. On a GPU these are the host's times.
+A rank has three rows: its compute actions, the time in which it was blocked by communication, and each communication
+from its start to its end (in flight). Communication in flight while the rank is not blocked is hidden behind compute.
+Sends are not drawn in flight, because their end is only checked at the end of the schedule. On a GPU all times are
+those of the host.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Interval:
 
 @dataclass
 class MeasuredTimeline:
-    """Recorder of one rank. The ledger reports blocked intervals, and the engine's `on_action` reports actions."""
+    """Recorder of one rank's intervals.
+
+    The communication ledger reports blocked intervals, and the engine's `on_action` reports compute actions.
+    """
 
     rank: int
     intervals: list[Interval] = field(default_factory=list)
@@ -65,7 +69,7 @@ class MeasuredTimeline:
     def exposed_and_hidden_s(self) -> dict[str, tuple[float, float]]:
         """Return exposed and hidden seconds by axis and operation.
 
-        Exposed: this rank was blocked. Hidden: at least one call was in flight while this rank was not blocked.
+        In exposed time this rank was blocked. In hidden time it was not blocked, and a call was in flight.
         """
         names: dict[str, dict[str, list[tuple[float, float]]]] = {row: defaultdict(list) for row in ROWS}
         for interval in self.intervals:
@@ -155,7 +159,7 @@ def draw(path: Path, timelines: list[MeasuredTimeline]) -> None:
 
 
 def _rows(timeline: MeasuredTimeline) -> list[tuple[str, list[Interval]]]:
-    """Return ('computes', …), ('blocked', …), ('dp in flight', …) …"""
+    """Return (name, intervals) of the figure's rows: 'computes', 'blocked', 'dp in flight', …"""
     of = {row: [interval for interval in timeline.intervals if interval.row == row] for row in ROWS}
     by_axis: dict[str, list[Interval]] = defaultdict(list)
     for interval in of["in flight"]:

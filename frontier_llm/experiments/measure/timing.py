@@ -1,4 +1,4 @@
-"""Clocks of all benchmarks."""
+"""Timing functions that all benchmarks use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 _CALLS_ON_GPU = 10
-_HEAD_START_CYCLES = 30_000_000  # about 15 ms
+_HEAD_START_CYCLES = 30_000_000  # cycles for which the GPU idles while the host queues kernels, about 15 ms
 
 
 def wall_s(run: Callable[[], object], device: torch.device) -> float:
@@ -33,8 +33,8 @@ def cpu_s(run: Callable[[], object]) -> float:
 def kernel_s(run: Callable[[], object], device: str) -> float:
     """Return the wall seconds of one call. On a GPU, return the mean of ten queued calls by the GPU's own clock.
 
-    The GPU first idles while the host queues all calls. Python needs longer to launch a small op than the GPU needs to
-    run it.
+    The GPU idles until the host has queued all calls. Otherwise launches would be timed, because Python needs longer to
+    launch a small op than the GPU needs to run it.
     """
     if device != "cuda":
         return wall_s(run, torch.device("cpu"))
@@ -55,7 +55,7 @@ def interleave(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Return the best seconds of each run, and the errors of the runs that failed.
 
-    Each round calls every run once, because other load on the machine then slows all of them equally.
+    Each round calls every run once, so that other load on the machine slows all of them equally.
     """
     best = dict.fromkeys(runs, float("inf"))
     faults = dict[str, str]()

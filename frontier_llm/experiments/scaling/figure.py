@@ -81,7 +81,7 @@ def _add_series(
     rows: list[Row],
     index: int,
 ) -> None:
-    """Add a series to both charts: solid if measured, dashed if simulated, crosses for points without a measurement."""
+    """Add a series to both charts. Lines are solid if measured, dashed if simulated; failed points are crosses."""
     simulated = rows[0].kind == "simulated"
     look: dict[str, str] = {"marks": "square-open" if simulated else "circle", "dash": "dash" if simulated else "solid"}
     done = sorted((row for row in rows if row.tokens_per_s), key=lambda row: row.devices)

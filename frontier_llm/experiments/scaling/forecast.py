@@ -1,4 +1,4 @@
-"""Cost and expected results of a series before it runs, from the planner."""
+"""Predicted cost and results of a scaling series before it runs, from the planner."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from frontier_llm.units import GIB, format_seconds
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted cost and result of one point."""
+    """Predicted cost and result of one point of a scaling series."""
 
     point: Point
-    minutes: int | None  # walltime of the point's own job; None if it has no job of its own
+    minutes: int | None  # walltime of the point's own job; None if all points share a job
     predicted: PointPrediction
     efficiency: float  # tokens/s per device relative to the smallest point
 
     @property
     def hours(self) -> float:
-        """Predicted hours of start and steps."""
+        """Predicted hours of the point's start and steps."""
         return (START_S + self.point.config.train.steps * self.predicted.step_time_s) / 3600
 
     @property
@@ -71,7 +71,7 @@ def forecasts(timed: Sequence[tuple[Point, int | None]]) -> list[Forecast]:
 
 
 def simulated_rows(points: Sequence[Point]) -> list[Row]:
-    """Return rows of a series that was simulated instead of run: throughputs are the planner's.
+    """Return result rows of a series that was not run: the throughputs are the planner's predictions.
 
     There is one row per node count, with kind "simulated". Raises ConfigError if a point does not fit into memory.
     """

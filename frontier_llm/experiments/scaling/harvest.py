@@ -1,6 +1,6 @@
-"""Collect run directories in one table: a row per series and node count, including failed points.
+"""Collects the results of scaling series in one table: a row per series and node count, including failed points.
 
-Repeats of a point are combined to a mean with a confidence interval.
+The results are read from run directories. Repeats of a point are combined to a mean with a confidence interval.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from frontier_llm.units import strict_json
 POINT_FACTS = ("mode", "model", "site", "nodes", "devices", "tensor", "pipeline", "data", "global_batch")
 WARMUP_STEPS = 3  # the first steps include the setup of allocators, caches and connections
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom. The last is the normal distribution's.
-# The square of an entry is the 95 % quantile of F(1, dof).
+# Two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom. The last entry is the quantile of the normal
+# distribution. The square of an entry is the 95 % quantile of F(1, dof).
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 1.96,
@@ -37,7 +37,7 @@ _T95 = (
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one node count of one series."""
+    """Result of a series at one number of nodes, as a mean over repeats."""
 
     mode: str
     model: str
@@ -78,7 +78,7 @@ class Sample:
 
 
 def read_sample(directory: Path) -> Sample:
-    """Read the result of a point that succeeded, failed or is incomplete.
+    """Return the result in the run directory of one repeat, whether it succeeded, failed or is incomplete.
 
     Raises DataError if point.json is damaged.
     """
@@ -158,7 +158,7 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
-    """Fill in efficiencies: rate per device, relative to the smallest point of the same series that has a rate."""
+    """Return the rows with efficiencies: rate per device, relative to the series' smallest point that has a rate."""
 
     def relative(row: Row, rate: Callable[[Row], float | None]) -> float | None:
         peers = (

@@ -1,6 +1,7 @@
-"""Run a complete series inside one allocation.
+"""Runs a complete scaling series inside one Slurm allocation.
 
-The baseline runs first and alone. The other points use growing or disjoint sets of the allocation's nodes.
+The smallest point, to which efficiencies are relative, runs first and alone. The other points run one after another on
+more and more nodes, or side by side on disjoint sets of nodes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from frontier_llm.experiments.scaling.launch import AllocationRanks, RunEnd, Sho
 from frontier_llm.experiments.scaling.series import announce
 from frontier_llm.units import plural
 
-MOST_STARTS = 3  # starts of a point whose nodes fail
+MOST_STARTS = 3  # highest number of starts of a point if its nodes fail
 
 
 def waves(points: Sequence[Forecast], nodes: int, *, side_by_side: bool) -> list[list[Forecast]]:
-    """Group points that run at the same time, in order.
+    """Return the order of the points as groups. The points of a group run at the same time.
 
     The first run of the smallest point is alone, because every efficiency is relative to it.
     """

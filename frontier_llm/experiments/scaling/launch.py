@@ -1,6 +1,6 @@
-"""Run short runs one after another, each within a time limit.
+"""Starts short training runs, each within a time limit, for scaling series and tuning searches.
 
-They run as srun steps over nodes of this allocation, or as ranks of this machine.
+A run is an srun step over nodes of this Slurm allocation, or consists of ranks on this computer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BARE = (
 
 @dataclass(frozen=True)
 class ShortRun:
-    """Arguments of a short run."""
+    """A short run, described by the arguments of `frontier-llm train`."""
 
     words: tuple[str, ...]  # run file and overrides
 
@@ -102,14 +102,14 @@ class Launcher(Protocol):
         """
 
     def preflight(self, directory: Path) -> None:
-        """Exclude bad nodes. Raises FrontierError if too few nodes are left."""
+        """Check all nodes and exclude bad ones from later runs. Raises FrontierError if too few nodes are left."""
 
     def time_left_s(self) -> float:
-        """Return the seconds until nothing can be started any more."""
+        """Return the seconds that are left for further runs."""
 
 
 class AllocationRanks:
-    """srun steps over the healthy nodes of this allocation. Nodes beyond `nodes` are spares."""
+    """Launcher of srun steps over healthy nodes of this allocation. Nodes beyond `nodes` replace failed ones."""
 
     def __init__(self, site: Site, nodes: int | None = None, spares: int = 0, warning_s: float | None = None) -> None:
         """Use `nodes` nodes of the allocation at a time (None: all but the spares).
@@ -131,10 +131,10 @@ class AllocationRanks:
         self._failed: list[str] = []
         self._lent: set[str] = set()
         self._lock = threading.Lock()
-        self._is_ready = False  # set by the first run, which checks that everything ranks need is installed
+        self._is_ready = False  # true after the first run has checked that everything is installed that ranks need
 
     def preflight(self, directory: Path) -> None:
-        """Run `doctor` on every node once and exclude the bad nodes from then on.
+        """Run `doctor` once on every node, and exclude bad nodes from all later runs.
 
         Raises FrontierError if too few nodes are left or if all nodes have the same fault.
         """
@@ -204,7 +204,7 @@ class AllocationRanks:
 
 @dataclass(frozen=True)
 class ToolJob:
-    """Job in which a command starts many short runs: a series or a search."""
+    """Slurm job in which one command starts many short runs: a scaling series or a tuning search."""
 
     ranks: AllocationRanks
     job: Job
@@ -250,14 +250,14 @@ def open_tool_job(
 
 
 class LocalRanks:
-    """Ranks of this machine, without a scheduler. `nodes` only counts in the cost of trials."""
+    """Launcher of ranks on this computer, without Slurm. `nodes` is used only for the cost of trials."""
 
     def __init__(self, devices: int, nodes: int = 1) -> None:
         self.devices = devices
         self.nodes = nodes
 
     def preflight(self, directory: Path) -> None:
-        """Do nothing: the user of a local machine is responsible for it."""
+        """Do nothing: a local computer is not checked."""
 
     def start(self, run: ShortRun, limit_s: float) -> RunEnd:
         """Start one rank per device. The ranks end with their parent process."""
@@ -282,12 +282,12 @@ class LocalRanks:
         return RunEnd(time.monotonic() - began_s, code, read_failure(run.directory) if code else None, in_time)
 
     def time_left_s(self) -> float:
-        """Return infinity: a local machine has no walltime."""
+        """Return infinity: a local computer has no walltime."""
         return math.inf
 
 
 def judge(directory: Path, end: RunEnd) -> tuple[str, str]:
-    """Return (status, detail) of a run.
+    """Return (status, detail) of a short run that has ended.
 
     The status is ok, out of memory, hang, not finite, node failure, refused or crash. A run that reaches its time limit
     is ok if it has measured steps.

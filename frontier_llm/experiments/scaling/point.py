@@ -1,9 +1,9 @@
-"""Run one point of a series inside a job.
+"""Runs one point of a scaling series inside its Slurm job.
 
     python -m frontier_llm.experiments.scaling.point weak|strong CONFIG [key=value …]
 
-slurm/weak_scaling.sbatch and slurm/strong_scaling.sbatch start this module through launch/job.sh. In a weak point the
-run file's batch.global_batch is the batch of one replica. The run directory is
+slurm/weak_scaling.sbatch and slurm/strong_scaling.sbatch start this module through launch/job.sh. In a weak series,
+batch.global_batch of the run file means the batch of one replica. The run directory is
 TRAIN.RUN_DIR/MODE_MODEL_nodesNNNNN_jJOB. `frontier-llm scaling report TRAIN.RUN_DIR` collects all of them.
 """
 

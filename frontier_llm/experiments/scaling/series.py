@@ -1,4 +1,4 @@
-"""Points of a scaling series, which differ in the number of nodes.
+"""Points of a scaling series: runs that differ in their number of nodes.
 
 A weak series keeps the batch per replica, a strong series the global batch.
 """
@@ -36,7 +36,7 @@ class Point:
     nodes: int
     tasks_per_node: int
     repeat: int
-    config: RunConfig  # with its own global batch and run directory
+    config: RunConfig  # configuration of the point, with its global batch and run directory
     site: str
 
     @property
@@ -93,7 +93,7 @@ def default_batch(mode: Mode, config: RunConfig) -> int:
 def make_point(
     mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int, directory: Path, repeat: int = 1
 ) -> Point:
-    """Return a point with `batch` samples per replica (weak) or in total (strong). The layout is not checked."""
+    """Return a point with a batch of `batch` samples per replica (weak) or in total (strong), without checking it."""
     replicas = max(1, nodes * site.tasks_per_node // config.parallel.model_ranks)
     global_batch = batch * replicas if mode == "weak" else batch
     own = config.model_copy(
@@ -148,11 +148,11 @@ def make_series(
 
 
 def _problems_of(point: Point, site: Site) -> Iterator[Problem]:
-    """Yield problems of the point's layout. Their fixes name the options of a series: node counts and batches."""
+    """Yield problems of the point's layout, with fixes that name options of the command: node counts and batches."""
     for problem in plan_problems(point.config, point.devices):
         if problem.where == "world size":
             yield replace(problem, fix=_node_fix(point.config, site, point.nodes))
-        # the global batch is already a multiple of dp
+        # in a weak series the global batch is always a multiple of dp
         elif problem.where == "batch.global_batch" and point.mode == "weak":
             fix = f"give a multiple of batch.micro_batch, {point.config.batch.micro_batch}"
             yield replace(problem, where="--batch-per-replica", fix=fix)

@@ -1,4 +1,4 @@
-"""Number of steps and walltime of a point, from the simulated step and the site's limits."""
+"""Number of steps and walltime of each point of a series, from its simulated step time and the site's limits."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
 
-# constants that step times can determine; a fit multiplies each by a factor
+# fields of Rates that measured step times can determine; the fit multiplies each by a factor
 CONSTANTS = (
     "gemm_efficiency",
     "hbm_efficiency",
@@ -28,7 +28,7 @@ CONSTANTS = (
     "network_efficiency",
     "network_latency_s",
 )
-PRIOR = 0.004  # an error of 3 % in one step costs the same as changing a constant by a factor of 1.6
+PRIOR = 0.004  # the loss of an error of 3 % in one step equals the loss of a constant changed by a factor of 1.6
 KNEE = 0.1
 CHANGED = 0.1  # relative change below which the file keeps a constant's value
 
@@ -38,7 +38,7 @@ def fit_trials(search: Tuner, numbers: Rates) -> Rates:
     model = search.space.config.model
     plans = {plan.layout: plan for plan in search.space.plans}
     trials = [trial for trial in search.tried.values() if trial.ok]
-    # ratio of the simulated step to the closed form; the constants hardly change it
+    # simulated step / closed-form step of each layout, which hardly depends on the constants
     beyond = np.array([plans[trial.layout].step_s / plans[trial.layout].closed_form_s for trial in trials])
     measurements = Measurements(
         start=numbers,
@@ -58,7 +58,7 @@ def changed(before: Rates, after: Rates) -> dict[str, tuple[float, float]]:
 
 
 def fitted_constants(search: Tuner) -> tuple[Rates, Rates]:
-    """Return the machine file's numbers and the fitted numbers."""
+    """Return the machine file's numbers and the numbers that fit the search's trials."""
     machine = load_machine(search.space.config.machine)
     before = rates(machine, own_stack(machine))
     return before, fit_trials(search, before)

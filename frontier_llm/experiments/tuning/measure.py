@@ -1,4 +1,4 @@
-"""Run one trial: a layout of the space as a short run within a time limit."""
+"""Measures the step time of one layout by a short run within a time limit (a trial)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from frontier_llm.units import format_seconds
 
 @dataclass(frozen=True)
 class Bench:
-    """Launcher and settings of the trials."""
+    """Launcher and settings with which trials are run."""
 
     launcher: Launcher
     run: str  # run file as the user typed it
     overrides: Sequence[str]
     steps: int
-    directory: Path  # of the search; contains a directory per trial
+    directory: Path  # directory of the search; contains a directory per trial
 
     def words(self, search: Tuner, number: int, directory: Path) -> tuple[str, ...]:
         """Return the arguments of a trial's ranks."""
@@ -37,7 +37,7 @@ class Bench:
         return tuple(words)
 
     def measure(self, search: Tuner, proposal: Proposal, limit_s: float) -> Trial:
-        """Run a trial. A trial without a result for the layout (failed node, walltime) has a status in RETRIED."""
+        """Run a trial and return its result. If a node failed or the walltime ended, its status is in RETRIED."""
         number = len(search.trials) + 1
         directory = self.directory / f"trial_{number:04}"
         words = self.words(search, proposal.number, directory)

@@ -1,4 +1,4 @@
-"""tune.html: predicted and measured steps, progress of the search, importance of choices; and the best run file."""
+"""Report of a tuning search (tune.html) and the run file of its fastest layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def summary(search: Tuner) -> dict[str, Any]:
 
 
 def _keys_of(choice: str) -> str:
-    """Return a layout's field as keys of a run file: 'tensor', 'data_mode, zero'."""
+    """Return the keys of a run file that set a field of the layout: 'tensor', 'data_mode, zero'."""
     return ", ".join(key for key, field in FIELD_OF_KEY.items() if field == choice)
 
 
@@ -106,7 +106,7 @@ def _importance(shares: Mapping[str, float]) -> str:
 
 
 def _constants(search: Tuner) -> str:
-    """Return HTML with the constants of the machine file that the trials would change."""
+    """Return HTML with the constants of the machine file whose values a fit to the trials would change."""
     if sum(trial.ok for trial in search.tried.values()) < LEAST_FITTED:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""The search: it chooses the next layout and its time limit, and decides when to stop."""
+"""Tuning search: chooses which layout is measured next and its time limit, and decides when to end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from frontier_llm.experiments.tuning.surrogate import Belief, Surrogate
 from frontier_llm.experiments.tuning.trials import RETRIED, Trial
 from frontier_llm.planner.predict import START_S
 
-# Number of distant layouts after the planner's choice. One point alone shows no differences between layouts.
+# Number of trials after the first one (the planner's choice) whose layouts are far from the measured ones. One trial
+# alone shows no differences between layouts.
 SPREAD_TRIALS = 3
-# The search ends if no untried layout is expected to gain more than this share of a step. Two runs of one layout differ
-# by as much.
+# The search ends if no untried layout is expected to shorten the step by more than this share. Two runs of the same
+# layout differ by about this share.
 WORTH = 0.003
 LEAST_TRIALS = 8
 MOST_NODE_FAILURES = 3  # in a row
-SLOWER = 2.5  # times the best measured step. A slower layout is stopped.
-PATIENCE = 4.0  # times the planner's step. Used if no step has been measured.
+SLOWER = 2.5  # A trial is stopped if its step takes more than this factor times the best measured step.
+PATIENCE = 4.0  # Factor on the predicted step, used instead of SLOWER until a step is measured.
 AGAIN = "run the same command again to continue"
 
 
@@ -35,7 +36,7 @@ class Proposal:
 
 
 class Tuner:
-    """State of a search. It is rebuilt from its trials at every start."""
+    """State of a search, which is rebuilt from the table of trials whenever the search starts again."""
 
     def __init__(self, space: Space, trials: Sequence[Trial], seed: int = 0) -> None:
         self.space = space
@@ -45,7 +46,7 @@ class Tuner:
 
     @property
     def tried(self) -> dict[int, Trial]:
-        """Latest trial of each layout of the space, without trials that gave no result for the layout."""
+        """Number of a layout → its latest trial. Trials that gave no result for their layout are left out."""
         numbers = ((self.space.index(trial.layout), trial) for trial in self.trials if trial.status not in RETRIED)
         return {number: trial for number, trial in numbers if number is not None}
 
@@ -69,7 +70,7 @@ class Tuner:
         return self.surrogate.learn(errors, tuple(number for number, trial in self.tried.items() if not trial.ok))
 
     def propose(self) -> Proposal | None:
-        """Return the next layout, or None if no layout is left that is worth its node-hours."""
+        """Return the layout to measure next, or None if no untried layout has an expected gain of at least WORTH."""
         tried = self.tried
         plans = self.space.plans
         left = [number for number in range(len(plans)) if number not in tried]
@@ -95,9 +96,9 @@ class Tuner:
         return Proposal(number, "model", float(expected[number]))
 
     def start_s(self) -> float:
-        """Return a limit in seconds for the time of a start without its steps.
+        """Return a time limit in seconds for the start of a run, without its steps.
 
-        It is three times the longest start so far. Before the first successful trial it is START_S.
+        The limit is three times the longest start so far, or START_S before the first successful trial.
         """
         seen = [trial.wall_s - (trial.step_s or 0.0) * trial.steps for trial in self.trials if trial.ok]
         return 3 * max(seen) if seen else START_S
@@ -113,9 +114,9 @@ class Tuner:
 
 
 class Everything(Tuner):
-    """Replacement of the search that measures every layout of the space once.
+    """Search that measures every layout of the space once.
 
-    The order is random, so that slow hours of the machine are spread over the space.
+    The order is random, so that times when the machine is slow affect all kinds of layouts equally.
     """
 
     def propose(self) -> Proposal | None:
@@ -169,7 +170,7 @@ def run_search(
         affordable_s = (limits.node_hours - used) * 3600 / limits.nodes
         granted_s = min(limit_s, left_s, affordable_s)
         trial = measure(proposal, granted_s)
-        if trial.status == "hang" and granted_s < limit_s:  # the trial had less time than its layout was allowed
+        if trial.status == "hang" and granted_s < limit_s:  # the walltime left less time than the layout's limit
             trial = replace(trial, status="interrupted")
         search.trials.append(trial)
         record(search.trials)

@@ -1,4 +1,4 @@
-"""Layouts that a search may try: the planner's best few hundred, with their predicted steps.
+"""Search space of a tuning search: the planner's best few hundred layouts with their predicted step times.
 
 `words_of` converts a layout to arguments of `frontier-llm train`.
 """
@@ -24,11 +24,11 @@ from frontier_llm.planner.search import Plan, preference, simulate_layout
 from frontier_llm.topology.plan import plan_problems
 
 MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 ms each)
-# Times the best predicted step. A layout beyond this limit can only be the best one if the planner's error
-# differs by a factor of 2 between two layouts.
+# Layouts whose predicted step takes more than this factor times the best one are left out. Such a layout can be the
+# fastest only if the planner's error differs by a factor of 2 between two layouts.
 WITHIN = 2.0
 
-CHOICES = tuple(dict.fromkeys(FIELD_OF_KEY.values()))  # fields that distinguish the layouts of a table of trials
+CHOICES = tuple(dict.fromkeys(FIELD_OF_KEY.values()))  # fields of Layout that are columns of the table of trials
 
 
 def words_of(keys: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -45,10 +45,10 @@ def words_of(keys: Mapping[str, Mapping[str, Any]]) -> list[str]:
 class Space:
     """Layouts of one model on one number of devices, each with its simulated step."""
 
-    config: RunConfig  # configuration that the layouts are applied to
+    config: RunConfig  # configuration whose layout the trials replace
     devices: int
     plans: tuple[Plan, ...]  # sorted by predicted step; the first is the planner's choice
-    legal: int  # number of layouts before the cut
+    legal: int  # number of legal layouts before the space was limited
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def index(self, layout: Layout) -> int | None:
@@ -111,19 +111,20 @@ def make_space(
 
 
 def laid_out(config: RunConfig, layout: Layout) -> RunConfig:
-    """Return the configuration with this layout."""
+    """Return the run configuration with its layout replaced by `layout`."""
     return build(RunConfig, merge(config.model_dump(mode="json"), run_keys(layout)))
 
 
 def features(plans: Sequence[Plan]) -> np.ndarray:
-    """Return one row per layout: its choices and the parts of its simulated step. Columns have mean 0 and deviation 1.
+    """Return the Gaussian process's coordinates: one row per layout, columns with mean 0 and standard deviation 1.
 
-    The parts let one trial inform about many layouts. For example, if messages cost more than predicted,
-    every layout is slower in proportion to its share of messages. The predicted step is a column too. One number can
-    then correct a planner that orders the layouts wrongly.
+    The columns are the layout's choices and the parts of its simulated step. Because of the parts, one trial changes
+    the expectation for many layouts. For example, if messages cost more than predicted, every layout is slower in
+    proportion to its share of messages. The predicted step is a column too, so that errors that grow with it can be
+    learnt from a few trials.
 
-    The pipeline bubble enters as -log(1 - bubble). One number then describes a machine on which the bubble costs
-    nothing. The number of passes per step enters as a logarithm, for the host's cost per pass.
+    The pipeline bubble enters as -log(1 - bubble). A single coefficient then describes a machine on which the bubble
+    costs nothing. The number of passes per step enters as a logarithm, and stands for the host's cost per pass.
     """
     columns: list[np.ndarray] = []
     for name in CHOICES:
@@ -143,7 +144,7 @@ def features(plans: Sequence[Plan]) -> np.ndarray:
 
 
 def _shares(plan: Plan) -> tuple[float, ...]:
-    """Return parts of the simulated step, the share of memory, and the passes per rank.
+    """Return the parts of the simulated step as shares, the used share of memory, and the passes per rank.
 
     The parts are pipeline waiting, messages, gradient sums with gathers, and optimizer.
     """

@@ -1,9 +1,9 @@
-"""Predict the step times of untried layouts with a Gaussian process over log(measured / predicted).
+"""Predicts step times of untried layouts with a Gaussian process that is fitted to log(measured / predicted).
 
-The process learns the planner's error, not the step time. Without a trial it returns the planner's prediction. After
-one trial it returns this prediction multiplied by the trial's error. Coordinates are the layouts' choices and the
-planner's parts of the step (`space.features`). The kernel is fixed, because ten trials do not determine its parameters.
-docs/benchmarks/tuning.md compares kernels.
+The process learns the planner's error, not the step time. Without trials, the result for a layout is the planner's
+prediction. After one trial, it is about the prediction times measured / predicted of this trial. Coordinates are the
+layouts' choices and the planner's parts of the step (`space.features`). The kernel is fixed, because ten trials do not
+determine its parameters. docs/benchmarks/tuning.md compares kernels.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from frontier_llm.errors import FrontierError, not_installed
 from frontier_llm.experiments.tuning.space import CHOICES, Space, features
 
-# a failed layout counts as 1.5 times slower, relative to the planner, than the worst one that worked; the search then
+# a failed layout counts as if its measured / predicted were 1.5 times the worst measured ratio, so that the search
 # tries similar layouts later
 FAILED = math.log(1.5)
-# the kernel, in log time: SIZE is the size of errors that neighbours share, NOISE the difference of two runs of one
-# layout
+# parameters of the kernel, in log seconds: SIZE is the standard deviation of errors that similar layouts share, NOISE
+# that of repeated runs of one layout
 SIZE = 0.5
 NOISE = 0.03
 REACH = 2.0  # length scale of the kernel, in mean distances between two layouts
@@ -29,7 +29,7 @@ REACH = 2.0  # length scale of the kernel, in mean distances between two layouts
 
 @dataclass(frozen=True)
 class Belief:
-    """Expected log seconds of a step for each of n layouts, and the standard deviation."""
+    """Expected logarithm of the step time in seconds for each of n layouts, and its standard deviation."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -93,7 +93,8 @@ class Surrogate:
     def importance(self, belief: Belief) -> dict[str, float]:
         """Return the importance of each choice, largest first.
 
-        It is the share of the variance of the expected log time over the space that the choice's values alone explain.
+        The importance of a choice is the share of the variance of expected log times over the space that the choice
+        alone explains.
         """
         mean = float(belief.mean.mean())
         whole = float(belief.mean.var())

@@ -1,4 +1,4 @@
-"""Table of trials (trials.csv), from which a search continues after a walltime."""
+"""Table of trials (trials.csv), from which a search continues in the next job."""
 
 from __future__ import annotations
 

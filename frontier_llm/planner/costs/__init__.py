@@ -1,1 +1,1 @@
-"""Cost models: FLOPs, bytes and seconds in closed form or from tables, for one layout or for thousands at once."""
+"""Cost models of a training step: seconds and bytes, from formulas or measured tables, for one or many layouts."""

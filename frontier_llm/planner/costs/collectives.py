@@ -1,4 +1,4 @@
-"""Seconds of one collective or message, by its ranks, their placement on nodes and the groups that share the NICs.
+"""Seconds of one collective or message, from its ranks, their placement on nodes and the groups that share the NICs.
 
 A collective is flat (one ring or tree) or hierarchical. A hierarchical collective has a stage inside each node and a
 stage between nodes, as `comm/hierarchical.py` executes it.
@@ -11,12 +11,14 @@ import numpy as np
 from frontier_llm.machine.rates import Rates, Table, fabric_bandwidth
 from frontier_llm.planner.costs.layouts import Number
 
-# how often a ring moves the tensor: an all-reduce is a reduce-scatter and an all-gather
+# how often a ring moves the complete tensor; an all-reduce is a reduce-scatter and an all-gather
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # all-to-all: the rank's own input
 
 
 def table_s(table: Table, row: Number, size_bytes: Number) -> Number:
-    """Return measured seconds, interpolated in the logarithms of the row (nodes or ranks) and of the bytes.
+    """Return the seconds of a collective by interpolation in a table of measured times.
+
+    The table is interpolated in the logarithms of its rows (numbers of nodes or ranks) and of the bytes.
 
     Above the largest measured message the time is proportional to the bytes. A table is used because the formula
     latency + bytes / bandwidth misses Frontier's medians by 17-46 % (docs/benchmarks/log.md).
@@ -47,9 +49,9 @@ def node_s(rates: Rates, ranks: Number, size_bytes: Number, operation: str) -> N
     """Return the seconds of a collective inside one node.
 
     `size_bytes` is the complete tensor: the result of an all-gather, the input of a reduce-scatter. If this operation
-    was measured on the machine, its table is used. Otherwise the time is a ring's bandwidth term plus latency. If there
-    is a table of all-reduces over nodes, its one-node time beyond the bandwidth term is the latency. It is scaled by
-    the ring factor of the group.
+    was measured on the machine, its table is used. Otherwise the time is a ring's bandwidth term plus latency. If the
+    machine has a table of all-reduces over nodes, the latency is the table's time for one node without the bandwidth
+    term. The latency is scaled to the group's share of a ring over the node, (ranks - 1) / ranks.
     """
     ranks = np.asarray(ranks, dtype=float)
     passes = PASSES[operation]
@@ -76,9 +78,9 @@ def flat_s(
 ) -> Number:
     """Return the seconds of a collective over `ranks` in one ring (or RCCL's tree), `per_node` ranks on each node.
 
-    `sharing` groups of this kind use the NICs of a node at the same time. Inside a node the time is `node_s`. Across
-    nodes a ring enters and leaves every node once, so a group has 1/sharing of the NICs' bandwidth. The bandwidth of
-    the fabric inside the node is a further limit.
+    `sharing` such groups use the NICs of a node at the same time. If all ranks are in one node, the time is `node_s`.
+    Otherwise the ring enters and leaves every node once. Each group then has 1/sharing of the bandwidth of a node's
+    NICs. The bandwidth of the fabric inside the node is a further limit.
     """
     ranks = np.asarray(ranks, dtype=float)
     per_node = np.asarray(per_node, dtype=float)
@@ -103,7 +105,8 @@ def flat_s(
 def message_s(rates: Rates, size_bytes: Number, inside: Number, sharing: Number) -> Number:
     """Return the seconds of a point-to-point message.
 
-    `inside` is 1 if both ranks are in one node. `sharing` is the number of devices of a node that send at a time.
+    `inside` is true if both ranks are in one node. `sharing` is the number of devices of a node that send at the same
+    time.
     """
     near = rates.fabric_latency_s + size_bytes / fabric_bandwidth(rates, 2)
     far = rates.network_latency_s + size_bytes / (rates.node_network_bytes_s * rates.network_efficiency / sharing)
@@ -111,7 +114,7 @@ def message_s(rates: Rates, size_bytes: Number, inside: Number, sharing: Number)
 
 
 def rail_rounds(nodes: Number) -> Number:
-    """Return the dependent messages of one reduce-scatter or all-gather between N nodes: ceil(log2 N), for any N."""
+    """Return how many messages of a reduce-scatter or all-gather between N nodes follow each other: ceil(log2 N)."""
     return np.ceil(np.log2(np.maximum(np.asarray(nodes, dtype=float), 1.0)))
 
 
@@ -133,8 +136,9 @@ def hierarchical_s(
 ) -> Number:
     """Return the seconds of a two-stage collective over `ranks`, `per_node` ranks on each node.
 
-    `sharing` groups of this kind use the NICs of a node at the same time, so each rail has 1/(per_node x sharing) of
-    their bandwidth. The stages are added. The engine overlaps them chunk by chunk, which this estimate ignores.
+    `sharing` such groups use the NICs of a node at the same time. A rail, the ranks with the same place in each node,
+    therefore has 1/(per_node x sharing) of their bandwidth. The times of the two stages are added, although the engine
+    overlaps the stages chunk by chunk.
     """
     per_node = np.minimum(np.asarray(per_node, dtype=float), ranks)
     passes = PASSES[operation]

@@ -1,4 +1,4 @@
-"""Seconds of one kernel on one device: matrix products and attention by shape, memory-bound kernels by bytes."""
+"""Seconds of one kernel on one device: matrix products and attention from shapes, memory-bound kernels from bytes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (6
 
 
 def product_s(product: Product, rates: Rates) -> float:
-    """Return the seconds of matrix products in 16 bit, or in 8 bit if the software supports it for them.
+    """Return the seconds of a batch of matrix products in 16 bit, or in 8 bit if product and software allow it.
 
     The output is cut into tiles, which run in waves of `compute_units`. A wave takes as long as its longest tile. The
-    last, partly filled wave therefore costs as much as a full one (tile and wave quantisation). The inner loop reaches
-    k/(k+k_half) of its rate because of prologue and epilogue. The minimum is the time of reading the operands and
-    writing the result at memory speed. If products were measured on this machine, the formula is scaled by the
-    measurements of the nearest shapes.
+    last, partly filled wave therefore costs as much as a full one (tile and wave quantisation). Because of prologue and
+    epilogue, a kernel with inner dimension k reaches k/(k+k_half) of its rate. A product takes at least the time for
+    reading its operands and writing its result at memory bandwidth. If products were measured on this machine, the
+    formula is scaled by the measurements of the nearest shapes.
     """
     m = product.m
     n = product.n
@@ -47,10 +47,11 @@ def product_s(product: Product, rates: Rates) -> float:
 
 
 def _measured_over_formula(product: Product, rates: Rates) -> float:
-    """Return measured time / formula, averaged over the measured products with the nearest shapes.
+    """Return the factor by which measured products of similar shapes take longer than the formula of `product_s`.
 
-    Weights fall with the squared distance in log2 of the three sizes. The formula itself is one sample with ratio 1, at
-    a distance of two doublings, so the result approaches 1 far from all measurements.
+    The factor is a weighted geometric mean over all measured products. The weight falls with the squared distance of
+    the shapes in log2 of M, N and K. The formula itself is one sample with factor 1, at a distance of two doublings.
+    Far from all measurements the result therefore approaches 1.
     """
     formula = replace(rates, gemm_shapes=())
     total = 0.0
@@ -66,8 +67,8 @@ def _measured_over_formula(product: Product, rates: Rates) -> float:
 def pace(devices: int, rates: Rates) -> float:
     """Return the time of a product on the slowest of `devices`, relative to the slowest device of one node.
 
-    Devices of one type differ in clock and power, and in every step all wait for the slowest. With more devices the
-    slowest one is slower. Efficiencies are measured on one node, hence the reference.
+    Devices of one type differ in clock and power, and in every step all devices wait for the slowest. The more devices
+    there are, the slower is the slowest one. The reference is one node because efficiencies are measured on one node.
     """
     if not rates.speed_variation or devices <= rates.node_devices:
         return 1.0
@@ -88,8 +89,8 @@ def flash_s(core: FlashCore, rates: Rates) -> float:
     """Return the seconds of causal flash attention, forward or backward.
 
     Forward has 4·S²·D FLOPs per head, of which causality saves half. Backward recomputes the scores and has 2.5 times
-    as much. Efficiency falls for heads narrower than 128 (softmax work per FLOP doubles at 64) and for sequences of a
-    few blocks.
+    as much. The efficiency is lower for head dimensions below 128 (at 64, softmax work per FLOP doubles). It is also
+    lower for sequences of only a few blocks of 128 queries.
     """
     # the factor for the head dimension, `width`, is 1 at 128 and 0.83 at 64
     keys = core.keys

@@ -1,9 +1,9 @@
-"""Tables of layouts: thousands of layouts as columns, so that one numpy formula computes the costs of all.
+"""Tables of layouts: thousands of layouts as numpy columns, so that one formula computes the costs of all of them.
 
-A formula in numpy is the same for one `Layout` and for a table. The work lists of a block are summed in plain Python,
-once for each distinct block. The 60,000 layouts of a search share some hundreds of blocks.
+The same formula accepts one `Layout` or a table. Only the work lists of a transformer block are summed in plain Python,
+once for each distinct block. The 60,000 layouts of a search have only some hundreds of distinct blocks.
 
-`RanksPerNode` holds the number of ranks of each axis that share a node.
+The module also computes how many ranks of each parallel axis share a node (`RanksPerNode`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from frontier_llm.schedule import rule
 class Layouts(Layout):
     """A table of layouts: a `Layout` whose fields are numpy columns of one length.
 
-    A field that is equal for all layouts is a plain name or number. Functions with a parameter `layouts` accept one
-    `Layout` or a table. Properties that depend on columns, for example `devices`, are columns.
+    A field that is equal for all layouts of the table may be a plain name or number instead of a column. Functions with
+    a parameter `layouts` accept one `Layout` or a table. Properties that depend on columns, for example `devices`, are
+    columns.
     """
 
     def __len__(self) -> int:
@@ -54,7 +55,7 @@ class Layouts(Layout):
 
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
-    """Return a table of the layouts, which must agree in the fields that are no columns of a table (`alike`)."""
+    """Return a table of the layouts. The fields in `alike` are not columns, so all layouts must agree in them."""
     alike = ("dtype", "gradient_wire", "optimizer", "etp", "imbalance", "tensor_chunks")
     shared = {name: getattr(layouts[0], name) for name in alike}
     columns: dict[str, Any] = {
@@ -68,10 +69,10 @@ def as_table(layouts: Sequence[Layout]) -> Layouts:
 def over_layouts(layouts: Layout, fold: Callable[[Layout], Any], *also: Number) -> Any:
     """Return `fold(layout)`, or for a table its results for every layout, with columns instead of numbers.
 
-    `fold` is called once per combination of the fields that decide the work of a block, the embedding and the head.
-    These are tp, ep, expert_nodes, cp and its attention algorithm, the microbatch size, sequence parallelism and
-    recomputation. Columns in `also` are further fields. `fold` must not depend on other fields. It returns a named
-    tuple of numbers, or of such tuples.
+    `fold` is called once for each combination of the fields on which the work of a block, the embedding and the head
+    depends. These are tp, ep, expert_nodes, cp and its attention algorithm, the microbatch size, sequence parallelism
+    and recomputation. `also` has the columns of further fields. `fold` must not depend on other fields. It returns a
+    named tuple of numbers, or of such tuples.
     """
     if not isinstance(layouts, Layouts):
         return fold(layouts)
@@ -101,7 +102,10 @@ def _columns(results: Sequence[Any], inverse: np.ndarray) -> Any:
 
 
 def distinct(column: Any) -> list[Any]:
-    """Return the distinct values of a column by first occurrence. For few values this is faster than sorting."""
+    """Return the distinct values of a column, in the order of their first occurrence.
+
+    For a few values this is faster than sorting the column.
+    """
     values = []
     left = np.ones(len(column), dtype=bool)
     while left.any():
@@ -111,7 +115,7 @@ def distinct(column: Any) -> list[Any]:
 
 
 def stage_length(layers: int, layouts: Layout) -> Number:
-    """Return the layers of the fullest virtual stage if a table has layouts that alternate recomputation modes.
+    """Return the number of layers of the fullest virtual stage if layouts of a table alternate recomputation modes.
 
     Otherwise the work of an average layer does not depend on the number of layers, and the result is 0.
     """
@@ -134,7 +138,7 @@ def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage
     if not isinstance(layouts, Layouts):
         return of(layouts.schedule, *(getattr(layouts, name) for name in columns), *stages)
     fields = np.broadcast_arrays(np.zeros(len(layouts)), *(getattr(layouts, column) for column in columns), *stages)
-    result = np.zeros(fields[0].shape)  # the last axis counts layouts
+    result = np.zeros(fields[0].shape)  # the last axis is the index of the layout
     for name in distinct(layouts.schedule):
         rows = layouts.schedule == name
         result[..., rows] = of(name, *(field[..., rows] for field in fields[1:]))
@@ -143,17 +147,20 @@ def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage
 
 @dataclass(frozen=True)
 class RanksPerNode:
-    """Ranks per node of each axis, and the number of groups that share the NICs of a node."""
+    """How many ranks of each axis share a node, and how many groups of ranks share the NICs of a node."""
 
     cp_per_node: Number
     replicas_per_node: Number  # Ranks of dp x cp.
     replicas_sharing: Number  # Groups of replicas of one node that reduce at the same time.
-    pp_inside: Number  # 1 = pipeline neighbours are in the same node.
+    pp_inside: Number  # True if pipeline neighbours are in the same node.
     pp_sharing: Number  # Devices of a node that send pipeline messages at the same time.
 
 
 def ranks_per_node(layouts: Layout, rates: Rates) -> RanksPerNode:
-    """Return the placement of ranks on nodes: tp innermost, then cp, then dp (tp-dp-pp) or pp (tp-pp-dp)."""
+    """Return the placement of ranks on nodes.
+
+    Consecutive ranks share a node. tp is the innermost axis, then cp, then dp (axis order tp-dp-pp) or pp (tp-pp-dp).
+    """
     node = rates.node_devices
     tp = layouts.tp
     cp = layouts.cp
@@ -175,7 +182,7 @@ def ranks_per_node(layouts: Layout, rates: Rates) -> RanksPerNode:
 
 
 def cut(layouts: Layout, stage: int) -> Number:
-    """Return whether the layout has ZeRO of at least this stage: 1 optimizer state, 2 gradients, 3 weights."""
+    """Return whether the layout shards at least what ZeRO `stage` shards: 1 optimizer state, 2 gradients, 3 weights."""
     if not isinstance(layouts, Layouts):
         return SHARDING[layouts.sharding] >= stage
     return np.logical_or.reduce([layouts.sharding == name for name, reached in SHARDING.items() if reached >= stage])

@@ -1,7 +1,7 @@
-"""Bytes per rank and stage: weights, gradients, optimizer, activations in flight, logits, buffers, reserve.
+"""Memory of a pipeline rank in bytes: weights, gradients, optimizer state, activations, logits, buffers, reserve.
 
-The lines are returned by name, so that a plan can list them. All values are for one pipeline rank, which holds
-`chunks` virtual stages.
+Functions return purpose → bytes (`Lines`), so that a plan can list each purpose. All values are for one device of a
+pipeline rank, which holds `chunks` virtual stages.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
-# in backward: keys and values of the complete sequence, their gradients, and a reordered half of each
+# copies of gathered keys and values in backward: the complete sequence, its gradients, and a reordered half of each
 EXCHANGE_COPIES = 3
 BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight at 40 M parameters each
 
 
 def kept_bytes(items: Iterable[Item], recompute: str, phase: Phase = Phase.F) -> float:
-    """Return the bytes that a work list keeps for one microbatch from forward to backward.
+    """Return the bytes that the items of a work list keep for one microbatch from forward to backward.
 
-    With phase W: from the input gradient to the weight gradient.
+    With phase W, they are kept from the input gradient to the weight gradient.
     """
     return sum(
         item.work.size_bytes
@@ -48,21 +48,21 @@ def kept_bytes(items: Iterable[Item], recompute: str, phase: Phase = Phase.F) ->
 
 
 class Held(NamedTuple):
-    """Bytes that the parts of a stage keep for one microbatch: numbers, or columns over many layouts."""
+    """Bytes that a block and the head keep for one microbatch: numbers for one layout, or columns for many."""
 
     block: Number
-    # a block between input and weight gradient: the operands of its products, so everything but the attention core
+    # of a block between its input and weight gradients: the operands of its products, but nothing of the attention core
     block_waiting: Number
-    block_working: Number  # a block while it is recomputed
+    block_working: Number  # of a block while it is recomputed
     logits: Number
     logits_waiting: Number
-    exchanged: Number  # keys and values of a complete sequence, which context parallelism gathers
+    exchanged: Number  # gathered keys and values of the complete sequence (context parallelism)
 
 
 def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Held:
     """Return the bytes that a block and the head keep per microbatch. `layers` is passed to `mode_shares`.
 
-    They correspond to Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks.
+    They agree with Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) bytes per block, with the two masks of dropout.
     """
 
     @cache
@@ -114,7 +114,7 @@ def stage_memory(
     embedding: Number,
     head: Number,
 ) -> Lines:
-    """Return the memory lines of one pipeline rank, or of several (arrays).
+    """Return purpose → bytes of one pipeline rank, or of several ranks as arrays.
 
     A rank holds `layers` layers in all its chunks, and the embedding or the head if the flags are true.
     """
@@ -132,19 +132,19 @@ def stage_memory(
     chunks = layouts.chunks
     cut_weights = cut(layouts, 3)
     cut_gradients = cut(layouts, 2)
-    # with a pipeline, sharded gradients (ZeRO-2) exist completely for the one chunk whose backwards accumulate them
+    # with a pipeline, ZeRO-2 keeps complete gradients of one chunk: the chunk whose backwards are accumulated
     whole = np.where(cut_weights | (layouts.pp == 1), 0.0, 1 / chunks)
     gradients = (
         parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
     )
-    # Buffers of fully sharded weights: the gradients of one layer, and the weights of this layer and the next one. A
-    # rank keeps its own weights only as the fp32 master copy. With "weights-gathered-once" the gathered 16-bit weights
-    # exist from forward to backward.
+    # Buffers of sharded weights (FSDP): the gradients of one layer, and the gathered weights of this layer and the next
+    # one. A rank keeps its own shard of the weights only as the fp32 master copy. With "weights-gathered-once" the
+    # gathered 16-bit weights exist from forward to backward.
     twice = layouts.sharding == "weights"
     gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))
     wide = statistics_bytes(layouts.dtype)
     rule = optimizer_rule(layouts.optimizer)
-    master = 0 if size < wide else wide  # wide weights are their own master copy
+    master = 0 if size < wide else wide  # fp32 and fp64 weights need no separate master copy
 
     def of_state(without: int = 0) -> Number:
         def kept(one: Parameter, degrees: Mapping[str, Number]) -> Number:
@@ -208,14 +208,15 @@ def stage_memory(
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
     if np.any(statistics > 0):
-        # the update processes one bucket at a time: the scaled gradient, and a parameter's squares or second moment
+        # the update processes one bucket at a time, with two buffers: the scaled gradient, and squares or second
+        # moments
         bucket = np.minimum(np.maximum(_largest_block_numel(model, layouts), BUCKET_ELEMENTS), parameters)
         lines["update of a bucket"] = 2 * wide * bucket / np.where(cut(layouts, 1), replicas, 1)
     if rule.gathers:
         update = whole_update(model, layouts, rates, layers)
         owned = np.where(cut(layouts, 1), replicas, 1)
-        # Padding has weights, gradients and state too. For one bucket at a time there are the gathered 16-bit tensors
-        # and the update direction in 32 bits.
+        # Padding of buckets needs memory for weights, gradients and state too. In addition, one bucket at a time has
+        # its gathered 16-bit tensors and its update direction in 32 bits.
         padded = update.padding * (size + rates.gradient_bytes + 2 * wide / owned)
         gathered = np.where(update.gathered > 0, update.largest * size, 0.0)
         lines["whole matrices"] = padded + gathered + update.largest * wide / owned
@@ -223,7 +224,7 @@ def stage_memory(
 
 
 def _largest_block_numel(model: ModelConfig, layouts: Layout) -> Number:
-    """Return the elements of the largest parameter of a block on one rank."""
+    """Return the number of elements of a block's largest parameter on one rank."""
     degrees = {"tp": layouts.tp, "ep": layouts.ep, "etp": layouts.etp}
     return reduce(
         np.maximum,
@@ -237,7 +238,7 @@ def memory_by_rank(
     rates: Rates,
     stages: tuple[StageSpec, ...],
 ) -> tuple[dict[str, float], ...]:
-    """Return the memory lines of every pipeline rank of one layout with exactly these virtual stages."""
+    """Return purpose → bytes for every pipeline rank of one layout with these virtual stages."""
     ranks = np.arange(layout.pp)
     layers, embeds, ends = (by_rank(column, layout) for column in stage_columns(stages))
     lines = stage_memory(
@@ -254,14 +255,14 @@ def memory_by_rank(
 
 
 def total(lines: Lines) -> Number:
-    """Return the sum of the lines."""
+    """Return the sum of the bytes of all purposes."""
     return sum(lines.values())
 
 
 def peak_memory(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """Return the bytes of the fullest rank if layers are spread evenly.
 
-    It is the first stage (embedding, most microbatches in flight) or the last stage (head, logits).
+    The fullest is the first rank (embedding, most microbatches in flight) or the last rank (head, logits).
     """
     layers = np.stack(stage_layers(model, layouts))
     alone = layouts.pp == 1

@@ -1,6 +1,6 @@
-"""Number of parameters of a stage on one tensor-parallel rank, counted from the blueprint's declarations.
+"""Number of parameter elements of a pipeline stage on one rank, counted from the declarations in `blueprint`.
 
-All functions take one layout or thousands at once.
+Degrees and numbers of layers may be numbers (one layout) or arrays (many layouts).
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ def stage_numel(
     head: Number,
     size: Size = Parameter.rank_numel,
 ) -> Number:
-    """Return the elements that a rank holds of `layers` layers, with the embedding and the head if the flags are true.
+    """Return the number of parameter elements that a rank holds of `layers` layers, the embedding and the head.
 
-    All arguments but the model and `size` may be arrays. Experts are not included, because they are distributed over
-    other ranks (`expert_numel`). Each layer counts as the mean of all layers. A tied head on another rank than the
-    embedding is a second copy. `size` may return another size of a parameter, for example bytes.
+    The embedding and the head count if their flags are true. All arguments but the model and `size` may be arrays.
+    Experts are not included, because another group of ranks splits them (`expert_numel`). Each layer counts as the mean
+    of all layers. If embedding and head are tied but on different ranks, the head is a second copy. `size` may return
+    another size of a parameter than its elements, for example bytes.
     """
 
     def held(parameters: Iterable[Parameter]) -> Number:
         return sum(size(one, {"tp": values}) for one in parameters)
 
-    values, each = np.unique(tp, return_inverse=True)  # thousands of layouts have only a few distinct degrees
+    values, each = np.unique(tp, return_inverse=True)  # thousands of layouts have only a few distinct tp degrees
     ends = StageSpec(0, 0, embedding=False, head=True)
     layer_numel = [
         (list(block_parameters(model, layer, False)), count / model.layers) for layer, count in layer_kinds(model)
@@ -61,7 +62,7 @@ def stage_numel(
 
 
 def expert_numel(model: ModelConfig, layouts: Layout, layers: Number, size: Size = Parameter.rank_numel) -> Number:
-    """Return the elements of experts that a rank holds in `layers` layers. `size` is used as in `stage_numel`."""
+    """Return the number of expert elements that a rank holds in `layers` layers. `size` is used as in `stage_numel`."""
     total = sum(
         count / model.layers * size(one, {"ep": layouts.ep, "etp": layouts.etp})
         for layer, count in layer_kinds(model)

@@ -1,7 +1,7 @@
-"""Seconds of a block, the embedding and the head for one microbatch on one rank, summed over their work lists.
+"""Seconds of a block, the embedding and the head for one microbatch on one rank, from their work lists.
 
-`by_cause` returns them by cause, so that `plan --explain` prints the numbers that were added. `times` returns them as
-`Times`, for one layout or as columns for thousands.
+`by_cause` sums the seconds of a work list by cause, which `plan --explain` prints. `times` returns the seconds of all
+parts, for one layout or as columns for thousands of layouts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from frontier_llm.schedule import split_share
 from frontier_llm.topology.expert_nodes import experts_inside, experts_s
 
 # Operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives). Backward
-# has two products and an accumulation per weight, and the recomputed operations.
+# has two products and an accumulation per weight, and recomputation adds operations.
 FORWARD_OPS = 24
 BACKWARD_OPS = 40
 RECOMPUTED_OPS = {"none": 0, "selective": 6, "full": FORWARD_OPS}
@@ -48,12 +48,12 @@ WAITING = "waiting for tp ranks"
 RECOMPUTED = "recompute"
 LAUNCHES = "launch-bound"
 
-# cache of seconds by work, devices, tp, cp, ep, expert ranks per node and tensor_chunks: layouts share most work
+# cache: (work, devices, tp, cp, ep, expert ranks per node, tensor_chunks) → seconds; most layouts share their work
 Prices = dict[tuple[Work, int, int, int, int, int, int], float]
 
 
 def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
-    """Return the exposed seconds of one item's work: its time without the part that other work hides."""
+    """Return the exposed seconds of one item's work: its duration without the part that overlaps other work."""
     key = (
         work,
         layout.devices,
@@ -82,7 +82,7 @@ def tensor_s(collective: Collective, layout: Layout, rates: Rates) -> float:
     """Return the exposed seconds of a collective over tp."""
     if layout.tensor_chunks > 1 and collective.beside:
         return in_pieces_s(collective, collective.beside, layout, rates)
-    beside_other = 1.0 if rates.host_executes else 0.5  # a CPU's cores both send and compute, so this hides nothing
+    beside_other = 1.0 if rates.host_executes else 0.5  # CPU cores both send and compute, so nothing is hidden
     shown = {
         Under.NOTHING: 1.0,
         Under.PRODUCT: 1 - rates.tp_overlap,
@@ -114,9 +114,9 @@ def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
 def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates: Rates) -> float:
     """Return the seconds that a collective adds to its product if both are cut in pieces (parallel/tensor/linear.py).
 
-    Each piece of the collective overlaps the next piece of the product, or the reverse. n products of 1/n of the rows
-    and n messages of 1/n of the bytes are slower than one of each. The share `chunk_overlap` of the shorter of the two
-    is hidden n - 1 times. The rows are also copied into their order, for a reduce-scatter before the product.
+    Each piece of the collective overlaps the next piece of the product, or the reverse. But n small products and n
+    small collectives take longer than one large one of each. The share `chunk_overlap` of the shorter of the two is
+    hidden n - 1 times. In addition the rows are copied into their final order, for a reduce-scatter before the product.
     """
     pieces = layout.tensor_chunks
     product_part_s = product_s(replace(product, m=product.m // pieces), rates)
@@ -130,8 +130,8 @@ def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates:
 def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
     """Return the exposed seconds of a collective over cp.
 
-    Its ranks have a stride of tp. They share a node, or each group of a node has a rail of its own. Communication that
-    overlaps attention is hidden to the share `dp_overlap`, like gradients under backward.
+    Every tp-th rank belongs to the same group. If a group spans nodes, the groups of a node share its NICs. The share
+    `dp_overlap` of communication that overlaps attention is hidden.
     """
     node = rates.node_devices
     tp = layout.tp
@@ -169,7 +169,7 @@ def by_cause(
     modes: Mapping[str, float] | None = None,
     split: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
-    """Return cause → (forward, backward) seconds. The recomputed forward is the cause RECOMPUTED, in backward.
+    """Return cause → (forward, backward) seconds. The forward that is repeated in backward has the cause RECOMPUTED.
 
     Collectives of sharded weights (SHARDS) are not included.
 
@@ -177,8 +177,8 @@ def by_cause(
         items: the work list.
         layout: the layout.
         rates: rates of the machine.
-        prices: a cache that several calls may share.
-        modes: recomputation mode → share of the layers. None means the shares in the layout's list of modes.
+        prices: cache of the seconds of each work, which several calls may share.
+        modes: recomputation mode → share of the layers with it. None means the shares in `layout.recompute`.
         split: share of the backwards that are split in input and weight gradients.
     """
     prices = {} if prices is None else prices
@@ -210,10 +210,10 @@ def by_cause(
 
 
 def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) -> tuple[list[float], list[float]]:
-    """Return the hidden and the exposed seconds of rows sent to experts and back, each as [forward, backward].
+    """Return the hidden and the exposed seconds of sending token rows to experts and back, as [forward, backward] each.
 
-    The shared expert hides the former. The latter include the host's wait for the numbers of rows. If the schedule
-    runs pairs of microbatches, the other microbatch hides a part of the latter (`costs.time.pair_s`).
+    The compute of the shared expert hides the hidden seconds. The exposed seconds include the host's wait for row
+    counts. If the schedule runs pairs of microbatches, the other microbatch hides a part of them (`costs.time.pair_s`).
     """
     ways = {under: [0.0, 0.0] for under in (Under.SHARED, Under.OTHER)}
     shared_s = [0.0, 0.0]
@@ -231,7 +231,7 @@ def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) 
 
 
 def waiting_s(meetings: Number, compute_s: Number, rates: Rates) -> Number:
-    """Return the seconds that ranks wait for each other at `meetings` collectives in `compute_s` of compute."""
+    """Return the seconds that ranks wait for each other at `meetings` collectives in `compute_s` seconds of compute."""
     return meetings * rates.meeting_s + compute_s * rates.spread
 
 
@@ -239,8 +239,8 @@ class Times(NamedTuple):
     """Seconds of a block, an embedding or a head for one microbatch; numbers, or columns over many layouts."""
 
     forward_s: Number
-    backward_s: Number  # Both gradients and the recomputed forward, if weight gradients are written, not added.
-    adding_s: Number  # Extra time if weight gradients are added, in every microbatch of a step but the first.
+    backward_s: Number  # Input and weight gradients and the recomputed forward, without `adding_s`.
+    adding_s: Number  # Extra time if weight gradients are accumulated: in every microbatch of a step but the first.
     weight_s: Number  # Part of backward_s: the weight gradients, which a split backward may run later.
     sent_s: Number  # Part of forward_s: communication over tp, which does not hide the host's dispatch.
     sent_backward_s: Number
@@ -255,8 +255,8 @@ class Times(NamedTuple):
     def both(self, microbatches: Number, rates: Rates) -> tuple[Number, Number]:
         """Return the (forward, backward) seconds of an average microbatch.
 
-        On a GPU the host dispatches while the device computes, so only its time beyond the compute is added. On a CPU
-        all of its time is added.
+        On a GPU the host dispatches operations while the device computes. Only the host's time beyond the device's
+        compute is therefore added. On a CPU all of the host's time is added.
         """
         backward_s = self.backward_s + self.adding_s * added_share(microbatches)
         if rates.host_executes:
@@ -283,7 +283,7 @@ class Parts(NamedTuple):
 
 
 def added_share(microbatches: Number) -> Number:
-    """Return the share of the microbatches whose weight gradients are added: all but the first of a step."""
+    """Return the share of a step's microbatches whose weight gradients are accumulated: all but the first."""
     return 1 - 1 / np.maximum(microbatches, 1)
 
 

@@ -1,12 +1,14 @@
-"""Seconds of a step in closed form, for one layout or thousands at once. The simulator refines the finalists.
+"""Seconds of a training step in closed form, for one layout or for a table of thousands of layouts.
 
-Stage i takes t_i = f_i + b_i per microbatch, and a message takes d. The step of a pipeline is then
+Pipeline stage i takes t_i = f_i + b_i (forward + backward) per microbatch, and a message takes d. With m microbatches
+and v chunks per rank, a step takes
 
     step = m · T + (sum_i (t_i + 2 d) - T) / v + …,   T = max_i t_i + 2 d       (1F1B: v = 1; interleaved: the ramp
     shrinks by v)
 
-This is exact for equal stages (bubble (p-1)/(v·m)) and within a few percent for unequal ones. Tests compare it with the
-simulation. If messages overlap compute, T is the slowest stage, or the second slowest stage plus its messages.
+For p equal stages this is exact, with the bubble (p-1)/(v·m). For unequal stages it is within a few percent of the
+simulation, with which tests compare it. If messages overlap compute, T is the slowest stage, or the second slowest
+stage plus its messages.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from frontier_llm.schedule import idle_share, one_end, rule
 
 
 def p2p_bytes(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
-    """Return the bytes of one activation that a tp rank sends to the next stage.
+    """Return the bytes that a tensor-parallel rank sends to the next pipeline stage for one microbatch.
 
-    They are S·B·H / cp elements, cut over tp with sequence parallelism or scatter-gather.
+    These are S·B·H / cp elements. With sequence parallelism or Megatron's scatter-gather each tp rank sends its part
+    only.
     """
     size = model.sequence_length / layouts.cp * layouts.micro_batch * model.hidden * DTYPE_BYTES[layouts.dtype]
     return np.where(layouts.sequence_parallel | rates.p2p_split, size / layouts.tp, size)
@@ -48,7 +51,7 @@ def p2p_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
 
 @dataclass(frozen=True)
 class StepTail:
-    """Exposed seconds of the work after the pipeline: gradient sum, optimizer update, weight gather."""
+    """Seconds of gradient sum, optimizer update and weight gather that no compute of the pipeline hides."""
 
     reduce_s: Number
     optimizer_s: Number
@@ -61,10 +64,11 @@ def gradient_reduction_s(
     parameters: Number,
     experts: Number = 0.0,
 ) -> tuple[Number, Number]:
-    """Return the (reduce, gather) seconds of one stage's `parameters` over the replicas, bucket by bucket.
+    """Return the seconds of summing gradients and of gathering weights over the replicas, for one pipeline stage.
 
-    With ZeRO they are a reduce-scatter and an all-gather, otherwise an all-reduce and 0. The elements of `experts`
-    are reduced afterwards, over the experts' replicas.
+    With ZeRO these are a reduce-scatter and an all-gather, otherwise an all-reduce and 0. The collectives run bucket by
+    bucket. `parameters` and `experts` are numbers of elements. Experts are reduced after the others, over the experts'
+    replicas.
     """
     place = ranks_per_node(layouts, rates)
     node = rates.node_devices
@@ -99,10 +103,11 @@ def gradient_reduction_s(
 
 
 def overlap_windows(layouts: Layout) -> Number:
-    """Return the backward work that can hide the gradient sum: the work after the first gradients are complete.
+    """Return how much backward work can hide the gradient sum: the work that follows the first complete gradients.
 
-    The unit is the backward of one microbatch over a complete stage. Without chunks the result is the backward of the
-    last microbatch. With interleaving it is the last round: pp microbatches of every chunk but one.
+    The result is in backwards of one microbatch over all chunks of a rank. Without interleaving it is 1, the backward
+    of the last microbatch. With interleaving it is the last round: the backwards of pp microbatches through all chunks
+    but one, and of one microbatch through the remaining chunk.
     """
     pp = layouts.pp
     v = layouts.chunks
@@ -118,9 +123,9 @@ def tail(
     experts: Number = 0.0,
     whole: WholeUpdate | None = None,
 ) -> StepTail:
-    """Return the exposed seconds after the pipeline.
+    """Return the seconds of gradient sum, update and weight gather that no compute of the pipeline hides.
 
-    With ZeRO-2 and without a pipeline, gradients are reduce-scattered after each microbatch, not once per step.
+    If pp is 1, ZeRO-2 reduce-scatters gradients after each microbatch, not once per step.
 
     Args:
         layouts: one layout or a table.
@@ -156,10 +161,10 @@ def tail(
 
 
 def sharding_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number]:
-    """Return the (forward, backward) seconds of the collectives of a block with sharded weights.
+    """Return the (forward, backward) seconds of the collectives that sharded weights need for one block.
 
-    They are all-gathers, a reduce-scatter and, if there are several copies of the weights (HSDP), a microbatch's part
-    of the all-reduce over the copies.
+    These are all-gathers of weights and a reduce-scatter of gradients. If there are several copies of the weights
+    (HSDP), one all-reduce per step over the copies is divided among the microbatches.
     """
     place = ranks_per_node(layouts, rates)
     shards = layouts.shards
@@ -200,11 +205,12 @@ def layer_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number
 
 
 def pair_s(block: Times, layouts: Layout, rates: Rates) -> Number:
-    """Return the seconds that a forward and a backward of a layer save as a pair (schedule/actions.py).
+    """Return the seconds that a layer saves if the forward of one microbatch and the backward of another run as a pair.
 
-    The rows of each microbatch are sent while the other one computes. Two of the four all-to-alls overlap attention,
-    and two overlap experts. With one communication in flight, attention's own collectives wait for the rows. The two
-    that overlap attention are then counted as exposed.
+    Pairs are described in schedule/actions.py. While one microbatch computes, the other sends its token rows to
+    experts. Two of the four all-to-alls overlap attention, and two overlap experts. If a rank may have only one
+    communication in flight, attention's own collectives wait for the rows. The two all-to-alls beside attention are
+    then counted as not hidden.
     """
     overlap = 0.0 if rates.host_executes else rates.dp_overlap
     ways = np.where(rates.one_in_flight & ((layouts.tp > 1) | (layouts.cp > 1)), 0.5, 1.0)
@@ -223,15 +229,18 @@ def runs_pairs(layouts: Layout) -> Number:
 
 
 def exposed_s(communication_s: Number, compute_s: Number, overlap: float) -> Number:
-    """Return the seconds that communication adds to the compute that it overlaps.
+    """Return the seconds by which communication prolongs the compute that it overlaps.
 
-    The result is the part of the communication that is longer than the compute, at least its share 1 - `overlap`.
+    At most the share `overlap` of the communication can be hidden, and at most as many seconds as the compute takes.
     """
     return np.maximum(communication_s * (1 - overlap), communication_s - compute_s)
 
 
 def stage_layers(model: ModelConfig, layouts: Layout) -> tuple[Number, Number]:
-    """Return the layers of (the fullest, the last) pipeline rank of an even split with leftovers on the first ranks."""
+    """Return the numbers of layers of the fullest and of the last pipeline rank.
+
+    Layers are split evenly, and the first ranks have the leftover layers.
+    """
     pp = layouts.pp
     layers = model.layers
     most = np.ceil(layers / pp)
@@ -244,10 +253,10 @@ def meets_inside(layouts: Layout) -> Number:
 
 
 def _exposed_messages(layouts: Layout, rates: Rates) -> Number:
-    """Return the round trips of messages for which a microbatch waits with one communication in flight.
+    """Return how many message round trips prolong a microbatch if a rank may have one communication in flight.
 
-    The numbers are fitted to `schedule.simulate_one_in_flight`. If layers contain collectives, all four messages of a
-    chunk are exposed, and chunks wait for each other.
+    The numbers are fitted to `schedule.simulate_one_in_flight`. If layers contain collectives, compute hides none of
+    the four messages of a chunk, and chunks wait for each other.
     """
     chunks = layouts.chunks
     waits = meets_inside(layouts) | rates.host_executes
@@ -256,7 +265,7 @@ def _exposed_messages(layouts: Layout, rates: Rates) -> Number:
     def waits_of_chunks(name: str) -> float:
         if not one_end(name):
             return 3.5
-        return 2.0 if rule(name).idle < 1 / 4 else 3.0  # ZB-V, which keeps as much memory as 1F1B, has more slack
+        return 2.0 if rule(name).idle < 1 / 4 else 3.0  # ZB-V needs as much memory as 1F1B and waits less for messages
 
     deep = by_schedule(layouts, waits_of_chunks)
     return np.where(chunks > 1, chunks * np.where(waits, deep, 2.0), np.where(waits, 2.0, few))
@@ -276,7 +285,7 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     last_layers = np.maximum(last_layers, np.minimum(least_last, most))
     message = 2 * p2p_s(model, layouts, rates)
     host = rates.microbatch_s
-    beside = (pp == 1) | (by_schedule(layouts, one_end) > 0)  # embedding and head are on one rank
+    beside = (pp == 1) | (by_schedule(layouts, one_end) > 0)  # one pipeline rank holds both embedding and head
     paired = both - pair_s(parts.block, layouts, rates)
     first = most * paired + ends[0] + np.where(beside, ends[1], 0.0)
     last = last_layers * paired + np.where(beside, 0.0, ends[1])
@@ -291,13 +300,13 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
         lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))
         if rates.one_in_flight:
-            # the model's ends have one neighbour, not two
+            # the first and the last stage exchange messages with one neighbour, not with two
             exposed_s = np.where(pp > 1, _exposed_messages(layouts, rates), 0.0) * message
             ends_exposed_s = np.where(split(layouts), exposed_s, exposed_s / 2)
             busiest = np.maximum(slowest + ends_exposed_s, np.where(pp > 1, lighter, 0.0) + exposed_s)
     ramp = model.layers * both + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest
-    # The part of a bubble of three equal passes that weight gradients fill (Qi et al. 2023, 2024). A single microbatch
-    # can defer only its own weight gradients.
+    # Part of the bubble that deferred weight gradients fill, for F, I and W passes of equal time (Qi et al. 2023,
+    # 2024). A single microbatch can defer only its own weight gradients.
     idle = by_schedule(layouts, idle_share, "chunks")
     deferred = 3 * (1 - idle) * (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0)) / 2
     ramp = np.where(split(layouts), ramp - np.minimum(deferred, ramp), ramp * idle)

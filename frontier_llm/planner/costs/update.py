@@ -1,6 +1,6 @@
 """Costs of an optimizer that updates complete matrices (Muon): products, collectives, padding and buffers of a step.
 
-They are computed from the plan of the buckets that the runtime uses too (`topology/buckets.py`).
+The costs follow from the assignment of matrices to buckets, which the runtime uses too (`topology/buckets.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BUCKET_ELEMENTS = CommConfig().bucket_elements  # the default of a run file
 class WholeUpdate(NamedTuple):
     """Costs of updating complete matrices on one pipeline rank: numbers, or columns over many layouts."""
 
-    seconds: Number  # of the owner with the most work, collectives included
+    seconds: Number  # of each bucket's busiest replica; collectives included
     flops: Number
     padding: Number  # elements of buckets that belong to no tensor
-    gathered: Number  # elements that are gathered over dp because slices cut tensors
+    gathered: Number  # elements gathered over dp because a replica's slice of a bucket cuts tensors
     largest: Number  # elements of the largest bucket
 
 
@@ -66,7 +66,7 @@ def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Numb
 
 
 class _Ranks(NamedTuple):
-    """The numbers that decide which matrices a pipeline rank holds."""
+    """Degrees and numbers that decide which matrices a pipeline rank holds, and how many ranks share their update."""
 
     tp: int
     ep: int
@@ -153,6 +153,6 @@ def parameter_s(parameter: Parameter, degrees: Mapping[str, int], rates: Rates, 
 
 
 def _degrees_of(parameter: Parameter, degrees: Mapping[str, int]) -> tuple[int, int]:
-    """Return (ranks that cut the parameter's matrices, ranks over which they are distributed)."""
+    """Return (ranks that cut each matrix of the parameter, ranks over which complete matrices are distributed)."""
     sharing = degrees.get("ep", 1) if parameter.tensor_axis == "etp" else 1
     return degrees.get(parameter.tensor_axis, 1), sharing
