@@ -31,7 +31,7 @@ class _Graph(NamedTuple):
 
     x: Tensor | None
     output: GradientEdge | None  # the next virtual stage sends the gradient of this output; None on the last one
-    loss: Tensor | None  # weighted sum of the losses that this stage returned; the gradient of this sum is the loss scale
+    loss: Tensor | None  # weighted sum of the losses that this stage returned; its gradient is the loss scale
 
 
 Key = tuple[int, int]  # (position, microbatch)
@@ -91,7 +91,8 @@ class Engine:
         self._overlap = overlap
         self._loss_weights = {LOSS: 1.0, **loss_weights}
         self._shapes = {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
-        # called with each action before it runs, with a half of a pair each time it resumes, and with None at the end
+        # Called with each action before it runs, and with None at the end of a step. If a forward and a backward run as
+        # a pair, it is called with one of them each time this one resumes.
         self.on_action: Callable[[Action | None], object] = lambda action: None
         self._execute = {
             Kind.FORWARD: self._forward,
@@ -202,7 +203,7 @@ class Engine:
             receive.wait()
 
     def _incoming(self, kind: Kind, position: int, microbatch: int) -> Tensor:
-        """Return the tensor of the neighbouring virtual stage: a message, or if it is on this rank, the tensor itself."""
+        """Return the tensor of the neighbouring virtual stage: a message, or on the same rank the tensor itself."""
         if self._placement.peer(kind, position) != self._placement.rank_of[position]:
             return self._flight.incoming.pop((kind, position, microbatch)).wait()
         sent = Kind.SEND_FORWARD if kind is Kind.RECV_FORWARD else Kind.SEND_BACKWARD

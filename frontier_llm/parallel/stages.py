@@ -30,7 +30,7 @@ StageFunction = Callable[[Tensor | None, Any], Tensor | StageOutput]
 
 
 class Deferral(Protocol):
-    """Stores the computation of weight gradients from the I action (input gradients) to the W action (weight gradients).
+    """Stores the computation of weight gradients from the I action (input gradients) until the W action.
 
     `WeightGradients` implements this interface.
     """

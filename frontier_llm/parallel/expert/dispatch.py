@@ -386,7 +386,7 @@ class ToNodes:
         self._nodes = rail
         self._per_node = experts // rail.size
         if dropped_Nk is not None:
-            experts_Nk = experts_Nk.masked_fill(dropped_Nk, experts)  # the number after the last expert belongs to no node
+            experts_Nk = experts_Nk.masked_fill(dropped_Nk, experts)  # a number of no expert, and so of no node
         node_R = torch.arange(rail.size, device=x_NH.device)
         needed_NR = (experts_Nk[..., None] // self._per_node == node_R).any(1)
         room = None if room is None else room * self._per_node

@@ -90,7 +90,7 @@ class WeightsAndBiases(Observer):
 
 
 class MlflowRun(Observer):
-    """Logs to MLflow. A run directory is one MLflow run. A resume continues. Its id is in the file `mlflow_run_id`."""
+    """Logs to MLflow. A run directory is one MLflow run, which a resume continues. `mlflow_run_id` holds its id."""
 
     def __init__(self, config: RunConfig) -> None:
         from mlflow.tracking import MlflowClient
