@@ -253,16 +253,16 @@ def build_mesh(
 ) -> Mesh:
     """Build all axes of `global_rank`, and use each group once. Collective over the first `grid.world_size` ranks.
 
-    `placement` maps virtual stages to pipeline ranks (None: one stage per rank, in order). Messages of opposite
-    directions between two ranks must not queue behind each other, and RCCL runs a pair's point-to-point calls in order
-    on one stream. So every channel of the placement has its own communicator, on which only one rank of a pair sends.
+    `placement` maps virtual stages to pipeline ranks (None: one stage per rank, in order). RCCL runs the point-to-point
+    calls between two ranks in order on one stream, so messages of opposite directions could block each other. Therefore
+    every channel of the placement has its own communicator. Of two ranks, only one sends on a channel.
 
     With `tied_embeddings` the first and last stage share the axis `tied`. With `experts` the mesh has the axes `ep`,
-    `etp` and `edp`. With `by_node`, rows are sent to experts in two stages if the experts span nodes.
+    `etp` and `edp`. With `by_node`, tokens are sent to experts in two stages if the experts span nodes.
     `timeout_s` applies to axes that have no value in `comm.timeouts_s`. `comm.algorithms` chooses the algorithm of each
     call on axes that span several nodes of `ranks_per_node` consecutive ranks.
-    With `comm.in_flight: one` each communication of this rank ends before the next begins. "auto" means "many" here,
-    because the caller replaces it by the machine's value.
+    With `comm.in_flight: one` each communication of this rank ends before the next begins. This function treats "auto"
+    like "many", because its caller replaces "auto" by the machine's value.
 
     Raises BackendError if `comm.transport` is 'shm' and an axis cannot use shared memory. Raises RankFailure if the
     first use of a group does not end in time.

@@ -114,7 +114,7 @@ class StragglerDetector:
             else:
                 usual[rank] = median(past) * pace, _spread(list(past)) * pace
             if busy_s[rank] <= usual[rank][0] * (1 + MIN_SHARE):
-                past.append(busy_s[rank] / pace)  # leave out slow intervals, so that a slow rank stays slow in comparison
+                past.append(busy_s[rank] / pace)  # slow intervals are left out, so a slow rank stays slow
         return usual
 
     def _pace(self, busy_s: list[float]) -> float:
@@ -180,8 +180,8 @@ class StragglerWatch:
     """Runs a `StragglerDetector` during training.
 
     At the end of an interval, 16 bytes per rank are gathered. Other steps add no communication. With one rank nothing
-    is measured. An interval ends after a number of steps or a number of seconds, whichever comes first. All ranks compute
-    the interval's number of steps from rank 0's step time, which is gathered together with the busy times.
+    is measured. An interval ends after a number of steps or a number of seconds, whichever comes first. All ranks
+    compute the interval's number of steps from rank 0's step time, which is gathered together with the busy times.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class Microbatch:
     targets_SB: Tensor | None = None  # int64, the next tokens; needed by the stage with the head
     # document number of each position of the complete sequence; None = one document per sequence
     documents_BS: Tensor | None = None
-    loss_mask_SB: Tensor | None = None  # False for targets that are excluded from the loss; None = no target is excluded
+    loss_mask_SB: Tensor | None = None  # False for targets that are excluded from the loss; None = all count
     # number of targets of the step over all replicas: the loss is divided by this number; needed by the stage with the
     # head
     global_targets: int | Tensor = 0
@@ -27,8 +27,8 @@ class Microbatch:
     global_sequences: int = 0
     # int64 numbers of the samples in the data, which determine dropout's masks; None = no dropout, as in evaluation
     samples_B: Tensor | None = None
-    # (sum of losses of each text, text number of each target (S, B)), for evaluating tasks: the stage with the head adds
-    # the loss of each target to the sum of the target's text
+    # (sum of losses of each text, text number of each target (S, B)), for evaluating tasks: the stage with the head
+    # adds the loss of each target to the sum of the target's text
     text_losses: tuple[Tensor, Tensor] | None = None
     # position of each token if tokens are generated one by one; None = positions count from the start
     positions_SB: Tensor | None = None

@@ -74,7 +74,10 @@ def box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normals(key: int, starts_R: Tensor, count: int) -> Tensor:
-    """Return, for each of R starts, elements [start, start + count) of the key's stream of normals: fp64, [R, count]."""
+    """Return elements [start, start + count) of a key's stream of normal numbers for each of R starts.
+
+    The result is fp64, [R, count].
+    """
     skipped_R = starts_R % _PER_BLOCK
     aligned = not bool(skipped_R.any())
     blocks = -(-(count + (0 if aligned else _PER_BLOCK - 1)) // _PER_BLOCK)

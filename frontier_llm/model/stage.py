@@ -135,7 +135,7 @@ class Stage(nn.Module):
         routers = dict[int, Routed]()
         added = None
         for layer, block in zip(self._layers, self.blocks, strict=True):
-            if layer in self._recomputed:  # pass x + added as one tensor, so that recomputation saves one input and not two
+            if layer in self._recomputed:  # recompute saves its inputs, so pass the sum: one tensor and not two
                 x, added, routed = recompute(lambda x, block=block: block(x, None, positions), _sum(x, added))
             else:
                 x, added, routed = block(x, added, positions)
