@@ -1,4 +1,4 @@
-"""Manages the checkpoints of a run: saves them, deletes old ones, and loads the checkpoint from which a run continues."""
+"""Manages the checkpoints of a run: saves them, deletes old ones, and loads the one from which a run continues."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Checkpoints:
         self.directory = checkpoints_folder(train)
         self.keep = train.keep_checkpoints
         self._keep_every = train.keep_every
-        self.lag_steps = max(1, train.save_interval // 10)  # after this number of steps since the copy, training waits for the save
+        self.lag_steps = max(1, train.save_interval // 10)  # steps after the copy before training waits for the commit
         if train.save_lag_steps is not None:
             self.lag_steps = train.save_lag_steps
         self.world = mesh.world

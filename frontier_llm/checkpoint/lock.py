@@ -45,8 +45,8 @@ class RunLock:
     def __init__(self, directory: Path, holder: Holder, incarnation: int = 0) -> None:
         """Take the lock under the next number, or under `incarnation` if that is higher.
 
-        `incarnation` is the supervisor's number of this start. Lock and supervisor use the same numbers. If another live
-        process holds the lock, CheckpointError names this process.
+        `incarnation` is the supervisor's number of this start. Lock and supervisor use the same numbers. If another
+        live process holds the lock, CheckpointError names this process.
         """
         self._folder = directory / "incarnations"
         self._holder = holder

@@ -123,7 +123,7 @@ class Manifest(_Record):
     format: Literal["frontier_llm checkpoint"]
     version: Literal[3, 4]
     block_bytes: Count  # block size of the shards' digests (shard.py)
-    incarnation: Count  # number of the start of the run that wrote it
+    incarnation: Count  # number of the run's start that wrote the checkpoint
     progress: Progress
     layout: dict[str, int]  # parallel degrees of the run that wrote it; loading does not depend on them
     config: dict[str, Any]

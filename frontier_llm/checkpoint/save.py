@@ -133,7 +133,7 @@ class Save:
         return None
 
     def _start(self, stage: SaveStage, work: Callable[[], object]) -> None:
-        """Start the work of a stage. Except in VERIFY, only rank 0 has work, and other ranks keep their finished task."""
+        """Start the work of a stage. Only rank 0 has work, except in VERIFY. Other ranks keep their finished task."""
         self._stage = stage
         if stage is SaveStage.VERIFY or self._checkpoints.world.rank == 0:
             self._task = in_daemon(work, f"checkpoint-{stage.name.lower()}")
