@@ -33,7 +33,7 @@ from frontier_llm.run.complete import fault
 
 
 def find(path: Path) -> list[Path]:
-    """Return the checkpoints at `path`, oldest first (`directory.checkpoints_at`). Raises CheckpointError if none exist."""
+    """Return the checkpoints at `path` (`directory.checkpoints_at`), oldest first. Raises CheckpointError for none."""
     checkpoints = folder.checkpoints_at(path)
     if not checkpoints:
         raise CheckpointError(

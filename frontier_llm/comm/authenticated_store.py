@@ -48,7 +48,7 @@ def socket_name(secret: bytes, port: int, first_local_rank: int) -> str:
 
 
 def connect_here(name: str) -> socket.socket:
-    """Connect to the server if rank 0's process runs on this node.
+    """Connect to a process on this node by the name of its Unix socket.
 
     Raises OSError, or UnauthenticatedPeer if the process belongs to another user.
     """

@@ -159,8 +159,8 @@ class CpuOps(DifferentiableOps):
 
         fp32 products use the kernel of csrc/cpu. torch would call MKL, which uses only AVX2 on AMD CPUs (115 GFLOP/s
         instead of 255 on one Zen 5 core). bf16 products use torch with oneDNN on CPUs with bf16 instructions, because
-        oneDNN is then as fast as the kernel of csrc/cpu. On other CPUs bf16 products use this kernel, which converts its
-        operands to fp32: with AVX2, torch reaches 2 % of the kernel's rate, and with AVX-512, oneDNN emulates bf16.
+        oneDNN is then as fast as the kernel of csrc/cpu. Other CPUs use this kernel for bf16. It converts its operands
+        to fp32. With AVX2, torch reaches 2 % of the kernel's rate, and with AVX-512, oneDNN emulates bf16.
         """
         if grad_output.dtype not in self._own_products:
             return grad_output @ weight_ok

@@ -17,11 +17,8 @@ from frontier_llm.ops.gpu_routing import GpuRouting
 from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 from frontier_llm.ops.reference import AdamWUpdate
 
-# Number of Triton programs that occupies a whole GPU: about two for each of the 110 to 132 compute units of an MI250X
-# GCD or a Hopper GPU.
-_PROGRAMS = 240
-# Largest number of rows whose gradients one program sums. The partial sums then have 1/32 of the input's elements.
-_MOST_ROWS = 32
+_PROGRAMS = 240  # number that occupies a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper
+_MOST_ROWS = 32  # most rows that one program sums; the partial sums then have 1/32 of the numbers that it reads
 
 
 def _blocks(count: int, block: int) -> int:
@@ -32,8 +29,7 @@ def rows_per_strip(rows: int, column_blocks: int = 1) -> int:
     """Return the number of rows whose weight or bias gradients one program sums.
 
     With few rows the number is smaller, so that all compute units have work. For example, a microbatch of 2048 tokens
-    with tp 8 and sequence parallelism has 256 rows per rank. 128 programs with 2 rows each are launched, instead of 8
-    programs with 32 rows.
+    with tp 8 and sequence parallelism has 256 rows: 128 programs with 2 rows are launched, not 8 programs with 32.
     """
     return max(1, min(_MOST_ROWS, _blocks(rows * column_blocks, _PROGRAMS)))
 
@@ -417,7 +413,7 @@ class GpuOps(GpuAttention, GpuRouting):
         self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor
     ) -> Tensor:
         """Return the gradient in the logits' memory, or in a copy if their rows are not contiguous."""
-        # Writing in place is safe, because the program that overwrites the target's logit is the only one that reads it.
+        # Writing in place is safe, because only the program that overwrites the target's logit reads it.
         logits_Nv = rows_in_order(logits_Nv)
         rows, columns = logits_Nv.shape
         grid = (rows, _blocks(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)

@@ -75,7 +75,7 @@ class Provider:
     parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = None
     windows: bool = True  # True if the attention supports sliding windows
     softcaps: bool = False  # True if the attention supports soft caps, also together with sliding windows
-    required: bool = False  # True: if the back-end is only not built, `auto` is an error and uses no slower back-end
+    required: bool = False  # True: if only its build is missing, `auto` reports an error, not a slower back-end
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # for groups with fewer types
     on_gpu: Callable[[], Determinism] = lambda: "always"  # determinism on a GPU; on a CPU it is "always"
     # Returns the deterministic functions. None: the functions of `load` are also used for deterministic runs.

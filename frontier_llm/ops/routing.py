@@ -1,4 +1,4 @@
-"""Reference implementations of the ops for MoE layers: routing, gathering rows, and matrix products over groups of rows.
+"""Reference implementations of the MoE ops: routing, gathering rows, and matrix products over groups of rows.
 
 Routing computes scores over all experts, the `top_k` best experts, and their weights. A group consists of the rows of
 one expert. Groups are stored one after the other.
@@ -46,8 +46,8 @@ def route(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[T
 def gather_rows(x_NH: Tensor, places_Mf: Tensor) -> Tensor:
     """Return, for each row of `places_Mf` (int64), the sum of the rows of x with these indices, shape (M, H).
 
-    The index -1 adds nothing. The sum is in fp32 (fp64) and rounded once. With one index per row this is a plain gather.
-    The backward of a plain gather is `gather_rows` with the indices to which each row of x was copied.
+    The index -1 adds nothing. The sum is in fp32 (fp64) and rounded once. With one index per row, this op only gathers.
+    The backward of this case is `gather_rows` with the indices to which each row of x was copied.
     """
     padded = torch.cat((x_NH, x_NH.new_zeros(1, *x_NH.shape[1:])))
     rows_MfH = padded[places_Mf]

@@ -212,7 +212,7 @@ def _not_repeatable(chosen: Sequence[ChosenBackend], device_type: str, determini
 def _use_deterministic_algorithms() -> None:
     """Make torch's own ops and matrix products avoid atomics. An op without a deterministic kernel only warns."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # torch would also fill new memory. This costs time, and no kernel of this package reads memory before it is written.
+    # By default torch then also fills new memory, which costs time. No kernel of this package reads unwritten memory.
     torch._C._set_deterministic_fill_uninitialized_memory(False)
     if environ("CUBLAS_WORKSPACE_CONFIG") is None:
         put("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with a workspace of fixed size, cuBLAS is deterministic

@@ -96,7 +96,8 @@ class Watchdog:
     def guarding(self) -> Iterator[None]:
         """Watch this rank while the body runs. If the body fails, record the job's first failure.
 
-        After a failed collective or another unexpected error, the process then exits. Other errors are raised again.
+        Errors that all ranks raise alike, and errors of a single process, are raised again. After any other error this
+        process exits.
         """
         if self._rank == 0:
             forget_failure(self._run_dir)
