@@ -91,8 +91,8 @@ class Engine:
         self._overlap = overlap
         self._loss_weights = {LOSS: 1.0, **loss_weights}
         self._shapes = {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
-        # Called with each action before it runs, and with None at the end of a step. If a forward and a backward run as
-        # a pair, it is called with one of them each time this one resumes.
+        # Called with each action before it runs, and with None at the end of a step. Of a paired forward and backward,
+        # the action that resumes is passed each time.
         self.on_action: Callable[[Action | None], object] = lambda action: None
         self._execute = {
             Kind.FORWARD: self._forward,

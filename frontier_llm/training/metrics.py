@@ -39,8 +39,8 @@ class Metrics:
     """Writes metrics.jsonl on global rank 0. Lines are only appended. Each line has the number of the run's start.
 
     A line of kind `start` or `rewind` makes earlier lines about later steps invalid. `run.run_dir.rows` drops these
-    earlier lines. Observers receive the `start` or `rewind` line, too. The line also records the parallel layout from
-    then on, because each start may use another layout.
+    earlier lines. Observers receive the `start` or `rewind` line, too. This line also records the parallel layout of
+    the later steps, because each start may use another layout.
     """
 
     def __init__(
