@@ -1,1 +1,1 @@
-"""Checkpoints that can be written and loaded with any layout. Format: docs/checkpoint_format.md."""
+"""Checkpoints that can be loaded with any parallel layout. docs/checkpoint_format.md describes their format."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, how many are kept, and which one a run continues from."""
+"""Manages the checkpoints of a run: saves them, deletes old ones, and loads the one from which a run continues."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from frontier_llm.run.holder import this_process
 
 
 class Checkpoints:
-    """Saves and loads one run's state.
+    """Saves and loads the checkpoints of one run.
 
-    Public methods are collective over the world and return or raise alike on all ranks, except `check_lock` and
-    `expired`.
+    Public methods are collective over the world, except `check_lock` and `expired`. All ranks return the same result or
+    raise the same error.
     """
 
     def __init__(
@@ -42,16 +42,15 @@ class Checkpoints:
         facts: JobFacts,
         allow_changes: Collection[str] = (),
     ) -> None:
-        """Take the run directory's lock and remove the leftovers of an interrupted save.
+        """Take the run directory's lock and remove the files of an interrupted save.
 
-        `allow_changes` are configuration keys that may differ from the checkpoint's although they change the
-        mathematics. Raises CheckpointError if another live job holds the directory, or if the directory cannot be
-        written.
+        `allow_changes` are configuration keys that may differ from the checkpoint although they change the mathematics
+        of the run. Raises CheckpointError if another live job holds the lock, or if the directory cannot be written.
         """
         self.directory = checkpoints_folder(train)
         self.keep = train.keep_checkpoints
         self._keep_every = train.keep_every
-        self.lag_steps = max(1, train.save_interval // 10)  # steps from the copy until training waits for the commit
+        self.lag_steps = max(1, train.save_interval // 10)  # steps after the copy before training waits for the commit
         if train.save_lag_steps is not None:
             self.lag_steps = train.save_lag_steps
         self.world = mesh.world
@@ -73,7 +72,7 @@ class Checkpoints:
         self._save: Save | None = None
 
     def _open(self, facts: JobFacts) -> int:
-        """Rank 0: take the lock and clean the directory. Return the number of this start."""
+        """On rank 0, take the lock and clean the directory. Return the number of this start of the run."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.directory, this_process(facts.job, facts.restart), facts.incarnation)
@@ -85,9 +84,9 @@ class Checkpoints:
         return self._lock.incarnation
 
     def check_lock(self) -> None:
-        """Rank 0: check that this start still holds the directory.
+        """On rank 0, check that this start of the run still holds the lock of the directory.
 
-        Raises Superseded if a newer start holds it, and CheckpointError if it is gone.
+        Raises Superseded if a newer start holds the lock, and CheckpointError if the directory does not exist any more.
         """
         assert self._lock is not None, "only rank 0 writes"
         self._lock.check()
@@ -101,15 +100,15 @@ class Checkpoints:
 
     @property
     def under_way(self) -> Save | None:
-        """Save in progress, or None."""
+        """The save in progress, or None."""
         if self._save is None or self._save.is_over:
             return None
         return self._save
 
     def begin(self, progress: Progress) -> Save:
-        """Copy the state and start to write it. Returns after the copy. First waits for a save that is in progress.
+        """Start to save: wait for a save in progress, copy the state, and start to write it. Returns after the copy.
 
-        Raises CheckpointError if that save failed, or if this one cannot start.
+        Raises CheckpointError if the save in progress failed, or if the new save cannot start.
         """
         self.finish()
         self._save = Save(self, progress)
@@ -122,9 +121,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def tolerating_one_failure(self) -> Iterator[None]:
-        """Log the first failed save, because the checkpoints before it are intact.
+        """Context for saves, in which the first failure is only logged, because older checkpoints are intact.
 
-        Raises the second CheckpointError in a row, and every Superseded.
+        Raises the CheckpointError of the second failed save in a row, and every Superseded.
         """
         try:
             yield
@@ -148,9 +147,9 @@ class Checkpoints:
     def newest(self, strict: bool = False) -> Progress | None:
         """Load the newest intact checkpoint. Returns None if there is no checkpoint at all.
 
-        A damaged checkpoint is logged by file and tensor, and the next older one is tried. With `strict` the damage is
-        raised instead. Raises CheckpointError if no checkpoint is intact, or if the newest intact one does not fit the
-        model or the configuration.
+        If a checkpoint is damaged, the damaged files and tensors are logged, and the next older checkpoint is tried.
+        With `strict` the damage is raised instead. Raises CheckpointError if no checkpoint is intact, or if the newest
+        intact one does not fit the model or the configuration.
         """
         steps, latest = from_rank_0(
             lambda: [folder.named_steps(self.directory), folder.read_latest(self.directory)], self.world, self.device
@@ -174,7 +173,7 @@ class Checkpoints:
         return progress
 
     def newest_at_most(self, step: int) -> int | None:
-        """Return the step of the newest checkpoint that is not above `step`. Waits for a save that is in progress."""
+        """Return the step of the newest checkpoint of at most step `step`. Waits for a save in progress."""
         return next(iter(self._at_most(step)), None)
 
     def rewind(self, before: int) -> Progress | None:
@@ -191,8 +190,8 @@ class Checkpoints:
     def load(self, path: Path) -> Progress:
         """Fill optimizer state and weights from a checkpoint of any layout, and check the digest of every file.
 
-        Raises DamagedCheckpoint for damaged files, and CheckpointError for another model or configuration. After either
-        error the state must not be trained on.
+        Raises DamagedCheckpoint for damaged files, and CheckpointError for another model or configuration. After an
+        error the state may be partly filled, and training must not continue with it.
         """
         text = from_rank_0(partial(self._admit, path), self.world, self.device)
         manifest = parse(text.encode(), str(path / folder.MANIFEST))
@@ -211,7 +210,7 @@ class Checkpoints:
         return manifest.progress.model_copy(update={"position": position, "optimizer_updates": updates})
 
     def _load_first(self, steps: Sequence[int], damage: list[Problem], strict: bool = False) -> Progress | None:
-        """Load the first intact one of these checkpoints. Damage is added to `damage`, or raised with `strict`."""
+        """Load the first intact checkpoint of `steps`. Damage is added to `damage`, or raised with `strict`."""
         for step in steps:
             path = self.directory / folder.step_name(step)
             try:
@@ -226,14 +225,13 @@ class Checkpoints:
         return None
 
     def _at_most(self, step: int) -> list[int]:
-        """Return the checkpoints' steps that are not above `step`, newest first, after the save in progress."""
+        """Wait for a save in progress. Return the steps of all checkpoints of at most step `step`, newest first."""
         self.finish()
         steps: list[int] = from_rank_0(lambda: folder.named_steps(self.directory), self.world, self.device)
         return [older for older in steps if older <= step]
 
     def _admit(self, path: Path) -> str:
-        """Rank 0: return the text of a checkpoint's manifest. The other ranks receive it instead of opening the same
-        file.
+        """On rank 0, return the text of a checkpoint's manifest. Other ranks receive the text from rank 0.
 
         Raises DamagedCheckpoint if the checkpoint is not complete, and CheckpointError for changes that are not
         allowed.
@@ -245,7 +243,7 @@ class Checkpoints:
         return content.decode()
 
     def _read(self, path: Path, manifest: Manifest) -> None:
-        """Read this rank's rectangles. Raises the problems of all ranks."""
+        """Read this rank's part of the state. Raises one error with the problems of all ranks."""
         error: CheckpointError | None = None
         try:
             problems = load.read_shards(path, manifest, self._optimizer, self.world.rank, self.world.size)
@@ -258,7 +256,7 @@ class Checkpoints:
             raise failure
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
-        """Rank 0: log the changes since the checkpoint. Raises CheckpointError for a change that is not allowed."""
+        """On rank 0, log the changes since the checkpoint. Raises CheckpointError for a change that is not allowed."""
         changes = drift.allowed_changes(manifest, self.facts, self._allow_changes, where)
         if manifest.environment:  # imported weights have no environment
             changes += drift.environment_changes(manifest.environment, self.facts.environment)
@@ -272,7 +270,7 @@ class Checkpoints:
             )
 
     def _delete_newer(self, progress: Progress) -> None:
-        """Rank 0: delete the checkpoints after this one."""
+        """On rank 0, delete all checkpoints that are newer than `progress`."""
         self._point_at(progress)
         for newer in folder.named_steps(self.directory):
             if newer > progress.step:
@@ -280,9 +278,9 @@ class Checkpoints:
                 folder.delete_checkpoint(self.directory, newer, self.facts.incarnation)
 
     def _point_at(self, progress: Progress) -> None:
-        """Rank 0: let LATEST name the loaded checkpoint, and BEST too if it is the best one.
+        """On rank 0, make LATEST name the loaded checkpoint, and also BEST if it is the best checkpoint.
 
-        This is needed after damage, and after a crash between the rename and the pointers.
+        LATEST can name another checkpoint if that one is damaged, or if a crash came before LATEST was updated.
         """
         name = folder.step_name(progress.step)
         if folder.read_latest(self.directory) != name:
@@ -294,7 +292,7 @@ class Checkpoints:
 
 
 def degrees(mesh: Mesh, optimizer: Optimizer) -> dict[str, int]:
-    """Return the layout in the form that a manifest records."""
+    """Return the parallel degrees of the layout, in the form that a manifest records."""
     layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
     layout["zero"] = int(optimizer.shards > 1)
     if mesh.ep.size > 1:

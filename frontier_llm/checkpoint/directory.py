@@ -1,7 +1,7 @@
-"""Folder `checkpoints/` of a run: names, commit, LATEST, BEST, leftovers.
+"""The folder `checkpoints/` of a run: names of checkpoints, their commit by a rename, and the files LATEST and BEST.
 
-Only rank 0 changes the folder, except that every rank writes its own shard. A folder `step_00000100/` is always
-complete. It gets this name by one rename after all its bytes have been flushed to the device.
+Only rank 0 changes the folder, except that every rank writes its own shard. A folder `step_00000100/` is always a
+complete checkpoint. It gets this name by one rename, after all its bytes have been flushed to the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|\.(LATEST|BEST)
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a complete checkpoint's name. Raises CheckpointError for another name."""
+    """Return the step in the folder name of a complete checkpoint. Raises CheckpointError for any other name."""
     step = named_step(path.name)
     if step is None:
         raise CheckpointError(
@@ -60,21 +60,21 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def is_there(directory: Path) -> bool:
-    """Return whether a run would begin with a checkpoint, as seen by this rank's file system."""
+    """Return True if this rank's file system shows a checkpoint from which the run would continue."""
     return bool(named_steps(directory))
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """Return the files and folders that interrupted saves and deletions have left."""
+    """Return the files and folders that remain from interrupted saves and deletions."""
     return sorted(
         path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     )
 
 
 def clean(directory: Path) -> list[Path]:
-    """Remove leftovers and restore a checkpoint whose replacement was not completed.
+    """Remove the rest of interrupted saves and deletions. Restore a checkpoint whose replacement was interrupted.
 
-    Returns the removed paths. A failed deletion is a warning.
+    Returns the removed paths. A failed deletion is only logged as a warning.
     """
     removed = []
     for path in leftovers(directory):
@@ -106,8 +106,7 @@ def _deleted(path: Path) -> bool:
 
 
 def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
-    """Remove a complete checkpoint. It is renamed first, so that an incomplete folder never has a complete checkpoint's
-    name.
+    """Remove a complete checkpoint. Rename it first, so that a partly deleted folder does not look complete.
 
     Raises OSError, and changes nothing, if the checkpoint is write-protected or cannot be renamed.
     """
@@ -120,12 +119,12 @@ def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
 
 
 def temporary(directory: Path, step: int, incarnation: int) -> Path:
-    """Return the folder that a save writes into until it is complete."""
+    """Return the path of the folder that a save writes into until the checkpoint is complete."""
     return directory / f"{step_name(step)}.tmp.{incarnation}"
 
 
 def begin(directory: Path, step: int, incarnation: int) -> Path:
-    """Make the folder of `temporary`, empty. Files of an earlier attempt are removed."""
+    """Create the empty folder at the path that `temporary` returns. Files of an earlier attempt are removed."""
     building = temporary(directory, step, incarnation)
     delete_tree(building)
     building.mkdir()
@@ -134,9 +133,9 @@ def begin(directory: Path, step: int, incarnation: int) -> Path:
 
 
 def commit(directory: Path, manifest: Manifest) -> Path:
-    """Turn the temporary folder, whose shards are durable, into a complete checkpoint.
+    """Turn the temporary folder into a complete checkpoint. All shards must already be flushed to the device.
 
-    LATEST names the checkpoint then, and BEST too if its held-out loss is the lowest.
+    Afterwards LATEST names this checkpoint, and BEST names it if its held-out loss is the lowest.
     """
     step = manifest.progress.step
     incarnation = manifest.incarnation
@@ -151,7 +150,7 @@ def commit(directory: Path, manifest: Manifest) -> Path:
     hit("checkpoint.before_rename")
     replaced = directory / f"{final.name}.replaced.{incarnation}"
     try:
-        if final.exists():  # this step was saved before, for example before a rewind
+        if final.exists():  # a checkpoint of this step exists, for example from before a rewind
             delete_tree(replaced)
             final.rename(replaced)
             hit("checkpoint.replaced")
@@ -171,18 +170,18 @@ def commit(directory: Path, manifest: Manifest) -> Path:
 
 
 def point_latest(directory: Path, name: str) -> None:
-    """Replace LATEST, which contains the newest checkpoint's name, by a rename."""
+    """Write `name`, the newest checkpoint's name, to the file LATEST. The file is replaced by a rename."""
     write_atomically(directory / LATEST, f"{name}\n", lambda: hit("checkpoint.latest_written"))
     hit("checkpoint.latest_moved")
 
 
 def point_best(directory: Path, name: str) -> None:
-    """Replace BEST, which contains the name of the checkpoint with the lowest held-out loss (train.keep_best)."""
+    """Write `name`, the checkpoint with the lowest held-out loss (train.keep_best), to the file BEST."""
     write_atomically(directory / BEST, f"{name}\n")
 
 
 def read_latest(directory: Path, pointer: str = LATEST) -> str:
-    """Return the name in LATEST, or in BEST. Returns '' if there is no valid checkpoint name."""
+    """Return the checkpoint's name in the file LATEST or BEST. Returns '' if the file has no valid name."""
     try:
         with (directory / pointer).open("rb") as file:
             text = file.read(64).decode("ascii", errors="replace")
@@ -211,16 +210,16 @@ def read_manifest(path: Path) -> tuple[Manifest, bytes]:
 
 
 def unexpected_files(path: Path, manifest: Manifest) -> list[str]:
-    """Return the names in a checkpoint's folder that its manifest does not list."""
+    """Return the names of files in a checkpoint's folder that its manifest does not list."""
     known = {MANIFEST, MANIFEST_DIGEST, *(shard.file for shard in manifest.shards)}
     return sorted(entry.name for entry in os.scandir(path) if entry.name not in known)
 
 
 @contextlib.contextmanager
 def writing(where: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn an OSError inside into a CheckpointError with its cause.
+    """Context that turns an OSError of its body into a CheckpointError with the cause.
 
-    For a full disk the message includes the needed and the free space.
+    If the disk is full, the message contains the needed space and the free space.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""Find the changes between the run that wrote a checkpoint and the run that continues it.
+"""Finds changes of configuration, data and plugins between a checkpoint and the run that continues from it.
 
-Some keys define the mathematics: the model, the optimizer, the global batch, the data, the seeds. A change of such a
-key must be allowed explicitly. Other keys define how the same mathematics is computed: layout, precision, kernels,
-machine, logging. Their changes are logged and accepted.
+Some configuration keys define the mathematics of the run: the model, the optimizer, the global batch, the data, the
+seeds. A change of such a key must be allowed explicitly. Other keys define how the same mathematics is computed:
+layout, precision, kernels, machine, logging. Changes of these keys are logged and accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.optim.scalars import decay_begin
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
-# the only keys that matter before the first step, for example with imported weights
+# The only keys that must not change before the first step (for example with imported weights): they define the weights.
 _INITIAL_WEIGHTS = ("model", "train.seed")
 _HARMLESS = (
     "model.name",
@@ -48,7 +48,7 @@ _ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class Change:
-    """A key with its saved and its current value."""
+    """A changed key, with the value in the checkpoint and the current value."""
 
     key: str
     saved: Any
@@ -63,7 +63,7 @@ class Change:
 
 
 def _without_none(value: Any) -> Any:
-    """Return the value without the None's of its mappings, which are keys that are not set."""
+    """Return the value without keys whose value is None, because such keys are not set."""
     if isinstance(value, Mapping):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
@@ -85,14 +85,14 @@ def _under(key: str, roots: Collection[str]) -> bool:
 
 
 def _ends_with_run(flat: Mapping[str, Any]) -> bool:
-    """Return whether the learning rate of every step depends on the run's length."""
+    """Return True if the learning rate of every step depends on the run's number of steps."""
     return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
 
 
 def _trained_phases(config: Mapping[str, Any], step: int, done: Stretches) -> list[Any]:
-    """Return (first step, model, batch, data) of each phase that has begun when `step` steps are done.
+    """Return (first step, model, batch, data) of each phase that has begun after `step` steps.
 
-    Later phases may change, as train.steps may, because no step of them has been trained.
+    Later phases may change (like train.steps), because none of their steps has been trained yet.
     """
     if not config.get("train", {}).get("phases"):
         return []
@@ -121,7 +121,7 @@ def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) 
 
 
 def _fits(saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> bool:
-    """Return whether the saved weights have the shapes of a model with the current value of this key."""
+    """Return True if the saved weights fit the shapes of a model with the current value of `key`."""
     field = key.split(".")[1]
     try:
         models = [ModelConfig.model_validate(model) for model in (saved, {**saved, field: current.get(field)})]
@@ -132,10 +132,10 @@ def _fits(saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> boo
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved configuration as this version reads it.
+    """Return a saved configuration, completed by the defaults of this version.
 
-    Keys that did not exist then get their defaults, which do not change the run. Keys that no longer exist are kept, so
-    that they are compared too.
+    Keys that did not exist when the checkpoint was written get their defaults, which do not change the run. Keys that
+    no longer exist are kept, so that they are compared too.
     """
     known: Any = deepcopy(dict(config))
     gone: list[tuple[list[Any], Any, Any]] = []
@@ -148,7 +148,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         complete: Any = RunConfig.model_validate(known).model_dump(mode="json")
     except ValidationError:
-        return config  # written by a version that allowed other values; compared unchanged
+        return config  # an older version allowed other values; compare the configuration unchanged
     for path, key, value in gone:
         _section(complete, path)[key] = value
     return cast("Mapping[str, Any]", complete)
@@ -161,10 +161,10 @@ def _section(config: Any, path: Sequence[Any]) -> Any:
 
 
 def by_content(config: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, Any]:
-    """Return a configuration whose training data has identities instead of paths, with integer weights.
+    """Return the configuration with datasets' identities instead of paths, and with integer blend weights.
 
-    Two such results are equal if the runs read the same samples. `data` maps path to identity. A dataset without an
-    identity keeps its path.
+    The data sections of two results are equal if the runs read the same samples. `data` maps path to identity. A
+    dataset without an identity keeps its path.
     """
     changed: Any = deepcopy(dict(config))
     phases = changed.get("train", {}).get("phases") or ()
@@ -188,15 +188,15 @@ def config_changes(
     data: Mapping[str, str] | None = None,
     done: Stretches = (),
 ) -> list[Change]:
-    """Return every key whose value differs, in the current configuration's order.
+    """Return every key whose value differs, in the order of the current configuration.
 
-    `begun` is False before any sample has been trained on. `step` is the number of steps done, `done` their sizes.
-    `saved_data` and `data` map paths to identities.
+    `begun` is False if no sample has been trained on. `step` is the number of finished steps, and `done` has their
+    sizes. `saved_data` and `data` map paths to identities.
     """
     before = dict(flattened(saved))
     after = dict(flattened(current))
     contents = by_content(saved, saved_data or {}), by_content(current, data or {})
-    # durations in tokens are converted to steps
+    # compare durations in steps, because they may be set in tokens
     steps_before = dict(flattened(in_steps(saved, done)))
     steps_after = dict(flattened(in_steps(current, done)))
     same_data = _trained_blend(contents[0]) == _trained_blend(contents[1])
@@ -236,9 +236,9 @@ def config_changes(
 
 
 def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bool = True) -> list[Change]:
-    """Return the datasets whose tokens differ at the same path. Both mappings are path → identity.
+    """Return the datasets whose path is unchanged but whose tokens differ. Both mappings are path → identity.
 
-    Another path is a change of the configuration and is not returned here.
+    If a path has changed, this is a change of the configuration, which this function does not return.
     """
     return [
         Change("data.train", saved[path][:12], identity[:12], begun, f"the tokens of {path} have changed")
@@ -248,9 +248,9 @@ def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bo
 
 
 def plugin_changes(saved: Sequence[PluginRecord], current: Sequence[PluginRecord], begun: bool = True) -> list[Change]:
-    """Return one change if other plugins are imported than before, or if their code has changed.
+    """Return one change if the imported plugins differ from the checkpoint's plugins, or if their code has changed.
 
-    The plugins' paths and order have no effect. Plugins without a recorded digest are compared by name.
+    Paths and order of the plugins are not compared. Plugins without a recorded digest are compared by name.
     """
     has_digests = all(plugin.sha256 for plugin in (*saved, *current))
     before, after = (
@@ -264,7 +264,7 @@ def plugin_changes(saved: Sequence[PluginRecord], current: Sequence[PluginRecord
 
 
 def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> list[Change]:
-    """Return changes of versions, digest of the code, and device. They are logged and never refused."""
+    """Return changes of versions, of the code's digest, and of the device. Such changes are only logged."""
     return [
         Change(key, saved.get(key, _ABSENT), current.get(key, _ABSENT), mathematics=False)
         for key in sorted({*saved, *current})
@@ -297,7 +297,7 @@ def allowed_changes(saved: Manifest, facts: JobFacts, allowed: Collection[str], 
 def check_allowed(changes: Collection[Change], allowed: Collection[str], where: str) -> None:
     """Raise a CheckpointError that lists every change of the mathematics that is not allowed.
 
-    `allowed` contains keys, or sections of the configuration. An unknown key in it raises ConfigError.
+    `allowed` contains keys or sections of the configuration. An unknown key in `allowed` raises ConfigError.
     """
     refused = [
         change for change in changes if change.mathematics and not (change.allowable and _under(change.key, allowed))
@@ -310,5 +310,5 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
             ways.append(f"add {flags}")
         fix = f"{', '.join(ways)}, or start a new run with another train.run_dir"  # shown once, with the last problem
         raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
-    # an unchanged key is accepted, because its change may already be part of the last save
+    # Accept allowed keys that have not changed, because the last save may already have the changed value.
     check_allowable(allowed)

@@ -1,4 +1,4 @@
-"""Sources of a manifest: facts about the job, the tensors, and the written files."""
+"""Builds a checkpoint's manifest from facts about the job, the tensors and the written files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from frontier_llm.data.identity import Dataset, identities
 
 @dataclass(frozen=True)
 class JobFacts:
-    """The job that writes a checkpoint. Only rank 0's record is used."""
+    """Facts about the job that writes a checkpoint. Only the object of rank 0 is used."""
 
     config: Mapping[str, Any]  # Configuration of the run as JSON.
     environment: Mapping[str, str] = field(default_factory=dict)  # Versions, digest of the code, device.
@@ -36,7 +36,7 @@ class JobFacts:
     optimizer: str = ""  # Name of the optimizer. Set by Checkpoints.
     job: str = ""  # Job id of the scheduler, '' outside a job.
     restart: int = 0  # Number of requeues of this job.
-    incarnation: int = 0  # Supervisor's count of starts. Checkpoints replaces it by the lock's count.
+    incarnation: int = 0  # Number of this start of the run, by the supervisor. Checkpoints sets the lock's number.
 
     @property
     def data(self) -> dict[str, str]:
@@ -46,7 +46,7 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class Contents:
-    """Tensors of a checkpoint and their pieces in each file, in the manifest's form."""
+    """Tensors of a checkpoint, and the pieces of them in each file, as the manifest lists them."""
 
     dtype: DtypeName
     kinds: tuple[str, ...]
@@ -55,9 +55,9 @@ class Contents:
 
 
 def contents_of(files: Iterable[Sequence[Sequence[Any]]], dtype: DtypeName) -> Contents:
-    """Number the tensors of all files.
+    """Return the `Contents` of all files. Each distinct tensor gets a number.
 
-    A piece has the fields of SavedPiece. Pieces of other ranks arrive as lists.
+    A piece has the fields of SavedPiece. Pieces of other ranks are lists, because they were sent as JSON.
     """
     numbers: dict[str, int] = {}
     kinds_of: dict[str, tuple[str, ...]] = {}
@@ -83,9 +83,9 @@ def contents_of(files: Iterable[Sequence[Sequence[Any]]], dtype: DtypeName) -> C
 def build_manifest(
     progress: Progress, facts: JobFacts, contents: Contents, files: Sequence[Mapping[str, Any] | None]
 ) -> Manifest:
-    """Return the manifest of written files.
+    """Return the manifest for the files of a checkpoint.
 
-    `files` has the name, size and digest of each file, and None for a rank without data.
+    `files` has the name, size and digest of each rank's file, and None for a rank without data.
     """
     shards = [
         Shard(**file, pieces=pieces) for file, pieces in zip(files, contents.pieces, strict=True) if file is not None

@@ -1,6 +1,6 @@
-"""List, verify and compare checkpoints outside a run.
+"""Lists, verifies and compares checkpoints outside of a run.
 
-One process does the work. It holds one tensor in memory at a time and changes nothing.
+The functions run in one process, hold one tensor in memory at a time, and change no file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from frontier_llm.run.complete import fault
 
 
 def find(path: Path) -> list[Path]:
-    """Return the checkpoints that `directory.checkpoints_at` finds, oldest first. Raises CheckpointError for none."""
+    """Return the checkpoints at `path` (`directory.checkpoints_at`), oldest first. Raises CheckpointError for none."""
     checkpoints = folder.checkpoints_at(path)
     if not checkpoints:
         raise CheckpointError(
@@ -45,14 +45,14 @@ def find(path: Path) -> list[Path]:
 
 
 def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -> None:
-    """Raise the CheckpointError with which a run in `directory` would refuse to continue as `config`.
+    """Raise CheckpointError if a run with `config` could not continue from the checkpoints in `directory`.
 
-    This check runs before any rank starts.
+    The error is the one that the run itself would raise. This check runs before any rank starts.
     """
     for step in folder.named_steps(directory):
         path = directory / folder.step_name(step)
         if fault(path) is not None:
-            continue  # the run reports it and loads the checkpoint before it
+            continue  # the run will report this damage and load an older checkpoint
         try:
             saved = folder.read_manifest(path)[0]
         except DamagedCheckpoint:
@@ -67,10 +67,10 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
 
 
 def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Problem]:
-    """Return all differences from the checkpoint as it was written. The list is empty if the checkpoint is intact.
+    """Return all damage of a checkpoint. The list is empty if the checkpoint is intact.
 
-    The check covers each digest, each size, and missing, added and linked files. `progress` receives the number of
-    shards read and the total.
+    The function checks each digest and size, and finds missing, added and linked files. `progress` receives the number
+    of shards that have been read and their total number.
     """
     try:
         manifest = folder.read_manifest(path)[0]
@@ -90,7 +90,7 @@ def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: N
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Difference between two checkpoints in one state of one tensor."""
+    """Difference between two checkpoints in one tensor: in its master weights, or in one optimizer state."""
 
     name: str
     kind: str
@@ -111,12 +111,12 @@ class Difference:
 
     @property
     def same_state(self) -> bool:
-        """Whether weights and optimizer state are bit-equal, for any two layouts."""
+        """True if weights and optimizer state are bit-equal, even if different layouts wrote them."""
         return not (self.only_first or self.only_second or self.reshaped or self.tensors)
 
 
 def compare(first: Path, second: Path) -> Difference:
-    """Return the differences between two checkpoints, element by element, whatever layouts wrote them.
+    """Compare two checkpoints element by element, and return their differences. Their layouts may differ.
 
     Raises DamagedCheckpoint.
     """
@@ -129,7 +129,7 @@ def compare(first: Path, second: Path) -> Difference:
         for key, value in vars(a.progress).items()
         if vars(b.progress)[key] != value
     ]
-    # elements are compared only for tensors of equal shape and kinds
+    # Compare elements only if a tensor has the same shape and the same kinds of state in both checkpoints.
     forms = [
         {name: (tensor.shape, saved.manifest.kinds_of(tensor)) for name, tensor in saved.tensors.items()}
         for saved in (left, right)
@@ -161,7 +161,7 @@ def _compare_tensors(a: CheckpointWeights, b: CheckpointWeights, names: list[str
             left = a.read(name, kind)
             right = b.read(name, kind)
             differing = left.size
-            if left.dtype == right.dtype:  # compares bits: NaN equals NaN, and 0.0 differs from -0.0
+            if left.dtype == right.dtype:  # compare bits, so that NaN equals NaN, and 0.0 differs from -0.0
                 bits = f"u{left.itemsize}"
                 differing = int((left.view(bits) != right.view(bits)).sum())
             if differing:

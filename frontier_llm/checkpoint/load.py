@@ -1,7 +1,7 @@
-"""Load a checkpoint: find the saved rectangles that overlap this rank's state, copy them, and verify the digests.
+"""Loads a checkpoint: finds the saved rectangles that overlap this rank's state, copies them, and verifies digests.
 
-Exactly one rank reads and hashes each complete file, and takes the parts that it needs. Other ranks read only the byte
-ranges that they need. With the layout that wrote the checkpoint, each rank reads only its own file, once.
+A rectangle is an index range in each dim of a tensor. Exactly one rank reads and hashes each complete file. Other ranks
+read only the byte ranges that they need. If the layout has not changed, each rank reads only its own file, once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from frontier_llm.topology.rectangles import (
     spans,
 )
 
-# Two needed ranges closer than this are read as one. On parallel file systems a random read of 4 KiB to 64 KiB takes
-# about as long as a sequential read of 64 KiB. A read call in Python takes about 2 us.
+# If the gap between two needed byte ranges is smaller than this, they are read together. On parallel file systems a
+# random read of 4 KiB to 64 KiB takes about as long as a sequential read of 64 KiB. A read call in Python takes about
+# 2 us.
 MERGE_GAP_BYTES = 64 << 10
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
@@ -37,7 +38,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8
 
 @dataclass(frozen=True)
 class Transfer:
-    """Overlap of a saved rectangle and a needed one."""
+    """The overlap of a saved rectangle with a rectangle of this rank's state."""
 
     saved: Rectangle
     needed: StateRectangle
@@ -45,10 +46,10 @@ class Transfer:
 
 
 def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict[int, list[Transfer]]]:
-    """Return shard → piece → transfers.
+    """Return the transfers for the rectangles `needed`, by shard and by piece of the shard.
 
-    Raises a CheckpointError that lists every tensor that the checkpoint lacks or has in another shape. Raises
-    DamagedCheckpoint if the saved rectangles do not cover a needed one exactly once.
+    Raises a CheckpointError that lists every tensor that is missing in the checkpoint or has another shape there.
+    Raises DamagedCheckpoint if the saved rectangles do not cover each needed rectangle exactly once.
     """
     saved_shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
     index = {tensor.name: number for number, tensor in enumerate(manifest.tensors)}
@@ -84,15 +85,16 @@ def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict
 
 
 def verifier(shard: int, shards: int, world_size: int) -> int:
-    """Return the rank that reads a complete file.
+    """Return the rank that reads and verifies the complete file of shard `shard`.
 
-    With the world size of the save it is the file's writer. Otherwise the files are distributed evenly, in order.
+    If the world size has not changed, this is the rank that wrote the file. Otherwise the files are distributed evenly
+    over the ranks, in order.
     """
     return shard * world_size // shards
 
 
 class Targets:
-    """Destination of loaded values: this rank's optimizer state. A state on a GPU is filled through host memory."""
+    """This rank's optimizer state as the destination of loaded values. On a GPU, values go through host memory."""
 
     def __init__(self, needed: Sequence[StateRectangle], masters_only: bool) -> None:
         """With `masters_only`, only the masters are loaded, and the other states start from zero."""
@@ -113,13 +115,13 @@ class Targets:
         return torch.empty(state.shape, dtype=state.dtype)
 
     def takes(self, transfer: Transfer, kind: str) -> bool:
-        """Return whether values of this kind are needed."""
+        """Return True if this rank needs the values of this kind (master or optimizer state)."""
         return kind in self._host[id(transfer.needed)]
 
     def scatter(self, transfer: Transfer, kind: str, first: int, values: np.ndarray) -> None:
-        """Copy the values that a transfer needs.
+        """Copy the values of a transfer into this rank's state.
 
-        `values` are elements [first, first + len(values)) of the transfer's saved rectangle.
+        `values` are elements [first, first + len(values)) of the saved rectangle, row-major.
         """
         if not self.takes(transfer, kind):
             return
@@ -145,16 +147,16 @@ class Targets:
 
 
 def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int, world_size: int) -> list[Problem]:
-    """Fill this rank's optimizer state from the files. Return the damage found; the state is then not usable.
+    """Fill this rank's optimizer state from the shard files. Return the damage that was found.
 
-    From a checkpoint of another optimizer only the masters are loaded. Raises CheckpointError if the checkpoint does
-    not fit the model.
+    After damage the state must not be used. If the checkpoint is from another optimizer, only the master weights are
+    loaded. Raises CheckpointError if the checkpoint does not fit the model.
     """
     problems: list[Problem] = []
     hit("checkpoint.loading")
     needed = optimizer.state()
     same_optimizer = manifest.optimizer == optimizer.rule.name
-    # another optimizer's statistics are not loaded
+    # statistics (such as Adafactor's means) are loaded only if the optimizer is the same
     saved = [part for part in needed if same_optimizer or MASTER in part.tensors]
     transfers = plan(manifest, saved)
     targets = Targets(needed, masters_only=not same_optimizer)

@@ -1,9 +1,10 @@
-"""Lock of a run directory: only the newest incarnation of the run may write into it.
+"""Lock of a run directory: only the newest start (incarnation) of the run may write into the directory.
 
-`incarnations/00000003.json` names the process that holds the third start of the run. The file with the highest number
-names the lock's holder. A start takes over by creating a higher number with link(2). This is atomic on local file
-systems, Lustre and NFS, and needs no flock. A holder that finds a higher number has been replaced and must not write
-any more. This can happen because Slurm may declare a node dead although its processes still run.
+`incarnations/00000003.json` names the process of the third start of the run. The file with the highest number names the
+holder of the lock. A new start takes the lock by creating a file with a higher number by link(2), which is atomic on
+local file systems, Lustre and NFS, and needs no flock. If a process finds a number higher than its own, it has lost the
+lock and must not write any more. This can happen because Slurm may declare a node dead although its processes still
+run.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ HEARTBEAT_S = 5.0
 
 
 class Superseded(CheckpointError):
-    """A newer incarnation of the run has taken over. This process must end."""
+    """A newer start of the run has taken the lock. This process must end."""
 
     exit_code = 3
 
 
 class RunLock:
-    """Right to write into a directory. Rank 0 holds it for the complete run."""
+    """Lock of a run directory. Rank 0 holds it while the run executes."""
 
     def __init__(self, directory: Path, holder: Holder, incarnation: int = 0) -> None:
         """Take the lock under the next number, or under `incarnation` if that is higher.
 
-        `incarnation` is the supervisor's count. Lock and supervisor share one count of starts. Raises CheckpointError
-        that names the live holder.
+        `incarnation` is the supervisor's number of this start. Lock and supervisor use the same numbers. If another
+        live process holds the lock, CheckpointError names this process.
         """
         self._folder = directory / "incarnations"
         self._holder = holder
@@ -75,7 +76,7 @@ class RunLock:
                     os.link(building, self._path(mine))
                 except FileExistsError:
                     continue  # another start created the file first; check that holder
-                # the last two files are enough to show which start replaced which
+                # Keep the last two files, which show which start replaced which.
                 for older in incarnations(self._folder):
                     if older < newest:
                         self._path(older).unlink(missing_ok=True)
@@ -84,7 +85,7 @@ class RunLock:
             building.unlink(missing_ok=True)
 
     def _check_dead(self, path: Path, building: Path) -> None:
-        """Raise CheckpointError if the holder in `path` is alive, or could be."""
+        """Raise CheckpointError if the process named in the file `path` is alive, or may be alive."""
         holder = read_holder(path)
         if holder is None or holder.released:
             return
@@ -93,7 +94,7 @@ class RunLock:
             log.info(f"taking over from {holder.describe()}: the scheduler restarted the job")
             return
         os.utime(building)
-        # the file system's clock stamps both files, as it does the heartbeat
+        # Both times come from the file system's clock, so the clocks of the nodes do not matter.
         silent_s = building.stat().st_mtime - path.stat().st_mtime
         if holder.host == mine.host:
             dead = process_start(holder.pid) != holder.process_start or holder.pid == mine.pid
@@ -114,9 +115,9 @@ class RunLock:
         log.info(f"taking over from {holder.describe()}: {when}")
 
     def check(self) -> None:
-        """Raise Superseded if a newer incarnation has taken over, and CheckpointError if the folder is gone.
+        """Raise Superseded if a newer start has taken the lock, and CheckpointError if the folder does not exist.
 
-        Called directly before every change of the directory.
+        Call this method directly before every change of the directory.
         """
         if not self._folder.is_dir():
             raise CheckpointError(MOVED, MOVE_BACK, str(self._folder.parent))

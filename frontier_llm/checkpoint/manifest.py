@@ -1,8 +1,8 @@
-"""manifest.json: the content of a checkpoint and the place of each part.
+"""Schema and parser of manifest.json, which lists the tensors of a checkpoint and where their parts are stored.
 
-It is parsed strictly, because it determines which files are opened and where bytes are copied. The file is the text of
-one JSON object. Beside it lies `manifest.sha256` in the format of sha256sum. docs/checkpoint_format.md describes every
-field.
+The manifest is parsed strictly, because it determines which files are opened and where bytes are copied. The file is
+the text of one JSON object. Its digest is in the file `manifest.sha256`, in the format of sha256sum.
+docs/checkpoint_format.md describes every field.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERSION: Final = 4
 READ_VERSIONS: Final = (3, VERSION)  # version 3 has a number of steps instead of a data position, and no plugins
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # By safetensors' names. Checkpoints use F32 and F64.
-# The 1T model on 3072 ranks, with 72,087 pieces, needs less than half of these limits.
+# A model of 1T parameters on 3072 ranks, with 72,087 pieces, needs less than half of these limits.
 MAX_MANIFEST_VALUES = 1 << 21  # Limit for the values in the text, counted by commas and brackets.
 MAX_CORNERS = 1 << 21  # Limit for all pieces (_coverage_problems).
 MIN_BLOCK_BYTES = 1 << 20
@@ -58,7 +58,7 @@ StateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]  # a state'
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Bytes differ from the bytes that were written. Another checkpoint may be intact."""
+    """A file of the checkpoint differs from what was written. Another checkpoint may be intact."""
 
 
 class _Record(BaseModel):
@@ -66,16 +66,16 @@ class _Record(BaseModel):
 
 
 class Progress(_Record):
-    """Scalars of a run. Together with the tensors they are everything that a run needs to continue.
+    """Scalars of a run. Together with the tensors of the checkpoint, a run needs nothing else to continue.
 
-    There is no random-number state. Initial weights are a pure function of the seed, and `position` records the order
-    of samples.
+    There is no random-number state. Initial weights are a pure function of the seed, and `position` determines the
+    order of samples.
     """
 
     step: Count  # Index of the next step. Steps 0 … step-1 are done.
-    consumed_samples: Count  # Samples of the run so far, including left-out ones.
-    tokens: Count  # Targets trained on.
-    # Position in the data. None before the first step of imported weights, and in version 3.
+    consumed_samples: Count  # Number of samples so far, including samples that were left out.
+    tokens: Count  # Number of targets that were trained on.
+    # Position in the data. None for imported weights before the first step, and in manifests of version 3.
     position: Position | None = None
     optimizer_updates: Count  # Steps that were not skipped. Used by Adam's bias correction.
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -85,21 +85,21 @@ class Progress(_Record):
 
     @property
     def is_best(self) -> bool:
-        """Whether the held-out loss of this step was the lowest of the run (train.keep_best)."""
+        """True if the held-out loss of this step was the lowest of the run (train.keep_best)."""
         best = self.policy.get("best")
         return best is not None and bool(best["step"] == self.step)
 
 
 class TensorEntry(_Record):
-    """A global tensor."""
+    """A global tensor of the checkpoint: its name, shape and kinds."""
 
     name: Annotated[str, Field(min_length=1, max_length=512)]
     shape: Dims
-    kinds: tuple[StateName, ...] = ()  # kinds stored of this tensor; () = all kinds of the manifest
+    kinds: tuple[StateName, ...] = ()  # stored kinds (master, optimizer states); () = all kinds of the manifest
 
 
 class Shard(_Record):
-    """A file and the rectangles in it, in file order. Each rectangle is stored once for each kind of its tensor."""
+    """A shard file and its rectangles in file order. A rectangle is stored once for each kind of its tensor."""
 
     file: str
     bytes: Size
@@ -108,7 +108,7 @@ class Shard(_Record):
 
 
 class SavedPiece(NamedTuple):
-    """A rectangle of a global tensor with the kinds that a file holds of it. In JSON it is a list."""
+    """A rectangle of a global tensor, and the kinds that a file stores of it. In JSON a piece is a list."""
 
     name: str
     offset: tuple[int, ...]
@@ -123,13 +123,13 @@ class Manifest(_Record):
     format: Literal["frontier_llm checkpoint"]
     version: Literal[3, 4]
     block_bytes: Count  # block size of the shards' digests (shard.py)
-    incarnation: Count  # number of the start of the run that wrote it
+    incarnation: Count  # number of the run's start that wrote the checkpoint
     progress: Progress
     layout: dict[str, int]  # parallel degrees of the run that wrote it; loading does not depend on them
     config: dict[str, Any]
     config_sha256: Digest
     environment: dict[str, str]
-    # plugins that it was trained with; `known_plugins` also covers older manifests
+    # plugins of the run that wrote the checkpoint; `known_plugins` also covers older manifests
     plugins: Annotated[tuple[PluginRecord, ...], Field(max_length=MAX_PLUGINS)] = ()
     data: dict[str, Digest]  # path → identity of each training dataset; empty for synthetic data
     dtype: DtypeName
@@ -140,14 +140,14 @@ class Manifest(_Record):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all shards."""
+        """Sum of the sizes of all shards in bytes."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def known_plugins(self) -> tuple[PluginRecord, ...]:
-        """Plugins that the checkpoint was trained with.
+        """Plugins of the run that wrote the checkpoint.
 
-        If a checkpoint recorded none, the plugins in its configuration, without digests.
+        If the manifest lists no plugins, these are the plugins in its configuration, without digests.
         """
         return self.plugins or recorded_names(self.config)[:MAX_PLUGINS]
 
@@ -182,8 +182,8 @@ def parse(content: bytes, where: str) -> Manifest:
     """Return the manifest in a file's bytes.
 
     Raises DamagedCheckpoint for wrong JSON, types or ranges, for too many bytes or values, and for a file name that is
-    not a shard's. Pieces out of bounds, tensors that the pieces do not cover exactly once, and counters that no run can
-    have raise it too.
+    not a shard's. The same error is raised for pieces out of bounds, for tensors that the pieces do not cover exactly
+    once, and for counters that no run can have.
 
     Raises CheckpointError for another format version, and for a contradiction in the position in the data. The caller
     must then not fall back to an older checkpoint.
@@ -342,9 +342,9 @@ def _position_faults(progress: Progress) -> list[str]:
 def _coverage_problems(manifest: Manifest) -> list[str]:
     """Return the tensors whose pieces overlap or do not cover the tensor.
 
-    A box is the signed sum of the orthants at its corners. Orthants at different corners are linearly independent. The
-    pieces therefore cover the tensor exactly once if and only if their signed corners cancel to the tensor's own
-    corners.
+    The indicator function of a box is the signed sum of the indicator functions of the orthants at its corners. These
+    functions are linearly independent for different corners. The pieces therefore cover the tensor exactly once if and
+    only if their signed corners cancel to the tensor's own corners.
     """
     # number of dims → rows (sign, tensor, offset, end); the tensor's own box has sign -1
     boxes: dict[int, list[tuple[int, ...]]] = {}
@@ -364,7 +364,7 @@ def _coverage_problems(manifest: Manifest) -> list[str]:
 
 
 def _uncovered(boxes: np.ndarray, dims: int) -> set[int]:
-    """Return the tensors in whose rows some corner does not cancel. `_coverage_problems` makes the rows."""
+    """Return the tensors with a corner that does not cancel. `boxes` has the rows that `_coverage_problems` makes."""
     signs = np.concatenate([boxes[:, 0] * (-1) ** sum(ends) for ends in product((0, 1), repeat=dims)])
     columns = [[1, *(2 + dim + dims * end for dim, end in enumerate(ends))] for ends in product((0, 1), repeat=dims)]
     corners = np.concatenate([boxes[:, chosen] for chosen in columns])

@@ -1,8 +1,9 @@
-"""Convert the data position of a version 3 checkpoint, by the formulas of the program that wrote it.
+"""Converts the data position of checkpoints with format version 3, by the formulas of the program that wrote them.
 
 In version 3 the position was the number of steps. Each combination of a blend and a sequence length had its own sample
-count. Orders depended on the number of the first phase that read the blend, and a rewind shifted all later steps.
-Samples that a change of batch, weights or data had missed or repeated were not recorded, and cannot be recovered.
+count. The order of samples depended on the number of the first phase that read the blend, and a rewind shifted all
+later steps. If a change of batch, weights or data had missed or repeated samples, this was not recorded, and cannot be
+recovered.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ class _Counted:
     """A stream in version 3: one blend at one sequence length, with one sample count."""
 
     wanted: Wanted
-    number: int  # number of the first phase that read it
+    number: int  # number of the first phase that read this blend
     next: int = 0  # index of the next sample
     trained: int = 0
     left_out: list[Range] = field(default_factory=list)
 
     def pass_over(self, sample: int) -> None:
-        """Leave out the samples before `sample`."""
+        """Skip to sample `sample`. The samples before it are left out."""
         if sample > self.next:
             self.left_out.append((self.next, sample - self.next))
             self.next = sample
 
     def streams(self) -> list[Stream]:
-        """Return one stream per source, with the orders of version 3."""
+        """Return one stream per source. The streams have the sample orders of version 3."""
         seed = self.wanted.seed
         if self.number > 1:
             seed = derive_key("phase", seed, self.number)
@@ -141,7 +142,7 @@ def _counted(run: RunConfig, step: int, rewinds: list[tuple[int, int]], datasets
             break
         config = phase.config
         batch = phase.config.batch.global_batch
-        # a run may have been trained beyond the end in its configuration
+        # The last phase may be longer than in the configuration, because a run can be trained beyond its last step.
         end = step if phase is phases_of(run)[-1] else min(step, phase.end)
         one = counted.setdefault(
             (config.data.train, config.model.sequence_length),
@@ -163,9 +164,9 @@ def _counted(run: RunConfig, step: int, rewinds: list[tuple[int, int]], datasets
 
 
 def _joined(counted: list[_Counted], current: _Counted, stretches: tuple[Stretch, ...]) -> Position:
-    """Return the position in which the streams of the current blend continue.
+    """Return the position at which the streams of the current blend continue.
 
-    If several blends hold the same dataset in the same samples, only the last of these streams continues.
+    If several blends contain the same dataset with the same samples, only the last of these streams continues.
     """
     streams: list[Stream] = []
     replaced: Counter[Any] = Counter()  # (dataset, length, packing) → number of its streams in later blends

@@ -1,4 +1,6 @@
-"""Share results of rank 0 and errors of any rank with all ranks of a run. Every rank returns or raises alike."""
+"""Sends results of rank 0, and errors of any rank, to all ranks. All ranks return the same result or raise the same
+error.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ MOST_PROBLEMS = 10  # most problems that one rank sends to the others
 
 
 def from_rank_0(compute: Callable[[], Any], world: Axis, device: torch.device) -> Any:
-    """Call `compute` on rank 0 only. Return its JSON value, or raise its error, on every rank. Collective."""
+    """Call `compute` on rank 0 only. Every rank returns its JSON value or raises its error. Collective."""
     value = None
     error: Exception | None = None
     if world.rank == 0:
@@ -53,7 +55,7 @@ def encoded(error: BaseException | None) -> dict[str, Any] | None:
 def joined(failures: Iterable[dict[str, Any]]) -> CheckpointError:
     """Return one error for several encoded ones, without repeated problems.
 
-    It is Superseded if any of them is, and DamagedCheckpoint if all of them are.
+    The error is Superseded if any of the errors is, and DamagedCheckpoint if all errors are.
     """
     kinds = {failure["kind"] for failure in failures}
     problems = dict.fromkeys(Problem(*problem) for failure in failures for problem in failure["problems"])

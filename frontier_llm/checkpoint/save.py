@@ -1,12 +1,12 @@
-"""A save as a state machine that the training loop advances.
+"""Asynchronous save of a checkpoint: a state machine with four stages that the training loop advances.
 
-    write    every rank, in a thread: its shard, from a copy of the state
-    commit   rank 0, in a thread: manifest, rename, LATEST, BEST
-    verify   every rank, in a thread: read back its share of the newest checkpoints and compare digests
-    prune    rank 0, in a thread: delete older checkpoints, unless the verification found damage
+    write    every rank, in a thread: writes its shard from a copy of the state
+    commit   rank 0, in a thread: writes the manifest, renames the folder, updates LATEST and BEST
+    verify   every rank, in a thread: reads its share of the newest checkpoints again and compares digests
+    prune    rank 0, in a thread: deletes older checkpoints, unless the verification found damage
 
-All ranks agree on each transition at a step boundary. Training therefore waits only for the copy, and no collective
-runs in a thread. A failure is reported on all ranks at the same step.
+Between two training steps, all ranks agree whether to start the next stage. Training therefore waits only for the copy,
+and no collective runs in a thread. All ranks report a failure at the same step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SaveStage(IntEnum):
-    """Stages of a save in the order of execution."""
+    """Stages of a save, in the order in which they run."""
 
     WRITE = 0
     COMMIT = 1
@@ -49,20 +49,20 @@ class SaveStage(IntEnum):
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that LATEST now names."""
+    """A committed checkpoint, which LATEST names."""
 
     step: int
     path: Path
 
 
 class Save:
-    """One save in progress. Its public methods are collective over the world: all ranks return or raise alike."""
+    """One save in progress. Public methods are collective: all ranks return the same result or raise the same error."""
 
     def __init__(self, checkpoints: Checkpoints, progress: Progress) -> None:
         """Copy the state and start to write it. Returns after the copy.
 
-        Raises CheckpointError if the folder cannot be made or the space does not suffice. Raises Superseded if a newer
-        start of the run has taken over.
+        Raises CheckpointError if the folder cannot be created or the free space is too small. Raises Superseded if a
+        newer start of the run has taken the lock.
         """
         self._checkpoints = checkpoints
         self._progress = progress
@@ -75,23 +75,23 @@ class Save:
 
     @property
     def is_committed(self) -> bool:
-        """Whether LATEST names the new checkpoint."""
+        """True if LATEST names the new checkpoint."""
         return self._stage > SaveStage.COMMIT
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do, because the save is complete or has failed."""
+        """True if the save is complete or has failed."""
         return self._stage is SaveStage.OVER
 
     def advance(self, steps_done: int) -> Saved | None:
-        """Start the next stage if all ranks have finished this one. Must be called at every step boundary.
+        """Start the next stage if all ranks have finished the current one. Call this method after every training step.
 
-        If the run has done `train.save_lag_steps` steps since the copy, wait for the commit. A kill loses the steps
-        since the newest checkpoint, so the time of a save must be bounded.
+        If the run has done `train.save_lag_steps` steps since the copy, wait for the commit. The time of a save must be
+        limited, because a kill loses all steps since the newest checkpoint.
 
-        Returns the checkpoint in the call that finds it committed. If any rank failed before LATEST moved, raises
+        Returns the checkpoint in the first call after the commit. If a rank fails before the commit, the method raises
         CheckpointError with the problems of all ranks. The save is then over and its files are removed. Older
-        checkpoints are unchanged. Later failures are logged.
+        checkpoints are unchanged. Failures after the commit are only logged.
         """
         saved = self._advance(block=False)
         if saved is None and steps_done >= self._late_from:
@@ -99,9 +99,7 @@ class Save:
         return saved
 
     def finish(self, verify: bool = True) -> Saved | None:
-        """Wait until the save is over, or without `verify` until LATEST has moved. Returns and raises as `advance`
-        does.
-        """
+        """Wait until the save is over, or without `verify` until the commit. Returns and raises as `advance` does."""
         saved = None
         while not self.is_over and (verify or not self.is_committed):
             saved = self._advance(block=True) or saved
@@ -135,13 +133,13 @@ class Save:
         return None
 
     def _start(self, stage: SaveStage, work: Callable[[], object]) -> None:
-        """Start a stage's work. Only rank 0 has work, except in VERIFY. Other ranks keep their finished task."""
+        """Start the work of a stage. Only rank 0 has work, except in VERIFY. Other ranks keep their finished task."""
         self._stage = stage
         if stage is SaveStage.VERIFY or self._checkpoints.world.rank == 0:
             self._task = in_daemon(work, f"checkpoint-{stage.name.lower()}")
 
     def _fail(self, error: BaseException | None) -> None:
-        """End the save. Raises the errors of all ranks, unless the checkpoint is already on disk."""
+        """End the save after an error. Raises the errors of all ranks, unless the checkpoint is already committed."""
         failure = joint_error(error, self._checkpoints.world, self._checkpoints.device)
         assert failure is not None
         stage = self._stage
@@ -165,7 +163,7 @@ class Save:
     # --- the work of the stages ---
 
     def _make_folder(self) -> None:
-        """Rank 0: make the folder that the ranks write into."""
+        """On rank 0, create the temporary folder that the ranks write into."""
         checkpoints = self._checkpoints
         checkpoints.check_lock()
         with folder.writing(checkpoints.directory, checkpoints.total_bytes):
@@ -176,7 +174,7 @@ class Save:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _write(self) -> dict[str, Any] | None:
-        """Return name, size and digest of this rank's file, or None if the rank has nothing to save."""
+        """Write this rank's file. Return its name, size and digest, or None if the rank has nothing to save."""
         snapshot = self._checkpoints.snapshot
         if not snapshot.saved:
             return None
@@ -195,7 +193,7 @@ class Save:
         return {"file": path.name, "bytes": len(head) + len(data), "sha256": digest}
 
     def _commit(self, files: Sequence[dict[str, Any] | None]) -> None:
-        """Rank 0: turn the written shards into a checkpoint."""
+        """On rank 0, turn the written shards into a complete checkpoint."""
         checkpoints = self._checkpoints
         manifest = build_manifest(self._progress, checkpoints.facts, checkpoints.contents, files)
         checkpoints.check_lock()
@@ -217,7 +215,7 @@ class Save:
                     shard.verify(path / entry.file, manifest, entry, drop_cache=True)
 
     def _prune(self) -> None:
-        """Rank 0: delete the expired checkpoints except the best one. A failed deletion is a warning."""
+        """On rank 0, delete the expired checkpoints except the best one. A failed deletion is only logged."""
         checkpoints = self._checkpoints
         best = folder.read_latest(checkpoints.directory, folder.BEST)
         for step in checkpoints.expired(folder.named_steps(checkpoints.directory)):

@@ -1,16 +1,16 @@
-"""Shard file: a safetensors file that is hashed while it is written and while it is read.
+"""Shard file of a rank: a safetensors file that is hashed while it is written and while it is read.
 
 Layout: u64 header length, then the JSON header padded with spaces to 8 bytes, then the data. The data is ordered by
-kind: the master first, then the optimizer's states. For each kind it contains every piece of that kind, row-major,
-without gaps. Any safetensors reader can open the file. The header is a pure function of the manifest, so a reader
-computes the expected header and compares bytes. It never parses the header in the file.
+kind: the master first, then the optimizer's states. For each kind the file has every piece of that kind, row-major,
+without gaps. Any safetensors reader can open the file. The header is a pure function of the manifest, so this module
+computes the expected header and compares bytes, and never parses the header in the file.
 
 The digest covers the header and each block of the data separately, so that several threads can compute it:
 
     sha256( sha256(header) | sha256(block 0) | sha256(block 1) | … )
 
-A thread hashes a block directly before writing it or after reading it, while the block is in its cache. The file
-crosses the memory bus once. While one thread hashes, the other one is in the kernel.
+A thread hashes a block directly before writing it or after reading it, while the block is in its cache. So the data
+crosses the memory bus only once. While one thread hashes, the other thread reads or writes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from frontier_llm.files import created, open_plain, write_all
 
 T = TypeVar("T")
 
-# 4 MiB is the size of a Lustre RPC (stripes have 1 to 4 MiB). The blocks of two threads stay in the L3 cache of a core
-# complex (32 MiB on Zen) between hash and write.
+# Block size: 4 MiB is the size of a Lustre RPC (stripes have 1 to 4 MiB). The blocks of two threads stay in the L3
+# cache of a core complex (32 MiB on Zen) between hash and write.
 BLOCK_BYTES = 4 << 20
 GROUP_BLOCKS = 2  # consecutive blocks that a thread reads or writes with one system call
 # Threads per rank. An MI250X node has 8 cores per rank, and the file system's lock allows one writer per file.
@@ -46,17 +46,17 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class Extent:
-    """Place of one kind of one piece in a shard file."""
+    """Position of a piece's values of one kind in a shard file."""
 
     kind: str
     piece: int  # index into the shard's pieces
-    start: int  # byte in the file
+    start: int  # first byte in the file
     numel: int
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Content and places of a shard file, a pure function of the manifest."""
+    """Header of a shard file and the position of each piece. The layout is a pure function of the manifest."""
 
     head: bytes  # all bytes before the data
     entries: tuple[Extent, ...]  # in file order
@@ -65,7 +65,7 @@ class ShardLayout:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes without the head."""
+        """Number of bytes after the header."""
         return self.total_bytes - len(self.head)
 
 
@@ -74,9 +74,9 @@ def safetensors_layout(
     dtype: str,
     metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
-    """Return (head of a safetensors file of these tensors, their start bytes followed by the file's size).
+    """Return (header of a safetensors file with these tensors, start byte of each tensor followed by the file's size).
 
-    The head is a u64 length and JSON that is padded so that the data is aligned to 8 bytes, as the format requires.
+    The header is a u64 length and padded JSON. With the padding the data is aligned to 8 bytes, as the format requires.
     """
     ends = list(accumulate((prod(shape) * ITEM_BYTES[dtype] for shape in shapes.values()), initial=0))
     places = zip(shapes.items(), pairwise(ends), strict=True)
@@ -87,12 +87,10 @@ def safetensors_layout(
 
 
 def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str) -> ShardLayout:
-    """Return the layout of a file: for each kind, every piece that has it. Kinds have the order in which the pieces
-    name them.
-    """
+    """Return the layout of a shard file with these pieces. Kinds are in the order in which the pieces name them."""
     kinds = dict.fromkeys(kind for piece in pieces for kind in piece.kinds)
     held = [(kind, index, piece) for kind in kinds for index, piece in enumerate(pieces) if kind in piece.kinds]
-    # the offset makes names unique: a rank may hold several rectangles of one tensor
+    # The names contain the offset, because a rank may hold several rectangles of one tensor.
     shapes = {f"{kind}/{piece.name}@{','.join(map(str, piece.offset))}": piece.shape for kind, _, piece in held}
     head, (*starts, end) = safetensors_layout(shapes, dtype, {"format": FORMAT, "step": str(step), "file": file})
     extents = (
@@ -116,12 +114,12 @@ def layout_of(manifest: Manifest, shard: Shard, where: Path) -> ShardLayout:
 
 
 def combine(header: bytes, blocks: Iterable[bytes]) -> str:
-    """Return the file's digest, given its header and the digests of its data blocks."""
+    """Return the digest of a file from its header and the digests of its data blocks."""
     return hashlib.sha256(hashlib.sha256(header).digest() + b"".join(blocks)).hexdigest()
 
 
 def block_count(data_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """Return the number of blocks. The last one may be short."""
+    """Return the number of blocks in `data_bytes`. The last block may be short."""
     return -(-data_bytes // block_bytes)
 
 
@@ -141,7 +139,7 @@ def on_threads(work: Callable[[int], T], count: int) -> list[T]:
 
 
 def write(path: Path, head: bytes, data: memoryview) -> str:
-    """Create the file, flush it to the device and return its digest.
+    """Write a shard file, flush it to the device and return its digest.
 
     Each block is hashed directly before it is written.
     """
@@ -171,7 +169,7 @@ def opened(path: Path, expected_bytes: int, head: bytes) -> Iterator[int]:
     `head`.
     """
     try:
-        descriptor = open_plain(path)  # a shard is a file of its checkpoint, never a link out of the run directory
+        descriptor = open_plain(path)  # refuses links, which could point out of the run directory
     except OSError as error:
         raise DamagedCheckpoint(f"cannot be opened: {error.strerror}", where=str(path)) from error
     try:
@@ -204,7 +202,7 @@ def read_exactly(descriptor: int, path: Path, start: int, buffer: memoryview) ->
         done += count
 
 
-# takes (entry, first element, bytes); several threads call it with disjoint bytes
+# Called with (entry, first element, bytes). Several threads call it, with disjoint bytes.
 Consume = Callable[[Extent, int, memoryview], None]
 
 
@@ -215,10 +213,10 @@ def verify(
     consume: Consume | None = None,
     drop_cache: bool = False,
 ) -> None:
-    """Read and hash the complete file in blocks. Pass every part of an entry to `consume` while reading.
+    """Read and hash a complete shard file in blocks, and pass the values of its entries to `consume`.
 
-    With `drop_cache` the kernel is first advised to drop the file's cached pages, so that the device is read. Raises a
-    DamagedCheckpoint with the expected digest, the found digest and the file's tensors.
+    With `drop_cache` the kernel is first advised to drop the file's cached pages, so that the bytes come from the
+    device. If the digest differs, DamagedCheckpoint with both digests and the file's tensors is raised.
     """
     layout = layout_of(manifest, shard, path)
     with opened(path, shard.bytes, layout.head) as descriptor:

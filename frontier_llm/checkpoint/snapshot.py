@@ -1,6 +1,6 @@
-"""Copy of the state of one step, an exact image of this rank's shard file.
+"""Copies this rank's state to host memory in the layout of the rank's shard file.
 
-Training can continue while the image is written.
+Training can continue while the copy is written to the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMES: dict[torch.dtype, DtypeName] = {torch.float32: "F32", torch.float64: "F6
 def pinned(elements: int, *, dtype: torch.dtype) -> torch.Tensor:
     """Return page-locked host memory of exactly this size, to which a GPU copies directly.
 
-    torch's own allocator rounds up to the next power of two: 16 GiB for 13.9 GiB.
+    torch's allocator of such memory rounds up to the next power of two, for example from 13.9 GiB to 16 GiB.
     """
     image = torch.empty(elements, dtype=dtype)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
@@ -32,7 +32,7 @@ def pinned(elements: int, *, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Snapshot:
-    """This rank's part of a checkpoint in host memory. It is allocated once and reused."""
+    """This rank's part of a checkpoint in host memory. The memory is allocated once and used for every save."""
 
     def __init__(self, optimizer: Optimizer, rank: int) -> None:
         state = optimizer.state()
@@ -68,7 +68,7 @@ class Snapshot:
                 torch.cuda.current_stream(device).synchronize()
 
     def not_finite(self) -> list[str]:
-        """Return the names of the copied parameters that have a weight that is not finite."""
+        """Return the names of copied parameters with NaN or infinite weights."""
         assert self._image is not None, "take() comes first"
         layout = self.layout(step=0)
         image = self._image.numpy()
@@ -82,6 +82,6 @@ class Snapshot:
         return names
 
     def data(self) -> memoryview:
-        """Return the bytes after the header."""
+        """Return the data bytes of the shard file, which follow the header."""
         assert self._image is not None, "take() comes first"
         return self._image.numpy().view(np.uint8).data

@@ -1,8 +1,8 @@
-"""Read a training checkpoint as a source of weights, and write a source of weights as a training checkpoint.
+"""Reads weights from a training checkpoint, and writes weights (for example imported ones) as a new checkpoint.
 
-One process does this without a GPU. Reading maps the shard files into memory and copies only the requested rectangles
-of the fp32 masters. Writing makes a step-0 checkpoint one tensor at a time. Training can start from it with any layout.
-Its Adam moments are zero.
+Both run in one process without a GPU. To read, the shard files are mapped into memory, and only the requested
+rectangles of the fp32 masters are copied. The written checkpoint has step 0, and its Adam moments are zero. Training
+can start from it with any layout. It is written one tensor at a time.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ def load_weights(source: WeightSource, parameters: Iterable[ShardedParameter]) -
 
 
 class CheckpointWeights:
-    """Tensors of a complete checkpoint, assembled from the rectangles that any layout wrote. Files are memory-mapped.
+    """Reads tensors of a complete checkpoint, which any layout may have written. The files are memory-mapped.
 
-    As a WeightSource it returns the masters.
+    The methods of WeightSource return the master weights.
     """
 
     def __init__(self, path: str | Path, verified: bool = False) -> None:
-        """`path` is a step's folder. With `verified`, every shard is first read and compared with its digest.
+        """`path` is the folder of one checkpoint. With `verified`, every shard is first compared with its digest.
 
-        Raises DamagedCheckpoint, a CheckpointError, that names a missing or truncated shard.
+        Raises DamagedCheckpoint (a CheckpointError) if a shard is missing or truncated.
         """
         self.path = Path(path)
         self.manifest = folder.read_manifest(self.path)[0]
         self.tensors = {tensor.name: tensor for tensor in self.manifest.tensors}
         self._dtype = DTYPES[self.manifest.dtype]
-        # (tensor, kind) → its rectangles, each with its file and first byte
+        # (tensor, kind) → list of (rectangle, file, first byte)
         self._places: dict[tuple[str, str], list[tuple[Rectangle, Path, int]]] = defaultdict(list)
         for shard in self.manifest.shards:
             file = self.path / shard.file
@@ -99,9 +99,7 @@ class CheckpointWeights:
             raise DamagedCheckpoint(problems)
 
     def damage(self, rank: int = 0, ranks: int = 1) -> list[Problem]:
-        """Read this rank's share of the shards, by default all, and compare each with its digest. Return the damage by
-        file.
-        """
+        """Compare this rank's share of the shards (by default all shards) with their digests. Return the damage."""
         problems: list[Problem] = []
         for shard in self.manifest.shards[rank::ranks]:
             try:
@@ -114,8 +112,8 @@ class CheckpointWeights:
     def config(self) -> RunConfig:
         """Configuration of the run in the phase of the last step before this checkpoint.
 
-        Raises ConfigError if this version cannot read it, and CheckpointError if it describes another model than the
-        tensors.
+        Raises ConfigError if this version cannot read the configuration, and CheckpointError if the configuration and
+        the tensors describe different models.
         """
         run = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
         progress = self.manifest.progress
@@ -128,7 +126,7 @@ class CheckpointWeights:
     def _refuse_other_model(self, model: ModelConfig) -> None:
         """Raise CheckpointError if the shapes in the configuration differ from the tensors' shapes.
 
-        This is checked before anything is built or allocated.
+        The check runs before a model is built or memory is allocated.
         """
         where = f"{self.path}/manifest.json: config"
         fix = "the checkpoint was damaged or forged: use another one"
@@ -170,7 +168,7 @@ class CheckpointWeights:
     def read(self, name: str, kind: str, wanted: Rectangle | None = None) -> np.ndarray:
         """Return a rectangle of one tensor, by default the complete tensor, in fp32 (fp64 for an fp64 run).
 
-        Raises CheckpointError if parts of it are in no shard.
+        Raises CheckpointError if parts of the rectangle are in no shard.
         """
         shape = self.tensors[name].shape
         wanted = wanted or Rectangle((0,) * len(shape), shape)
@@ -200,7 +198,7 @@ class CheckpointWeights:
 def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) -> Path:
     """Write `config.train.run_dir`/checkpoints/step_00000000 from a source of weights.
 
-    One tensor at a time is in memory. Raises CheckpointError if the run already has a checkpoint.
+    Only one tensor at a time is in memory. Raises CheckpointError if the run already has a checkpoint.
     """
     directory = checkpoints_folder(config.train)
     steps = folder.named_steps(directory)
@@ -253,9 +251,7 @@ _OF_POSITION = {"rope": {"rope_theta", "rope_fraction", "rope_scaling"}, "alibi"
 
 
 def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
-    """Return a Problem for every field in which the run's model computes another function than the imported weights'
-    model.
-    """
+    """Return a Problem for every field in which the run's model computes another function than the imported model."""
     free = {"name", "vocab_multiple", "init_std"}
     if run.position != "learned":
         free.add("sequence_length")  # training may continue with another sequence length
@@ -292,7 +288,7 @@ def _write_shard(
 ) -> str:
     """Write a shard and return its digest.
 
-    The masters come from the source. The other states are zero and remain holes in the file.
+    The masters come from the source. The optimizer states are zero: they are holes of a sparse file.
     """
     with created(path) as descriptor:
         os.ftruncate(descriptor, layout.total_bytes)

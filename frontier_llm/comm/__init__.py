@@ -1,4 +1,4 @@
-"""Axis handles, process groups, collectives, pipeline messages and the byte ledger."""
+"""Communication: process groups, the axes of the device mesh, collectives, pipeline messages and their statistics."""
 
 from frontier_llm.comm.algorithms import AlgorithmTable, load_algorithms
 from frontier_llm.comm.axis import (

@@ -1,6 +1,6 @@
-"""Tables that choose the algorithm of a collective by operation, number of nodes and message size.
+"""Tables that choose the algorithm of a collective by operation, number of nodes and tensor size.
 
-The shipped tables in configs/algorithms are measured or estimated.
+The tables in configs/algorithms come from measurements or from estimates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", 
 
 
 class Rule(Section):
-    """Algorithm of an operation from `nodes_from` nodes and `bytes_from` bytes on.
+    """Selects the algorithm of an operation for at least `nodes_from` nodes and `bytes_from` bytes.
 
     The bytes are the size of the complete tensor, as `Ledger` counts them.
     """
@@ -34,7 +34,7 @@ class Rule(Section):
 
 
 class AlgorithmTable(Section):
-    """Rules in increasing order of priority. The last rule that applies is used; without one the choice is flat."""
+    """Rules in increasing order of priority. The last rule that applies is used. If no rule applies, use 'flat'."""
 
     title: str = ""
     rules: tuple[Rule, ...]
@@ -58,8 +58,8 @@ HIERARCHICAL = AlgorithmTable.model_validate(
 def load_algorithms(name_or_path: str) -> AlgorithmTable:
     """Return the table with this name or path.
 
-    'flat' and 'hierarchical' always choose that algorithm. Other names are files in configs/algorithms.
-    `bench comm --emit` writes such a file. Raises ConfigError with all errors of the file.
+    The tables named 'flat' and 'hierarchical' choose this algorithm in every case. Other names are files in
+    configs/algorithms, which `bench comm --emit` writes. Raises ConfigError with all errors of the file.
     """
     fixed = {"flat": FLAT, "hierarchical": HIERARCHICAL}
     if name_or_path in fixed:

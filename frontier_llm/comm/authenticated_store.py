@@ -1,11 +1,11 @@
 """Client and server of the authenticated store. The server runs in rank 0's process.
 
 Ranks on rank 0's node connect over a Unix socket, the other ranks over TCP (`comm.handshake`).
-The Unix socket is in the abstract namespace, so no file must be deleted. Only ranks of the job can compute its name.
-Each request uses its own connection, so that one thread can wait for a key while another thread writes.
+The Unix socket is in the abstract namespace, so it leaves no file. Only ranks of the job can compute its name.
+Concurrent requests use different connections, so that one thread can wait for a key while another thread writes.
 
-The server answers connections that `comm.handshake` has authenticated, and does not listen on a socket itself.
-It is one C++ thread (csrc/store_server.cpp) that needs no interpreter lock.
+The server receives connections that `comm.handshake` has already authenticated, and does not listen on a socket itself.
+The server is one C++ thread (csrc/store_server.cpp) that needs no interpreter lock.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ import torch.distributed as dist
 from frontier_llm.comm.handshake import UnauthenticatedPeer, exactly, give_proof, same_user
 from frontier_llm.libraries import load_library
 
-ANSWER_S = 30.0  # Limit for an answer that the server can give at once. After it the server is stopped or gone.
-CONNECT_S = 10.0  # Limit for one attempt to connect.
-# Limits of a message, as in csrc/store_server.cpp. The request for all communicators' ids of a machine has some hundred
-# parts.
+# Time limit for answers that the server can give at once. After this time the server is taken for stopped or gone.
+ANSWER_S = 30.0
+CONNECT_S = 10.0  # Time limit for one attempt to connect.
+# Limits of a message, as in csrc/store_server.cpp. The largest requests have some hundred parts: RCCL reads the ids of
+# all roots of a communicator over the complete machine.
 MOST_PARTS = 1 << 16
 MOST_BYTES = 64 << 20
 
 Parts = list[bytes]
-# raises OSError if no server listens yet, UnauthenticatedPeer if the server is not authenticated
+# Connects to the server. Raises OSError if no server listens yet, UnauthenticatedPeer if authentication fails.
 Connect = Callable[[], socket.socket]
 
 
 def socket_name(secret: bytes, port: int, first_local_rank: int) -> str:
-    """Return the abstract name of a node's Unix socket, one per job and node (or simulated node of a test).
+    """Return the name of a node's Unix socket in the abstract namespace. It is unique per job and node.
 
     Other users cannot take the name first, because it is derived from the secret.
     """
@@ -47,7 +48,7 @@ def socket_name(secret: bytes, port: int, first_local_rank: int) -> str:
 
 
 def connect_here(name: str) -> socket.socket:
-    """Connect to a process on this node.
+    """Connect to a process on this node by the name of its Unix socket.
 
     Raises OSError, or UnauthenticatedPeer if the process belongs to another user.
     """
@@ -62,9 +63,9 @@ def connect_here(name: str) -> socket.socket:
 
 
 def connect_across(address: str, port: int, secret: bytes) -> socket.socket:
-    """Connect to rank 0's process on another node.
+    """Connect to the server in rank 0's process on another node.
 
-    Raises OSError, or UnauthenticatedPeer if that process does not have the secret.
+    Raises OSError, or UnauthenticatedPeer if rank 0's process does not have the secret.
     """
     connection = socket.create_connection((address, port), timeout=CONNECT_S)
     try:
@@ -100,22 +101,23 @@ def _as_bytes(value: str | bytes) -> bytes:
 class AuthenticatedStore(dist.Store):
     """A rank's client of the job's store. Methods raise DistStoreError if the server is gone.
 
-    torch's C++ code (prefixes, gloo, RCCL's groups and their watchdogs) calls the methods of a Python store. It uses
-    some names that the Python interface does not have. This class defines all methods that C++ can call. C++ cannot
-    call queues and list_keys, and no group needs them.
+    torch's C++ code (prefixes, gloo, RCCL's groups and their watchdogs) calls methods of this Python class, some of
+    them by names that torch's Python interface does not have. This class defines all methods that C++ can call. It has
+    no queues and no list_keys, because C++ cannot call them on a Python store, and no group needs them.
     """
 
     def __init__(self, connect: Connect, timeout_s: float, patient: bool = True, connections: int = 1000) -> None:
-        """Connect. If `patient`, retry for up to `timeout_s`.
+        """Connect to the server. With `patient`, retry for up to `timeout_s`.
 
-        At most `connections` requests run at a time. With one, a thread that waits for a key blocks all other threads.
+        At most `connections` requests run at the same time. With one connection, a thread that waits for a key blocks
+        the requests of all other threads.
         """
         super().__init__()
-        # stored in the C++ base class, because groups and prefixes set it there too
+        # The C++ base class stores the time-out, because groups and prefixes also set it there.
         self.set_timeout(timedelta(seconds=timeout_s))
         self._connect = connect
         self._room = threading.BoundedSemaphore(connections)
-        # not one per thread: for Python a C++ thread is a new thread at each call
+        # Connections are pooled and not kept per thread: for Python, a C++ thread is a new thread at each call.
         self._idle: list[socket.socket] = []
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -130,13 +132,14 @@ class AuthenticatedStore(dist.Store):
                 time.sleep(0.01)
 
     def _ask(self, operation: str, *arguments: bytes, within_s: float = 0.0) -> Parts:
-        """Send a request and return the values of its answer. The server itself may wait up to `within_s`."""
+        """Send a request and return the values of its answer. The server may answer up to `within_s` later."""
         with self._room:
             try:
                 connection = self._idle.pop() if self._idle else self._connect()
                 connection.settimeout(within_s + ANSWER_S)
                 send_parts(connection, operation.encode(), *arguments)
-                # a connection that fails is not used again: a late answer would be taken for the next request's
+                # A connection that fails is not used again, because a late answer would be read as the answer to the
+                # next request.
                 status, *values = receive_parts(connection)
             except (OSError, UnauthenticatedPeer) as error:
                 raise dist.DistStoreError(f"lost the connection to the job's store: {error}") from error
@@ -162,7 +165,7 @@ class AuthenticatedStore(dist.Store):
         return int(self._ask("add", key.encode(), str(amount).encode())[0])
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
+        """Return True if all keys exist."""
         return bool(self._ask("check", *(key.encode() for key in keys))[0])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -172,19 +175,19 @@ class AuthenticatedStore(dist.Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Wait for all keys and return their values.
 
-        RCCL calls it for a communicator of more than 128 ranks, to read the ids of all its roots.
+        For a communicator of more than 128 ranks, RCCL calls this method to read the ids of all roots.
         """
         return self._await("multi_get", keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store `desired` if the current value is `expected`, and return the value after this.
+        """Store `desired` if the current value is `expected`. Returns the value that is stored afterwards.
 
-        A key that does not exist has the value ''.
+        A key that does not exist counts as the value ''.
         """
         return self._ask("compare_set", key.encode(), _as_bytes(expected), _as_bytes(desired))[0]
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and return whether it existed."""
+        """Delete a key. Returns True if the key existed."""
         return bool(self._ask("delete_key", key.encode())[0])
 
     def num_keys(self) -> int:
@@ -192,10 +195,10 @@ class AuthenticatedStore(dist.Store):
         return int(self._ask("num_keys")[0])
 
     def clone(self) -> AuthenticatedStore:
-        """Return this store. Threads can share it, because each request has its own connection."""
+        """Return this store. Threads can share it, because concurrent requests use different connections."""
         return self
 
-    # names that torch's C++ code calls
+    # torch's C++ code calls the methods by these names
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -212,7 +215,7 @@ def _library() -> ctypes.CDLL:
 
 
 class NativeServer:
-    """Answers requests on its connections until it is closed."""
+    """The authenticated store's server: answers requests on its connections until `close` is called."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -1,7 +1,7 @@
-"""Axis: one dimension of the mesh as seen by one rank, and its collectives.
+"""Axes of the device mesh (tp, dp, pp …), and the collectives over the ranks of an axis.
 
-Code that communicates receives its axis as an argument. On an axis of size 1 each collective is the identity.
-On other axes the axis' ledger counts each collective.
+Code that communicates receives an `Axis` as an argument. On an axis of size 1 each collective is the identity. On other
+axes the ledger of the axis counts each collective.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from frontier_llm.topology.grid import AXES
 
 @dataclass(frozen=True)
 class Axis:
-    """A group of ranks along one dimension of the mesh, which includes this rank.
+    """The ranks along one dimension of the mesh, including this rank.
 
     `group` transfers the data. It is None on an axis of size 1, because every collective is the identity there.
     """
 
     name: str
-    rank: int  # within the axis
+    rank: int  # this rank's number within the axis
     size: int
     ranks: tuple[int, ...]  # global ranks in axis order
     group: Group | None = field(default=None, compare=False, repr=False)
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
-    # the same collectives in two stages; set if the axis has equally many ranks on each of several nodes
+    # collectives in two stages: within nodes and between nodes; None unless the axis has equally many ranks on each of
+    # several nodes
     hierarchical: Collectives | None = field(default=None, compare=False, repr=False)
-    nodes: int = 1  # Number of nodes, if communication in two stages is possible.
-    # (node axis, rail axis) of this rank, if rows are sent to experts in two stages
+    nodes: int = 1  # Number of nodes if communication in two stages is possible, otherwise 1.
+    # (node axis, rail axis) of this rank, if tokens are sent to experts in two stages; a rail connects the ranks with
+    # the same local rank on each node
     levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call
-    # set if only one communication may be in flight
+    # set only if this rank may have only one communication in flight
     in_flight: OneInFlight | None = field(default=None, compare=False, repr=False)
-    # axes of experts: interleaves two microbatches while rows are under way
+    # on the axes of experts: computes one microbatch while tokens of another microbatch are sent
     interleaving: Interleaving | None = field(default=None, compare=False, repr=False)
 
     def collectives(self, operation: str, size_bytes: int) -> Collectives | None:
         """Return the implementation for a collective, or None on an axis of size 1.
 
-        `size_bytes` is the size of the complete tensor, as in the ledger. It is equal on all ranks, so all ranks
+        `size_bytes` is the size of the complete tensor, as in the ledger. The size is equal on all ranks, so all ranks
         choose the same algorithm.
         """
         chosen = self.algorithms.choose(operation, self.nodes, size_bytes)
@@ -61,7 +63,7 @@ def single(name: str, global_rank: int = 0, ledger: Ledger | None = None) -> Axi
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of one rank."""
+    """The device mesh as seen by one rank: all axes that include this rank."""
 
     tp: Axis
     cp: Axis  # ranks that hold different tokens of the same sequences
@@ -79,7 +81,7 @@ class Mesh:
 
     @property
     def one_in_flight(self) -> bool:
-        """Whether each communication of this rank ends before the next begins."""
+        """True if each communication of this rank must end before the next begins."""
         return self.world.in_flight is not None
 
     def axis(self, name: str) -> Axis:
@@ -96,15 +98,15 @@ def serial_mesh() -> Mesh:
 
 
 class Started:
-    """A collective or message that has begun. The axis' ledger counts it and records the time spent waiting."""
+    """A running collective or message. The ledger of the axis counts it and records the time of waiting for it."""
 
     def __init__(
         self, axis: Axis, operation: str, size_bytes: int, begin: Callable[[], Any], staged: bool = False
     ) -> None:
-        """Start the communication with `begin`.
+        """Start the communication by calling `begin`.
 
-        A `staged` collective consists of other communications. These are in flight, and the collective itself is not.
-        Some transports do their work at the start and others in the wait, so both times are recorded.
+        A `staged` collective consists of other communications. Only these count as in flight, and the collective itself
+        does not. Some transports transfer the data in `begin` and others in `wait`, so both times count as blocked.
         """
         self._axis = axis
         self._in_flight = not staged
@@ -113,11 +115,11 @@ class Started:
         axis.ledger.count_in_flight(self._in_flight)
         with axis.ledger.blocked(self._call, last=False):
             self._work = begin() if axis.in_flight is None else axis.in_flight.take(begin, staged)
-        if axis.in_flight is not None:  # it ends before the next begins, even if wait() is called much later
+        if axis.in_flight is not None:  # end it before the next one begins, even if wait() is called later
             self._end()
 
     def wait(self) -> None:
-        """Wait for the result and record the time. Further calls return at once."""
+        """Wait for the result and record the blocked time. Further calls return at once."""
         if self._call.finished:
             return
         with self._axis.ledger.blocked(self._call):
@@ -130,12 +132,12 @@ class Started:
         self._in_flight = False
 
     def is_done(self) -> bool:
-        """Return whether the tensor of a send may be written to or freed. Never blocks."""
+        """Return True if the sent tensor may be written to or freed. Never blocks."""
         return bool(self._work.is_done())
 
 
 def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Collectives], Pending]) -> Pending:
-    """Begin a collective with the implementation that the axis chooses for it."""
+    """Start a collective with the algorithm (flat or hierarchical) that the axis chooses for it."""
     group = axis.collectives(operation, size_bytes)
     return (
         DONE
@@ -232,5 +234,5 @@ def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis has called it."""
+    """Wait until every rank of the axis has called this function."""
     _start(axis, "barrier", 0, lambda group: group.start_barrier()).wait()

@@ -1,13 +1,13 @@
 """Operations built from collectives: sums with 16-bit summands, collectives in an autograd graph, and JSON values.
 
-A sum of fp32 tensors with 16-bit summands moves half the bytes of an fp32 reduce-scatter. A library's bf16
-reduce-scatter rounds the running sum at every hop of its ring. Here each summand is rounded once and sent to the rank
-that needs it. The all-to-all for this moves the same number of bytes as a 16-bit reduce-scatter. The receiving rank
-adds the summands in the buffer's own precision, and does not round its own summand. So the error of a sum is at most
-2^-8 of the sum of the other summands' magnitudes, for any number of summands. The order of the additions is fixed, so
-results are bitwise the same in every run.
+A sum of fp32 tensors with 16-bit summands moves half the bytes of an fp32 reduce-scatter. The bf16 reduce-scatter of a
+library (RCCL) rounds the running sum at every hop of the ring. Here each summand is rounded once, and an all-to-all
+sends it to the rank that needs it. The all-to-all moves the same number of bytes as a 16-bit reduce-scatter. The
+receiving rank adds the summands in the buffer's own precision, and does not round its own summand. So the error of a
+sum is at most 2^-8 of the sum of the other summands' magnitudes, for any number of summands. The order of the additions
+is fixed, so results are bitwise the same in every run.
 
-JSON values are sent in byte tensors, without the pickle of torch's object collectives.
+JSON values are sent as byte tensors, because torch's object collectives would use pickle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from frontier_llm.comm.group import DONE, Pending
 
 
 class _Sum:
-    """Summands under way, which wait() adds up. With `everywhere` it also gathers the sums, rounded once more."""
+    """A running sum. wait() adds the received summands. With `everywhere`, it also all-gathers the rounded sums."""
 
     def __init__(self, x: Tensor, axis: Axis, wire: torch.dtype, everywhere: bool) -> None:
         self._x = x
@@ -53,8 +53,8 @@ class _Sum:
 def start_narrow_sum_(x: Tensor, axis: Axis, wire: torch.dtype, *, everywhere: bool) -> Pending:
     """Begin to sum `x` [n * size] over the axis. Summands are sent with dtype `wire`.
 
-    After wait() this rank's part of `x` holds the sum. With `everywhere` all of `x` does.
-    The sums are then sent back with dtype `wire` too, so that all ranks hold the same bits.
+    After wait() this rank's part of `x` holds the sum. With `everywhere`, all of `x` holds the sum on every rank. The
+    sums are then also sent with dtype `wire`, so that all ranks hold the same bits.
     """
     return DONE if axis.group is None else _Sum(x, axis, wire, everywhere)
 
@@ -63,7 +63,10 @@ Move = Callable[[Tensor, Axis], Tensor]
 
 
 def moved(x: Tensor, axis: Axis, there: Move, back: Move) -> Tensor:
-    """Return there(x, axis), whose backward is back(gradient, axis). `there` must return a new tensor."""
+    """Return there(x, axis) as an autograd operation with the backward back(gradient, axis).
+
+    `there` must return a new tensor.
+    """
     return _Moved.apply(x, axis, there, back)
 
 
@@ -88,7 +91,7 @@ def _decode(encoded: Tensor) -> Any:
 
 
 def all_gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """Return the values of all ranks, in axis order. Collective."""
+    """Return the JSON values of all ranks, in axis order. Collective over the axis."""
     if axis.size == 1:
         return [value]
     encoded = _encode(value, device)
@@ -126,7 +129,7 @@ def maximum(values: list[int], axis: Axis, device: torch.device) -> list[int]:
 
 
 def start_shift(x: Tensor, axis: Axis) -> tuple[Tensor, Started]:
-    """Begin to send a contiguous tensor to the next rank of the axis, and from the last rank to the first.
+    """Start to send a contiguous tensor to the next rank of the axis. The last rank sends to the first.
 
     Returns (incoming tensor, pending). The incoming tensor may be read after wait().
     """

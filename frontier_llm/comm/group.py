@@ -1,6 +1,6 @@
-"""Interface of groups, which transfer data among the ranks of an axis, and the group that uses torch.distributed.
+"""Interface of communication groups, which transfer data among the ranks of an axis, and its torch.distributed version.
 
-Two other groups have the same interface: `ShmGroup` (shared memory) and `HierarchicalGroup` (collectives in two
+Two other classes have the same interface: `ShmGroup` (shared memory), and `HierarchicalGroup` (collectives in two
 stages).
 """
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from frontier_llm.errors import RankFailure
 
-# torch 2.13 renames these functions and warns at every call of the old names; torch 2.10 has only the old names
+# torch 2.13 has new names for these functions, and warns at every call of the old names. torch 2.10 has only the old
+# names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -23,7 +24,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return ranks and their number as text, for example 'global ranks 0, 8, 16 … 3064 (384)'."""
+    """Return ranks, and in brackets their number, as text: for example 'global ranks 0, 8, 16 … 3064 (384)'."""
     few = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:3]))} … {ranks[-1]}"
     return f"global ranks {few} ({len(ranks)})"
 
@@ -34,20 +35,20 @@ def named(axis: str, ranks: Iterable[int], global_ranks: Sequence[int]) -> str:
 
 
 class Pending(Protocol):
-    """A collective or message under way.
+    """A running collective or message.
 
-    Its tensors stay alive until wait() has returned, and must not be written to before.
+    The object keeps its tensors alive until wait() has returned. Until then they must not be written to.
     """
 
     def wait(self) -> Any:
-        """Wait until the result may be used. The host blocks on a CPU; the current stream waits on a GPU."""
+        """Wait until the result may be used. On a CPU the host waits. On a GPU only the current stream waits."""
 
 
 class Sending(Pending, Protocol):
     """A message that this rank sends."""
 
     def is_done(self) -> bool:
-        """Return whether the message's tensor may be written to or freed. Never blocks."""
+        """Return True if the message's tensor may be written to or freed. Never blocks."""
 
 
 class _Done:
@@ -62,7 +63,7 @@ DONE: Sending = _Done()
 
 
 class Collectives(Protocol):
-    """Collectives among two or more ranks. All tensors are contiguous, and a source is a rank of the axis."""
+    """Collectives among two or more ranks. All tensors are contiguous, and `source` is a rank number of the axis."""
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
         """Reduce `x` over all ranks in place. `op` is 'sum' or 'max'."""
@@ -80,7 +81,7 @@ class Collectives(Protocol):
         """Copy `x` of rank `source` into `x` of all ranks."""
 
     def start_barrier(self) -> Pending:
-        """Wait until every rank has called it."""
+        """Start a barrier. It ends when every rank has called this method."""
 
 
 class Group(Collectives, Protocol):
@@ -95,20 +96,20 @@ class Group(Collectives, Protocol):
         """
 
     def send(self, x: Tensor, to: int) -> Sending:
-        """Send a message. Messages to one rank arrive in order."""
+        """Send `x` to axis rank `to`. Messages from one rank to another arrive in order."""
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
-        """Post a receive. Messages from one rank fill its receives in the order in which they were posted."""
+        """Post a receive. Messages of rank `source` fill the receives in the order in which these were posted."""
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
         """Send to one rank and receive from another (or the same) rank as one operation.
 
-        On a GPU's stream two separate operations would wait for each other.
+        Two separate operations could deadlock, because they run one after the other on a GPU's stream.
         """
 
 
 class _Watched:
-    """Work of torch.distributed. If it fails, the error names the axis and its ranks."""
+    """A running operation of torch.distributed. If it fails, the error names the axis and its ranks."""
 
     def __init__(self, parts: Sequence[Any], explain: Callable[[Exception], RankFailure]) -> None:
         self._parts = parts
@@ -138,7 +139,7 @@ class TorchGroup:
         self._ranks = ranks
         self._name = name
         self._rank = ranks.index(dist.get_rank())
-        # for barriers, because torch otherwise derives a GPU's number from the rank, not from the rank's current GPU
+        # Passed to `dist.barrier`. Otherwise torch derives the GPU's number from the rank and ignores the current GPU.
         self._device_ids = [torch.cuda.current_device()] if dist.get_backend(process_group) == "nccl" else None
 
     def _watch(self, what: str, start: Callable[[], Any], peer: int | None = None) -> _Watched:
@@ -220,11 +221,11 @@ class TorchGroup:
 
 
 class OneInFlight:
-    """Keeps one communication in flight at a time; one object per rank.
+    """Ensures that this rank has only one communication in flight. All axes of a rank share one object.
 
-    On a CPU the host waits for each communication. On a GPU all communication is issued through one stream. Each call
-    is queued behind all compute that was queued before and behind the end of the previous call. Compute waits only
-    for results that it needs.
+    On a CPU the host waits for each communication. On a GPU one stream issues all communication. A communication starts
+    after the previous one has ended and after all compute that was queued earlier. Compute waits only for results that
+    it needs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -233,7 +234,8 @@ class OneInFlight:
     def take(self, begin: Callable[[], Sending], staged: bool) -> Sending:
         """Begin a communication after the previous one has ended.
 
-        A `staged` collective begins at once. It consists of other communications, and each of these waits for its turn.
+        A `staged` collective begins at once. It consists of other communications, and each of these begins after the
+        previous one has ended.
         """
         if self._stream is None:
             begin().wait()

@@ -43,11 +43,11 @@ def connect(
     timeout_s: float,
     agree: Callable[[dist.Store], None] | None = None,
 ) -> None:
-    """Join the job's store, then the default group.
+    """Connect to the job's store, then create torch's default process group.
 
-    `agree` is called between the two. If it raises an exception, this rank ends before it waits for other ranks in a
-    collective. With MPI there is no store, and `agree` is not called. MPI has its own rendezvous, and the launcher
-    numbers the ranks.
+    `agree` is called between these two steps. If `agree` raises an exception, this rank ends before it waits for other
+    ranks in a collective. With MPI there is no store, and `agree` is not called. MPI has its own rendezvous, and its
+    launcher numbers the ranks.
 
     Raises BackendError if torch was built without the back-end. Raises RankFailure with rank and address if the other
     ranks do not join within `timeout_s`.
@@ -85,14 +85,14 @@ def _require(backend: str) -> None:
 
 
 def disconnect() -> None:
-    """Leave the job's groups and its store, so that no peer waits for this process."""
+    """Destroy the process groups and close the store's connections, so that no peer waits for this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_stores()
 
 
 class _Groups:
-    """Makes the groups of one mesh."""
+    """Creates the process groups and axes of one mesh."""
 
     def __init__(self, global_rank: int, timeout_s: float, comm: CommConfig, ranks_per_node: int | None) -> None:
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -109,10 +109,10 @@ class _Groups:
         self.ledger = Ledger()
 
     def axis(self, name: str, ranks: tuple[int, ...], apart: int = 0) -> Axis:
-        """Make the axis over `ranks`. Collective over these ranks only.
+        """Create the axis over `ranks`. Collective over these ranks only.
 
-        With `apart` > 0, rows are sent in two stages if the axis spans nodes. This needs the same number of ranks on
-        each node, and the number must be a multiple of `apart`.
+        With `apart` > 0, tokens are sent to experts in two stages if the axis spans nodes. This requires the same
+        number of ranks on each node, and the number must be a multiple of `apart`.
         """
         if len(ranks) == 1:
             return single(name, self._global_rank, self.ledger)
@@ -143,9 +143,9 @@ class _Groups:
         return replace(flat, hierarchical=HierarchicalGroup(node, rail), nodes=rail.size, algorithms=self._algorithms)
 
     def counted_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        """Make an axis that may have one rank here and several on other ranks. A group is made in both cases.
+        """Create an axis whose size may differ between ranks. Create a process group even for an axis of one rank.
 
-        torch names a group by its ranks and by the number of groups that the process has created before. So all ranks
+        torch names a group by its ranks and by the number of groups that the process has created earlier. So all ranks
         must create the same number of groups.
         """
         if len(ranks) == 1:
@@ -161,7 +161,8 @@ class _Groups:
             return single(name, self._global_rank), single(name, self._global_rank)
         node: tuple[int, ...] = (self._global_rank,)
         rail = node
-        # Groups of one axis may differ here, if a node's number of ranks is no multiple of a group's number of ranks.
+        # Two groups of one axis may have different results if the number of ranks per node is not a multiple of the
+        # group's size.
         if nodes := nodes_of(ranks, self._ranks_per_node, multiple):
             node = next(members for members in nodes if self._global_rank in members)
             place = node.index(self._global_rank)
@@ -171,8 +172,8 @@ class _Groups:
     def warm_up(self) -> None:
         """Run the first collective of every group, in the same order on all ranks.
 
-        The groups of pp are left out. Its messages use channels, which `open_channels` opens, and pp itself carries
-        nothing in a training. So RCCL need not make its communicator.
+        The axis pp is left out, because training uses no collectives on it. RCCL need not create its communicator.
+        Pipeline messages use the channels, which `open_channels` opens.
         """
         for name, ranks, group in self._made:
             if name.split(".")[0] != "pp":
@@ -192,7 +193,7 @@ class _Groups:
             )
 
     def _limit_s(self, name: str) -> float:
-        # dp.rail, dp.cp and pp.forward use the time-out of dp and pp
+        # axes such as dp.rail, dp.cp and pp.forward use the time-out of the axis before the dot
         return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s
 
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
@@ -230,9 +231,9 @@ class _Groups:
 
 
 def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
-    """Make a group that only its members create, so that no rank does work for groups of other ranks.
+    """Create a process group. Only its members call this function, so that no rank does work for other groups.
 
-    MPI cannot do this. With MPI all ranks split the world at the same time, each into the group that it belongs to.
+    MPI is an exception: all ranks must create their groups at the same time, by splitting the world.
     """
     local = dist.get_backend() != "mpi"
     return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=local)
@@ -252,16 +253,16 @@ def build_mesh(
 ) -> Mesh:
     """Build all axes of `global_rank`, and use each group once. Collective over the first `grid.world_size` ranks.
 
-    `placement` maps virtual stages to pipeline ranks (None: one stage per rank, in order). Messages of opposite
-    directions between two ranks must not queue behind each other, and RCCL runs a pair's point-to-point calls in order
-    on one stream. So every channel of the placement has its own communicator, on which only one rank of a pair sends.
+    `placement` maps virtual stages to pipeline ranks (None: one stage per rank, in order). RCCL runs the point-to-point
+    calls between two ranks in order on one stream, so messages of opposite directions could block each other. Therefore
+    every channel of the placement has its own communicator. Of two ranks, only one sends on a channel.
 
     With `tied_embeddings` the first and last stage share the axis `tied`. With `experts` the mesh has the axes `ep`,
-    `etp` and `edp`. With `by_node`, rows are sent to experts in two stages if the experts span nodes.
+    `etp` and `edp`. With `by_node`, tokens are sent to experts in two stages if the experts span nodes.
     `timeout_s` applies to axes that have no value in `comm.timeouts_s`. `comm.algorithms` chooses the algorithm of each
     call on axes that span several nodes of `ranks_per_node` consecutive ranks.
-    With `comm.in_flight: one` each communication of this rank ends before the next begins. "auto" means "many" here,
-    because the caller replaces it by the machine's value.
+    With `comm.in_flight: one` each communication of this rank ends before the next begins. This function treats "auto"
+    like "many", because its caller replaces "auto" by the machine's value.
 
     Raises BackendError if `comm.transport` is 'shm' and an axis cannot use shared memory. Raises RankFailure if the
     first use of a group does not end in time.
@@ -291,17 +292,17 @@ def build_mesh(
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)
-    limit_answer_time()  # RCCL's groups have connections of their own by now
+    limit_answer_time()  # also covers the connections that RCCL's groups have opened
     return mesh
 
 
 def process_group(axis: Axis, timeout_s: float) -> Any:
-    """Make a torch group over an axis' ranks, for libraries that run their own collectives. Collective over the axis.
+    """Create a torch group over an axis' ranks, for FSDP and DeepSpeed, which run their own collectives.
 
-    All ranks must make these calls in the same order. The ledger does not count the libraries' communication. A single
-    process without a default group gets one.
+    Collective over the axis. All ranks must make these calls in the same order. The ledger does not count the
+    communication of such a group. In a single process without a default group, a default group is created first.
     """
-    # torch 2.13 warns at every call of a collective's old name, and only those libraries can change their calls
+    # torch 2.13 warns at every call of a collective's old name. Only the libraries could change these calls.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not dist.is_initialized():
         assert axis.size == 1, f"axis {axis.name} of {axis.size} ranks without a default group"
@@ -312,32 +313,32 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
 
 
 def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
-    """Write this rank's last calls, and torch's own record of collectives, to files in `folder` after a failure.
+    """After a failure, write this rank's last calls and torch's own record of collectives to files in `folder`.
 
-    The size of torch's record is TORCH_FR_BUFFER_SIZE. Returns the path, or 'nowhere' with the reason if the files
-    cannot be written. A failing disk must not hide the failure of this rank.
+    TORCH_FR_BUFFER_SIZE sets the size of torch's record. Returns the path, or 'nowhere' with the reason if the files
+    cannot be written. No error is raised, because a full disk must not hide the failure of this rank.
     """
     path = folder / f"flight_rank{mesh.world.ranks[mesh.world.rank]:05d}.json"
     try:
         mesh.ledger.dump(path, reason)
         if dist.is_initialized():
-            # torch has two recorders. Calls on a GPU are only in the first one.
+            # torch has two recorders of collectives. Only the NCCL recorder has the calls on a GPU.
             recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
             if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
                 write_replaced(path.with_name(path.stem + "_torch.json"), recorded)
     except OSError as error:
         with suppress(OSError):
-            path.unlink(missing_ok=True)  # it may be incomplete
+            path.unlink(missing_ok=True)  # the file may be incomplete
         return f"nowhere ({error.strerror})"
     return str(path)
 
 
 def _open_channel(axis: Axis, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
-    """Send one byte through every stream of a channel, so that no step has to open one. Collective over the pipeline.
+    """Send one byte between each pair of ranks that use a channel. Collective over the pipeline.
 
-    RCCL makes the communicator of a pair at its first message, and the *host* then waits for the peer. In the first
-    step this would take seconds, and a receive that is posted ahead would block. All ranks open the streams in the same
-    order, so there is no circular wait.
+    RCCL creates the communicator of a pair at the first message, and the *host* then waits for the peer. In the first
+    step this would take seconds, and a receive that is posted early would block. All ranks go through the pairs in the
+    same order, so there is no circular wait.
     """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     assert axis.group is not None, "an axis of one rank has no peer"

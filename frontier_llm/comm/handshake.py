@@ -1,8 +1,8 @@
 """Authenticates connections to the job's key-value store, so that only ranks of this job can use it.
 
-Within a node the kernel reports the user of the process at the other end of a Unix socket. Between nodes both ends
-prove that they know the job's secret, which is never sent. Each end answers the other's random challenge (HMAC-SHA256).
-The data after the handshake is neither encrypted nor signed (docs/security.md).
+Within a node, ranks use a Unix socket, and the kernel reports the user of the process at the other end. Between nodes,
+both ends prove that they know the job's secret, which is never sent: each end answers a random challenge of the other
+end (HMAC-SHA256). The data after the handshake is neither encrypted nor signed (docs/security.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from frontier_llm import log
 
 GREETING = b"frontier-llm rendezvous 1\n"
 CHALLENGE_BYTES = PROOF_BYTES = 32
-HANDSHAKE_S = 5.0  # a rank answers within a round trip
-# Limit of connections that are not authenticated yet. More are closed at once, and a rank tries again.
+HANDSHAKE_S = 5.0  # time limit of a handshake; a rank needs only one round trip
+# Largest number of connections that are not authenticated yet. Further connections are closed at once, and their ranks
+# connect again.
 MOST_UNKNOWN = 256
 MOST_LINES = 20  # limit of log lines about unauthenticated peers
 
@@ -43,7 +44,7 @@ def same_user(connection: socket.socket) -> None:
 def require_proof(connection: socket.socket, secret: bytes) -> None:
     """Run the server's part of the handshake.
 
-    Raises UnauthenticatedPeer if the peer fails it.
+    Raises UnauthenticatedPeer if the peer does not prove that it knows the secret.
     Raises OSError if the peer closes the connection or exceeds HANDSHAKE_S.
     """
     until_s = time.monotonic() + HANDSHAKE_S
@@ -74,7 +75,7 @@ def give_proof(connection: socket.socket, secret: bytes) -> None:
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes. Raises OSError if the peer closes the connection before."""
+    """Receive exactly `size` bytes. Raises OSError if the peer closes the connection earlier."""
     received = bytearray()
     while len(received) < size:
         piece = connection.recv(size - len(received))
@@ -85,7 +86,7 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _receive(connection: socket.socket, size: int, until_s: float, greeting: bytes = b"") -> bytes:
-    """Receive the greeting and `size` bytes until `until_s`. Returns the bytes after the greeting.
+    """Receive `greeting` and then `size` bytes, which are returned. `until_s` is the deadline.
 
     Raises UnauthenticatedPeer at the first byte that differs from the greeting. A peer with another protocol may never
     send the remaining bytes, so this function does not wait for them.
@@ -107,10 +108,10 @@ def _proof(secret: bytes, role: bytes, *challenges: bytes) -> bytes:
 
 
 class Handshake:
-    """Accepts connections of `listener`, and passes each one to `serve` if `admit` raises no exception.
+    """Accepts connections on `listener`. If `admit` raises no exception, passes the connection to `serve`.
 
-    Other connections are closed and logged. Each connection has its own thread until it is authenticated, so that a
-    silent peer does not delay other peers.
+    Otherwise closes the connection and logs it. Each connection has its own thread until it is authenticated, so that a
+    peer that sends nothing does not delay other peers.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Heartbeats of one rank to TCPStore, sent by a C++ thread (csrc/heartbeat.cpp) that needs no interpreter lock.
+"""Sends the heartbeats of one rank to TCPStore by a C++ thread (csrc/heartbeat.cpp) that needs no interpreter lock.
 
 The connection uses TCPStore's wire protocol: the magic number of a client, then SET requests.
 """
@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from frontier_llm.libraries import load_library
 
-# c10d::detail::QueryType::VALIDATE, validationMagicNumber
+# first bytes of a TCPStore client: c10d::detail::QueryType::VALIDATE and validationMagicNumber
 VALIDATE = 0
 MAGIC = 0x3C85F7CE
-KEY_PREFIX = "/"  # TCPStore's clients put it before each key
+KEY_PREFIX = "/"  # TCPStore's clients add this prefix to each key
 CONNECT_S = 10.0
-LATE_FACTOR = 1.5  # if no new text comes within this factor times `period_s`, the thread repeats the last text
+LATE_FACTOR = 1.5  # without an `update` for this factor times `period_s`, the thread sends the last heartbeat again
 
 
 @functools.cache
@@ -44,7 +44,7 @@ class Heartbeats:
     def __init__(self, address: tuple[str, int], key: str, period_s: float) -> None:
         """Connect to TCPStore. `period_s` is the usual time between two calls of `update`.
 
-        Raises BackendError if the library has not been built, OSError if the store is not reached.
+        Raises BackendError if the library has not been built, OSError if the store cannot be reached.
         """
         library = _library()
         connection = socket.create_connection(address, timeout=CONNECT_S)
@@ -60,7 +60,7 @@ class Heartbeats:
         )
 
     def update(self, heartbeat: dict[str, Any]) -> None:
-        """Send `heartbeat` now, with the number of the heartbeat added as "posts".
+        """Send `heartbeat` now. The number of heartbeats sent so far is added as "posts".
 
         Raises DistStoreError if the store is gone.
         """

@@ -1,7 +1,7 @@
-"""Heartbeats and failure records of the ranks, which work even while collectives hang.
+"""Exchanges heartbeats and failure records among ranks through the job's store, even while collectives hang.
 
-Each rank writes its state to a key of the job's store, and any rank can read it.
-The store connections are separate, so that a thread can use them while the main thread waits.
+Each rank writes its heartbeat to its own key, and any rank can read this key.
+The store connections are separate, so that a thread can use them while the main thread waits in a collective.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class HeartbeatStore:
         self._address = store_address()
         self._period_s = period_s
         self._heartbeats: Heartbeats | None = None
-        self._posts = 0  # from Python
+        self._posts = 0  # heartbeats sent from Python, without the C++ thread
         self.outlives_rank_0 = self._address is not None  # TCPStore's server has its own process
 
     def post(self, rank: int, heartbeat: dict[str, Any]) -> None:
-        """Write `heartbeat` as this rank's newest heartbeat, with the number of its heartbeats added as "posts".
+        """Write this rank's newest heartbeat. The number of its heartbeats so far is added as "posts".
 
-        With TCPStore a C++ thread repeats the heartbeat if the next call is late.
+        With TCPStore, a C++ thread sends the heartbeat again if the next call of `post` is late.
         """
         if self._heartbeats is not None:
             self._heartbeats.update(heartbeat)
@@ -83,12 +83,12 @@ class HeartbeatStore:
         self._post_from_python(rank, heartbeat)
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """Return a rank's newest heartbeat, or None before its first."""
+        """Return a rank's newest heartbeat, or None if the rank has sent none yet."""
         key = f"{_PREFIX}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def claim(self, name: str, value: str) -> str:
-        """Store `value` under `name` unless a rank has done so before. Returns the stored value."""
+        """Store `value` under `name`, unless a rank has already stored a value. Returns the stored value."""
         claimed = self._store.compare_set(f"{_PREFIX}/{name}", "", value)
         return claimed.decode()
 

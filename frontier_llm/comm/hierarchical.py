@@ -1,14 +1,15 @@
 """Collectives in two stages for axes that span nodes: inside each node first, then between nodes along each rail.
 
-RCCL's all-gather and reduce-scatter are rings with n - 1 dependent hops. At 2,048 GCDs they take 33 and 168 times as
-long as a hierarchical algorithm (PCCL, arXiv:2504.18658). Here an axis has k ranks on each of N nodes. A rank reduces
-inside its node first. Then it exchanges data with the ranks at the same place on other nodes, which are its *rail*.
-Every GCD uses the NIC nearest to it, and all NICs work at the same time. Each NIC transfers only 1/k of a node's data.
+RCCL's all-gather and reduce-scatter are rings with n - 1 dependent hops. At 2,048 GCDs (half an MI250X each) they take
+33 and 168 times as long as a hierarchical algorithm (PCCL, arXiv:2504.18658). In this module an axis has k ranks on
+each of N nodes. A rank first reduces inside its node. Then it exchanges data with the ranks at the same position on
+other nodes, which form its *rail*. Every GCD uses the NIC nearest to it, and all NICs work at the same time. Each NIC
+transfers only 1/k of a node's data.
 
 Between nodes the algorithm is recursive halving and doubling over the circulant graph (Träff 2024, arXiv:2410.14234).
-It needs ceil(log2 N) rounds and N - 1 blocks for *any* N. The order of the additions depends only on N and the rank.
-So results are bitwise the same in every run, and an all-reduce returns the same bits on every rank. Large tensors are
-divided into chunks, so that one chunk is between nodes while the next is inside them.
+It needs ceil(log2 N) rounds and sends N - 1 blocks for *any* N. The order of the additions depends only on N and the
+rank. So results are bitwise the same in every run, and an all-reduce returns the same bits on every rank. Large tensors
+are divided into chunks, so that one chunk is sent between nodes while the next is sent inside nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from frontier_llm.comm.axis import (
 from frontier_llm.comm.composed import start_exchange
 from frontier_llm.comm.group import DONE, Pending
 
-CHUNK_BYTES = 8 << 20  # per rank and stage; far above the size from which a Slingshot NIC has full speed (estimated)
+# Bytes that a rank sends per chunk and stage. A Slingshot NIC reaches full speed far below this size (estimated).
+CHUNK_BYTES = 8 << 20
 
 
 def halving_skips(size: int) -> list[tuple[int, int]]:
@@ -46,7 +48,7 @@ def halving_skips(size: int) -> list[tuple[int, int]]:
 
 
 def halve(blocks_Np: Tensor, rail: Axis) -> Tensor:
-    """Reduce-scatter between nodes: [N, p] partial sums → the sum [p] of this rail rank's block."""
+    """Reduce-scatter along the rail: [N, p] partial sums → this rail rank's block of the sum, [p]."""
     held = blocks_Np.roll(-rail.rank, 0)  # held[j] is the block of rank (rank + j) % N
     for before, skip in halving_skips(rail.size):
         incoming = torch.empty_like(held[: before - skip])
@@ -58,7 +60,7 @@ def halve(blocks_Np: Tensor, rail: Axis) -> Tensor:
 
 
 def double(block_p: Tensor, rail: Axis) -> Tensor:
-    """All-gather between nodes: this rail rank's [p] → [N, p]."""
+    """All-gather along the rail: this rail rank's block [p] → the blocks of all rail ranks, [N, p]."""
     held = torch.empty((rail.size, *block_p.shape), dtype=block_p.dtype, device=block_p.device)
     held[0] = block_p
     for before, skip in reversed(halving_skips(rail.size)):
@@ -73,10 +75,11 @@ def double(block_p: Tensor, rail: Axis) -> Tensor:
 
 
 class _Staged:
-    """Chunks that pass through two stages. The constructor starts the first stage of the first chunk.
+    """A running collective whose chunks pass through two stages.
 
-    On a CPU wait() runs everything else. On a GPU the constructor queues all stages on the group's `stream`. wait()
-    then makes the current stream wait for the end of the last stage, so the host never blocks.
+    On a CPU, the constructor starts the first stage of the first chunk, and wait() runs everything else. On a GPU, the
+    constructor queues all stages on the group's `stream`. wait() then makes the current stream wait for the end of the
+    last stage, so the host never blocks.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class _Staged:
         self._second = second
         self._chunks = chunks
         self._finished = False
-        self._end: torch.cuda.Event | None = None  # of the last stage, on a GPU
+        self._end: torch.cuda.Event | None = None  # end of the last stage, on a GPU
         if stream is None:
             self._ahead = first(0)
             return
@@ -140,7 +143,7 @@ class HierarchicalGroup:
     def _chunks(self, elements: int, width: int) -> list[slice]:
         """Divide one rank's share of `elements` into chunks, so that a rank transfers about `chunk_bytes` per chunk.
 
-        A rank transfers the chunk of its share on every node of the rail. `width` is the size of an element in bytes.
+        A rank exchanges each chunk with every node of the rail. `width` is the size of an element in bytes.
         """
         step = max(1, self._chunk_bytes // width // max(1, self._rail.size))
         return [slice(start, min(start + step, elements)) for start in range(0, max(elements, 1), step)]
@@ -212,7 +215,10 @@ class HierarchicalGroup:
         return _Staged(lambda _: reducing, gather, 1, self._stream(x))
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
-        """Exchange inside the node, so that each rank holds all data of the node for its rail, then along the rail."""
+        """Exchange inside the node, and then along the rail.
+
+        After the first exchange, each rank holds all data of its node for the ranks of its rail.
+        """
         nodes = self._rail.size
         places = self._node.size
         x_kNp = x.view(nodes, places, -1).transpose(0, 1).contiguous()  # [to place, to node, …]
@@ -224,7 +230,7 @@ class HierarchicalGroup:
         return start_all_to_all_into(arriving.view_as(to_rail_Nkp), to_rail_Nkp, self._rail)
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
-        """Copy along the source's rail first, then inside each node."""
+        """Broadcast along the rail of the source first, and then inside each node."""
         node, place = divmod(source, self._node.size)
         if self._node.rank == place:
             broadcast_(x, self._rail, node)
@@ -232,9 +238,9 @@ class HierarchicalGroup:
         return DONE
 
     def start_barrier(self) -> Pending:
-        """Wait inside the node, along the rail, and inside the node again.
+        """Run a barrier inside the node, along the rail, and inside the node again.
 
-        The last wait is necessary, so that no rank leaves before the last rank has arrived.
+        Without the last one, a rank could leave before all ranks on other rails have arrived.
         """
         barrier(self._node)
         barrier(self._rail)

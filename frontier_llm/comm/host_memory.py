@@ -1,7 +1,7 @@
-"""Memory that the processes of one host share.
+"""Shared memory of the processes on one host.
 
-This module checks whether a host can share memory, creates regions without a name, and opens one on all ranks of a
-group.
+This module checks whether processes can share memory, creates memory regions without a name, and opens a region on all
+ranks of a group.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def why_unavailable() -> str:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the C++ library that transfers data through the memory (csrc/shm/).
+    """Load the C++ library that transfers data through shared memory (csrc/shm/).
 
-    Raises BackendError if it has not been built.
+    Raises BackendError if the library has not been built.
     """
     pointer = ctypes.c_void_p
     whole = ctypes.c_int64
@@ -63,7 +63,7 @@ def library() -> ctypes.CDLL:
 
 
 def host_identity() -> bytes:
-    """Return 32 bytes that are equal for two processes only if these can share memory.
+    """Return 32 bytes that identify the host. They are equal for two processes only if these can share memory.
 
     The bytes depend on the boot of the kernel, on /dev/shm, and on the namespace of process ids.
     """
@@ -79,18 +79,18 @@ def host_identity() -> bytes:
 def create_memory() -> tuple[int, str]:
     """Create an empty region that only this user can read. Returns (file descriptor, path for peers).
 
-    The region never has a name of its own. So a rank that is killed before all ranks have opened it leaves no file.
-    With named regions, one of 20 starts that were killed at random times left a file.
+    The region has no name in a file system, so no file remains if a rank is killed before all ranks have opened the
+    region. With named regions, one of 20 starts that were killed at random times left a file.
     """
     descriptor = os.open(MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def open_memory(path: str) -> int:
-    """Open a region that a peer has created and still holds. Returns its file descriptor. Raises OSError.
+    """Open a memory region that a peer has created. Returns its file descriptor. Raises OSError.
 
     The path comes from a peer, so it is checked before the file is opened for writing. Only a region without a name
-    is accepted, and its process must belong to this user.
+    is accepted, and the process that holds the region must belong to this user.
     """
     match = _REGION.fullmatch(path)
     if match is None:
@@ -109,10 +109,11 @@ def open_memory(path: str) -> int:
 
 
 def share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, str]:
-    """Open one region on all ranks of a gloo group. Returns (descriptor, ''), or (None, reason) if a rank cannot.
+    """Open one memory region on all ranks of a gloo group.
 
-    Collective over the group, and all ranks succeed or fail together. First each rank sends the identity of its host,
-    and rank 0 sends the path of its new region. Then each rank sends whether it could open the region.
+    Returns (descriptor, ''), or (None, reason) on all ranks if any rank cannot open the region. Collective over the
+    group. First each rank sends the identity of its host, and rank 0 sends the path of its new region. Then each rank
+    reports whether it could open the region.
     """
     descriptor = None
     path = ""

@@ -1,6 +1,6 @@
-"""Interleaves two halves of a rank's work, for example a forward and the backward of another microbatch.
+"""Interleaves two computations of a rank, called halves: the forward of one microbatch and the backward of another.
 
-One half runs at a time. When it would wait for communication, the other half computes.
+Only one half runs at a time. When it has to wait for communication, the other half runs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Half = TypeVar("Half")
 
 
 class _Dropped(BaseException):
-    """Ends a half after the other half has failed."""
+    """Exception that ends one half after the other half has failed."""
 
 
 class Interleaving:
-    """Lets one of two halves run at a time; one object per rank.
+    """Runs two halves in turn, so that only one of them runs at any time. A rank has one object.
 
-    Each half is a function call in its own thread. The running half changes when it calls `switch_halves` and when it
-    ends. So the program alone determines the order, and all ranks that run the same two halves have the same order.
-    On a GPU both halves submit kernels to one stream. A half that resumes queues its wait for communication behind the
+    Each half is a function call in its own thread. The other half continues when the running half calls `switch_halves`
+    or ends. So the order does not depend on timing, and all ranks that run the same two halves have the same order.
+    On a GPU both halves submit kernels to one stream. A half that resumes queues its wait for communication after the
     other half's kernels, so communication and kernels overlap. Any thread may call `switch_halves` for the running
     half, because autograd runs a GPU's backward in its own thread.
     """
@@ -32,7 +32,7 @@ class Interleaving:
     def __init__(self) -> None:
         self._wakes: tuple[Semaphore, Semaphore]
         self._holder = 0  # index of the half that runs
-        self._shared = False  # whether both halves are unfinished
+        self._shared = False  # True while both halves are unfinished
         self._error: BaseException | None = None
         self._on_resume: Callable[[], object]
         self._second = ThreadPoolExecutor(1, "second half")  # one thread for all pairs, started at the first pair
@@ -40,10 +40,10 @@ class Interleaving:
     def run_both(
         self, halves: Sequence[Half], run: Callable[[Half], None], on_resume: Callable[[Half], object]
     ) -> None:
-        """Run two halves to their ends, the first in this thread.
+        """Run two halves to their ends. The first half runs in this thread.
 
         `on_resume` is called with a half each time this half starts or resumes.
-        An exception of one half ends the other half when it resumes next, and is then raised here.
+        If one half raises an exception, the other half ends when it resumes next. The exception is then raised here.
         """
         self._wakes = (Semaphore(0), Semaphore(0))
         self._holder = 0
@@ -64,7 +64,10 @@ class Interleaving:
             raise self._error
 
     def switch_halves(self) -> None:
-        """Let the other half run, and return when it yields or ends. Returns at once if there is no other half."""
+        """Let the other half run, and return when that half switches back or ends.
+
+        Returns at once if there is no other half.
+        """
         if self._shared:
             mine = self._holder
             self._give(1 - mine)
@@ -72,7 +75,7 @@ class Interleaving:
             self._take()
 
     def _run(self, half: Callable[[], None]) -> None:
-        """Run a half from its first step to its end, then let the other half run to its end."""
+        """Wait for this half's turn, run it to its end, and then let the other half run to its end."""
         try:
             self._take()
             half()

@@ -1,6 +1,6 @@
-"""Ledger of communication: calls, bytes and blocked time per (axis, operation), and a flight record of the last calls.
+"""Statistics of a rank's communication: calls, bytes and blocked time per (axis, operation), and the last calls.
 
-Blocked time is the time that a rank spends waiting for communication.
+Blocked time is the time that the rank spends waiting for communication.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from frontier_llm.files import write_replaced
 from frontier_llm.units import strict_json
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
-RECORDED_CALLS = 512  # calls of a layer in a few steps; 100 bytes each
+RECORDED_CALLS = 512  # number of last calls that are kept, about 100 bytes each
 
 
 def mark() -> torch.cuda.Event:
-    """Record an event with its time on the device's current stream."""
+    """Record a timing event on the device's current stream, and return it."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -36,12 +36,12 @@ class Call:
 
     axis: str
     operation: str
-    number: int  # counts the calls of this axis and operation since the mesh was made
+    number: int  # number of this call among the calls of its axis and operation
     bytes: int
-    started_s: float  # Value of time.time().
-    blocked_s: float = 0.0  # Time that this rank has waited for it.
-    finished: bool = False  # On this rank. On a GPU its wait is queued.
-    # start time on the clock that measures intervals
+    started_s: float  # Start time in seconds since the epoch (time.time()).
+    blocked_s: float = 0.0  # Time that this rank has waited for the call.
+    finished: bool = False  # True if the wait has ended on this rank, or on a GPU if the wait is queued.
+    # start time on the clock that measures intervals (time.perf_counter)
     begun: float = field(default_factory=time.perf_counter)
 
 
@@ -56,7 +56,7 @@ class Histogram:
         self.bins[min(int(seconds * 1e6).bit_length(), 39)] += 1
 
     def quantile_us(self, share: float) -> int:
-        """Return the upper edge of the bin in which this share of all calls is reached, in µs; 0 without calls."""
+        """Return the quantile `share` of the blocked times in µs, as the upper edge of its bin. 0 without calls."""
         wanted = share * sum(self.bins)
         seen = 0
         for index, count in enumerate(self.bins):
@@ -68,10 +68,11 @@ class Histogram:
 
 @dataclass
 class Ledger:
-    """Counts of one rank. Bytes are the payload of the caller, not the traffic of the algorithm.
+    """Communication statistics of one rank: calls, bytes and blocked time.
 
-    all_reduce and broadcast count the tensor, all_gather the gathered result, reduce_scatter the full input, and send
-    and recv the message. Axes of size 1 are not counted, because they transfer nothing.
+    Bytes are the size of the caller's tensor, not the traffic of the algorithm: the tensor for all_reduce and
+    broadcast, the gathered result for all_gather, the full input for reduce_scatter, and the message for send and recv.
+    Axes of size 1 are not counted, because they transfer nothing.
     """
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -81,14 +82,14 @@ class Ledger:
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=RECORDED_CALLS), repr=False)
     # called with each blocked interval (call, start, end), for timelines
     observer: Callable[[Call, float, float], None] | None = field(default=None, repr=False)
-    # on a GPU, while a step is measured: the intervals in which the stream waited
+    # on a GPU, while a step is measured: the intervals in which the stream waited for communication; otherwise None
     waits: list[Span] | None = field(default=None, repr=False)
-    in_flight: int = 0  # communications that have begun and were not waited for until their end
+    in_flight: int = 0  # number of communications that have begun and whose wait() has not ended
     most_in_flight: int = 0
     _depth: int = field(default=0, repr=False)
 
     def add(self, axis: str, operation: str, size_bytes: int) -> Call:
-        """Record one call. Pass the result to `blocked` when waiting for the call."""
+        """Record the start of a call. Pass the result to `blocked` when waiting for the call."""
         self.calls[axis, operation] += 1
         self.bytes[axis, operation] += size_bytes
         call = Call(axis, operation, self.calls[axis, operation], size_bytes, time.time())
@@ -96,16 +97,17 @@ class Ledger:
         return call
 
     def count_in_flight(self, more: int) -> None:
-        """Add `more`, which may be negative, to the number of communications in flight."""
+        """Change the number of communications in flight by `more`, which may be negative."""
         self.in_flight += more
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
     @contextmanager
     def blocked(self, call: Call, last: bool = True) -> Iterator[None]:
-        """Record the time that this rank waits in the body. `last` ends the call.
+        """Record the time of the body as blocked time of `call`. With `last`, the call ends with the body.
 
-        On a GPU only the stream waits, and the recorded time is the host's. A call inside another call (a stage of a
-        hierarchical collective) has its own latency, but its time is added to the sums only once.
+        On a GPU only the stream waits for communication, and the recorded time is the time of the host. A call inside
+        another call (a stage of a hierarchical collective) has its own latency, but its time is added to the sums only
+        once.
         """
         measured = self.waits is not None and last and not self._depth
         start = mark() if measured else None
@@ -134,9 +136,9 @@ class Ledger:
         return f"{call.axis} {call.operation} number {call.number}{'' if call.finished else ', unfinished'}"
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return the counts for each 'axis operation'.
+        """Return the statistics for each axis and operation, with keys such as 'dp reduce_scatter'.
 
-        They are calls, bytes, blocked seconds in total, quantiles of the blocked time of a call, and the histogram.
+        The statistics are calls, bytes, total blocked seconds, quantiles of a call's blocked time, and the histogram.
         """
         return {
             f"{axis} {operation}": {
@@ -151,7 +153,7 @@ class Ledger:
         }
 
     def latency_by_axis(self) -> dict[str, dict[str, int]]:
-        """Return, for each axis over all its operations, calls and quantiles of the blocked time of a call."""
+        """Return, for each axis, the number of calls of all operations and the quantiles of a call's blocked time."""
         axes: dict[str, Histogram] = defaultdict(Histogram)
         for (axis, _), histogram in self.latency.items():
             axes[axis].bins = [sum(pair) for pair in zip(axes[axis].bins, histogram.bins, strict=True)]
@@ -165,7 +167,7 @@ class Ledger:
         }
 
     def dump(self, path: Path, reason: str) -> None:
-        """Write the last calls of this rank as JSON, including unfinished ones.
+        """Write the last calls of this rank, including unfinished calls, to a JSON file.
 
         After a hang, a comparison of these files shows in which calls the ranks differ.
         """

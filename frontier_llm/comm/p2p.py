@@ -14,7 +14,7 @@ from frontier_llm.comm.axis import Axis, Started
 
 
 class Receive:
-    """A posted receive; `wait()` returns the tensor."""
+    """A posted receive of a pipeline message. `wait()` returns the tensor."""
 
     def __init__(self, buffer: Tensor, started: Started) -> None:
         self._buffer = buffer
@@ -27,11 +27,11 @@ class Receive:
 
 
 class Sends:
-    """Sends under way. Each one keeps its tensor alive until the peer's posted receive has taken the message.
+    """Running sends of a rank. Each send keeps its tensor alive until the peer's posted receive has taken the message.
 
-    The next send on the channel releases finished sends. At most `limit` sends per channel are outstanding; the next
-    one waits for the oldest. Every schedule ends with any limit, because all ranks follow one order of communication
-    (schedule/order.py).
+    The next send on the channel releases finished sends. At most `limit` sends per channel are unfinished. A further
+    send first waits for the oldest one. No limit can cause a deadlock, because all ranks follow one order of
+    communication (schedule/order.py).
     """
 
     def __init__(self, limit: int) -> None:
@@ -57,7 +57,7 @@ class Sends:
 def post_receive(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channel: Axis, source: int
 ) -> Receive:
-    """Post a receive from axis rank `source`. It overlaps with the compute until `wait()`."""
+    """Post a receive from axis rank `source`. The transfer overlaps with the compute until `wait()`."""
     group = channel.group
     buffer = torch.empty(shape, dtype=dtype, device=device)
     assert group is not None, "an axis of one rank has no peer to receive from"

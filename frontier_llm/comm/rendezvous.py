@@ -1,9 +1,10 @@
 """Rendezvous of a job's ranks: the key-value store, and how a rank connects to it.
 
+There are two kinds of store.
 `torch` is torch's TCPStore. Its server runs in its own process on rank 0's node (`comm.store_process`), so it continues
 if rank 0 is frozen or killed. It does not authenticate its clients (docs/security.md).
-`authenticated` is our server in rank 0's process (`comm.authenticated_store`), which only this job's ranks can
-reach (`comm.handshake`). torch's C++ threads call its client through Python, so they wait for the interpreter lock.
+`authenticated` is this package's server in rank 0's process (`comm.authenticated_store`), which only ranks of this job
+can use (`comm.handshake`). torch's C++ threads call its client through Python, so they wait for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from frontier_llm.errors import BackendError
 from frontier_llm.files import write_atomically
 from frontier_llm.run.threads import in_daemon
 
-CONNECTIONS = 4  # per rank: for its groups, failure records, heartbeats, and RCCL's watchdog
-RETRY_S = 0.02  # between two attempts to reach a store that is not there yet
+CONNECTIONS = 4  # largest number per rank: for process groups, failure records, heartbeats, and RCCL's watchdog
+RETRY_S = 0.02  # time between two attempts to connect to a store that does not listen yet
 LOOPBACK = "127.0.0.1"
 
 StoreKind = Literal["torch", "authenticated"]
@@ -51,25 +52,26 @@ class Meeting:
     """Address of a job's rendezvous, the secret of its ranks, and this rank's node."""
 
     address: str  # Address of rank 0's node.
-    port: int  # TCPStore does not use it if all ranks are on one node and have a `folder`.
+    port: int  # Port of the store. Not used by TCPStore if all ranks are on one node and have a `folder`.
     first: int  # Global rank of this node's first rank.
     per_node: int
-    secret: Callable[[], bytes] = field(default=bytes, repr=False)  # called at each attempt; may be empty on one node
+    # returns the secret; called at each attempt to connect; the secret may be empty if all ranks are on one node
+    secret: Callable[[], bytes] = field(default=bytes, repr=False)
     store: StoreKind = "torch"
     folder: Callable[[], Path] | None = None  # private folder of this job on this node; called at each attempt
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """The store that this rank has joined.
+    """The store to which this rank is connected.
 
-    This keeps the Python object of a Python store alive, because torch keeps only its C++ part.
+    The object keeps a store that is written in Python alive, because torch keeps only the C++ part of such a store.
     """
 
     store: dist.Store
     kind: StoreKind
-    reopen: Callable[[float], dist.Store]  # another connection to it, with this time-out in seconds
-    address: tuple[str, int] | None  # of TCPStore
+    reopen: Callable[[float], dist.Store]  # returns another connection to the store, with this time-out in seconds
+    address: tuple[str, int] | None  # host and port of TCPStore; None for the authenticated store
 
 
 _closing: list[Callable[[], None]] = []
@@ -78,7 +80,7 @@ _starting: list[StoreProcess] = []
 
 
 def start_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> None:
-    """On rank 0, start the process of TCPStore, so that it loads torch while this rank prepares. Returns at once.
+    """On rank 0, start the process that serves TCPStore, and return at once. It loads torch while rank 0 continues.
 
     Raises OSError if the port is taken.
     """
@@ -95,10 +97,10 @@ def start_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
 
 
 def join_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> dist.Store:
-    """Connect to the job's store; rank 0 serves it.
+    """Connect to the job's store. Rank 0 first starts the server.
 
-    Raises BackendError if the server may not open enough files, RuntimeError or OSError if the store is not reached in
-    time.
+    Raises BackendError if the server may not open enough files, RuntimeError or OSError if the store cannot be reached
+    in time.
     """
     join = _join_torch if meeting.store == "torch" else _join_authenticated
     _joined.append(join(rank, world_size, meeting, timeout_s))
@@ -111,7 +113,7 @@ def open_store(timeout_s: float) -> dist.Store:
 
 
 def has_joined() -> bool:
-    """Whether this rank has a store. A single process and ranks under MPI have none."""
+    """Return True if this rank is connected to a store. A single process and ranks under MPI have no store."""
     return bool(_joined)
 
 
@@ -121,12 +123,12 @@ def store_kind() -> StoreKind:
 
 
 def store_address() -> tuple[str, int] | None:
-    """Return host and port of the TCPStore that this rank has joined, or None for no store or another kind."""
+    """Return host and port of the TCPStore of this rank. None without a store and with another kind of store."""
     return _joined[-1].address if _joined else None
 
 
 def forget_stores() -> None:
-    """Close the connections to the store, and rank 0's server. Call it after the groups have been destroyed."""
+    """Close this rank's connections to the store, and on rank 0 the server. Call it after the groups are destroyed."""
     _joined.clear()
     _starting.clear()
     while _closing:
@@ -134,10 +136,10 @@ def forget_stores() -> None:
 
 
 def limit_answer_time() -> None:
-    """Set a time limit for answers on all connections of this process to TCPStore, torch's own clients included.
+    """Set a time limit for answers on all of this process's TCPStore connections, including those that torch opened.
 
-    torch has no time limit for requests that the server answers at once. With this socket option such a request fails
-    with "Socket Timeout".
+    torch has no time limit for requests that the server answers at once. With a socket option for time-outs, such a
+    request fails with "Socket Timeout".
     """
     address = store_address()
     if address is None:
@@ -145,7 +147,7 @@ def limit_answer_time() -> None:
     peers = {(_plain(entry[4][0]), address[1]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)}
     limit = struct.pack("ll", int(ANSWER_S), 0)
     for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed in the meantime, or not a connected socket
+        with suppress(OSError):  # the socket was closed by another thread, or is not connected
             connection = socket.socket(fileno=int(entry))
             try:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -183,7 +185,7 @@ def _join_torch(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
     while True:
         try:
             address = _store_address(world_size, meeting)
-            # tested first, because TCPStore's own client pauses for a second between attempts
+            # Test the address with a plain connection, because TCPStore's client pauses for a second between attempts.
             socket.create_connection(address, timeout=ANSWER_S).close()
             store = _connect_torch(address, timeout_s)
             _check_token(store, meeting, deadline_s)
@@ -201,7 +203,7 @@ def _write_port(path: Path, port: int) -> None:
 
 
 def _store_address(world_size: int, meeting: Meeting) -> tuple[str, int]:
-    """Return host and port. Raises OSError or ValueError until rank 0 has written the port that it chose."""
+    """Return host and port of TCPStore. Raises OSError or ValueError until rank 0 has written the chosen port."""
     if not _has_free_choice_of_port(world_size, meeting):
         return meeting.address, meeting.port
     assert meeting.folder is not None
@@ -225,7 +227,7 @@ def _connect_torch(address: tuple[str, int], timeout_s: float) -> dist.Store:
 
 
 def _check_token(store: dist.Store, meeting: Meeting, deadline_s: float) -> None:
-    """Raise DistStoreError if another job's store answers. This can happen if two jobs derive the same port."""
+    """Raise DistStoreError if the store belongs to another job. This can happen if two jobs derive the same port."""
     store.wait([JOB_KEY], timedelta(seconds=max(deadline_s - time.monotonic(), 0.1)))
     if store.get(JOB_KEY).decode() != _token(meeting):
         raise dist.DistStoreError("the store at this address belongs to another job")
@@ -274,10 +276,10 @@ def _open_here(meeting: Meeting, serve: Callable[[socket.socket], None]) -> None
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Listen on the interface that the job uses.
+    """Listen on the network interface of `address`.
 
-    Some hosts map their own name to loopback (Debian's 127.0.1.1). There that interface is not known, so the socket
-    listens on all interfaces.
+    Some hosts map their own name to loopback (Debian's 127.0.1.1). The interface that other nodes use is then not
+    known, so the socket listens on all interfaces.
     """
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     is_hidden = str(where[0]).startswith("127.") and address not in ("localhost", LOOPBACK)

@@ -1,8 +1,8 @@
 """Collectives and messages between CPU ranks of one host through shared memory (csrc/shm/, loaded with ctypes).
 
-gloo sends every byte through a loopback socket, and its threads occupy cores that should compute. Here a rank copies
-its data into its slot of the shared memory, and reads the slots of its peers. docs/benchmarks/communication.md compares
-both. If a peer dies or stops responding, the error names the axis and the rank. The memory has no name, and the kernel
+gloo sends every byte through a loopback socket, and its threads occupy cores that should compute. With shared memory, a
+rank copies its data into its own slot, and reads the slots of its peers. docs/benchmarks/communication.md compares the
+two. If a peer dies or stops responding, the error names the axis and the rank. The memory has no name, and the kernel
 frees it after its last process has ended.
 """
 
@@ -21,13 +21,14 @@ from frontier_llm.comm.group import DONE, Pending, Sending, listed, named
 from frontier_llm.comm.host_memory import MEMORY_DIR, library
 from frontier_llm.errors import BackendError, RankFailure
 
-SLOT_BYTES = 512 * 1024  # For one step of a collective. A rank's four slots fit into a core's share of the cache.
-# Address space for messages under way between two ranks. Memory is committed only when it is used.
+SLOT_BYTES = 512 * 1024  # Bytes per step of a collective. A rank's four slots fit into a core's share of the cache.
+# Address space for messages in flight between two ranks. Memory is committed only when it is used.
 ARENA_BYTES = 1 << 30
 PIECE_BYTES = ARENA_BYTES // 8
-# Time of polling before a rank sleeps, because a wake-up takes about 50 us. Polling yields the core to other threads.
+# Time that a waiting rank polls before it sleeps, because a wake-up takes about 50 us. Polling yields the core to other
+# threads.
 SPIN_NS = 50_000
-SLICE_NS = 200_000_000  # a call returns after this time, so that Python can check the time-out and signals
+SLICE_NS = 200_000_000  # a call of the C++ library returns after this time, so that Python can handle signals
 
 _KINDS = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "broadcast": 3, "all_to_all": 4}
 _TYPES = {
@@ -46,7 +47,7 @@ _NO_SPACE = -3
 
 
 class _Collective:
-    """A collective under way, which keeps its tensors alive."""
+    """A running collective, which keeps its tensors alive."""
 
     def __init__(self, group: ShmGroup, number: int, what: str, tensors: tuple[Tensor, ...]) -> None:
         self._group = group
@@ -55,7 +56,7 @@ class _Collective:
         self._tensors = tensors
 
     def wait(self) -> None:
-        """Do this rank's part of this collective, and of all collectives started before it."""
+        """Complete this rank's part of this collective, and of all collectives that were started earlier."""
         self._group.finish(self._number, self._what)
 
 
@@ -74,14 +75,14 @@ class _Message:
         self.arrived = True
 
     def wait(self) -> None:
-        """Take messages in the order in which the receives were posted, up to this one."""
+        """Take messages for all receives that were posted earlier, and then for this receive."""
         posted = self._group.posted[self._source]
         while not self.arrived:
             posted.popleft().take()
 
 
 class _Together:
-    """Several messages that are waited for as one."""
+    """Several messages with one `wait`."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._parts = parts
@@ -92,11 +93,12 @@ class _Together:
 
 
 class ShmGroup:
-    """Group of an axis whose ranks share one host.
+    """Communication group (interface `Group`) of an axis whose ranks are on one host.
 
     A `start_…` method copies this rank's data into the shared memory and returns. `wait` reads the data of the peers.
-    Raises RankFailure with axis and rank if a peer dies (within about 20 ms), does not respond within `timeout_s`, or
-    calls another operation. Raises BackendError if /dev/shm is full or the dtype is not one of _TYPES.
+    If a peer dies, does not respond within `timeout_s`, or calls another operation, RankFailure with axis and rank is
+    raised. A dead peer is detected within about 20 ms. Raises BackendError if /dev/shm is full or if the dtype is not
+    one of _TYPES.
     """
 
     def __init__(self, name: str, rank: int, ranks: tuple[int, ...], descriptor: int, timeout_s: float) -> None:
@@ -105,7 +107,7 @@ class ShmGroup:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self.posted: dict[int, deque[_Message]] = defaultdict(deque)
-        self._started: deque[_Collective] = deque()  # strong references: a caller may drop a Pending
+        self._started: deque[_Collective] = deque()  # keeps started collectives alive if the caller drops the Pending
         self._done = -1
         status = ctypes.c_int64(0)
         slot_bytes = max(SLOT_BYTES, 4096 * len(ranks))
@@ -131,21 +133,21 @@ class ShmGroup:
             self._region = None
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
-        """Reduce in the order of the ranks, so that all ranks get the same bits."""
+        """Start an all-reduce in the order of the ranks, so that all ranks get the same bits."""
         return self._start("all_reduce", x, x, x.numel(), take_max=op == "max")
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
-        """Gather through the slots of the ranks."""
+        """Start an all-gather through the slots of the ranks."""
         assert gathered.numel() == len(self._ranks) * x.numel() and gathered.dtype == x.dtype
         return self._start("all_gather", x, gathered, x.numel())
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
-        """Sum in the order of the ranks."""
+        """Start a reduce-scatter, which sums in the order of the ranks."""
         assert x.numel() == len(self._ranks) * scattered.numel() and scattered.dtype == x.dtype
         return self._start("reduce_scatter", x, scattered, scattered.numel())
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
-        """Exchange equal parts through the slots of the ranks."""
+        """Start an exchange of equal parts through the slots of the ranks."""
         assert arriving.shape == x.shape and arriving.dtype == x.dtype and x.numel() % len(self._ranks) == 0
         return self._start("all_to_all", x, arriving, x.numel() // len(self._ranks))
 
@@ -156,7 +158,7 @@ class ShmGroup:
         received: Sequence[int],
         sent: Sequence[int],
     ) -> Pending:
-        """Send rows as messages. They are copied into the shared memory at once, and out of it in the wait."""
+        """Send the rows as messages. They are copied into the shared memory at once, and out of it in `wait`."""
         outgoing = x.split(list(sent))
         incoming = arriving.split(list(received))
         others = [(self._rank + step) % len(self._ranks) for step in range(1, len(self._ranks))]
@@ -166,7 +168,7 @@ class ShmGroup:
         return _Together([self.receive(incoming[peer], peer) for peer in others])
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
-        """Copy through the slot of the source."""
+        """Start a broadcast through the slot of rank `source`."""
         return self._start("broadcast", x, x, x.numel(), root=source)
 
     def start_barrier(self) -> Pending:
@@ -175,19 +177,19 @@ class ShmGroup:
         return self._start("all_reduce", nothing, nothing, 0)
 
     def send(self, x: Tensor, to: int) -> Sending:
-        """Copy the message into the shared memory. This waits only if the arena is full of messages to the peer."""
+        """Copy the message into the shared memory. Waits only if the peer has ARENA_BYTES of messages not yet taken."""
         for start, size in _pieces(x):
             self._until_done("send", library().fl_shm_send, to, x.data_ptr() + start, size)
         return DONE
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
-        """Post a receive. The message is copied into `buffer` in the wait."""
+        """Post a receive. `wait` copies the message into `buffer`."""
         message = _Message(self, source, buffer)
         self.posted[source].append(message)
         return message
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
-        """Send, then post the receive. The send does not wait for the peer's receive, unless the arena is full."""
+        """Send, then post the receive. The send does not wait for the peer, unless ARENA_BYTES are full."""
         self.send(outgoing, to)
         return self.receive(incoming, source)
 
@@ -237,7 +239,7 @@ class ShmGroup:
         return self._started[-1]
 
     def _until_done(self, what: str, function: Callable[..., int], *arguments: int) -> None:
-        """Repeat a call of the library until it is done or the time-out is over.
+        """Repeat a call of the C++ library until it reports the end of the work, or until the time-out.
 
         Each call returns after at most SLICE_NS, so that Python can handle signals.
         """
@@ -286,9 +288,9 @@ class ShmGroup:
 
 
 def _pieces(x: Tensor) -> list[tuple[int, int]]:
-    """Return (byte offset, bytes) of the messages for a tensor. An empty tensor is one message.
+    """Split a tensor into messages of at most PIECE_BYTES. Returns their (byte offset, number of bytes).
 
-    A tensor needs several messages only if it is larger than PIECE_BYTES.
+    An empty tensor is one message.
     """
     total = x.nbytes
     return [(start, min(PIECE_BYTES, total - start)) for start in range(0, max(total, 1), PIECE_BYTES)]

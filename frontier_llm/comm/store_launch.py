@@ -1,4 +1,4 @@
-"""Starts the process that serves TCPStore (`comm.store_process`), from rank 0."""
+"""Starts, on rank 0, the separate process that serves TCPStore (`comm.store_process`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from frontier_llm.run.threads import in_daemon
 
 # A launcher sends these signals to every process of the job. The store must continue until no rank needs it.
 SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# a node that fails does not close its connections
+# TCP keep-alive ends the connections of failed nodes, which do not close them.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 
 
 class StoreProcess:
-    """Rank 0's access to the process that serves TCPStore."""
+    """Starts and controls the process that serves TCPStore. Used on rank 0."""
 
     def __init__(self, listener: socket.socket, connections: int, token: str, longest_s: float) -> None:
         """Start the process, which accepts up to `connections` clients on `listener`.
 
-        It ends at most `longest_s` after rank 0 has ended.
+        The process ends at most `longest_s` after rank 0 has ended.
         """
         self._address = listener.getsockname()[:2]
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
@@ -82,7 +82,7 @@ class StoreProcess:
         return int(answer["port"])
 
     def _read_answer(self, timeout_s: float) -> str:
-        """Return the output of the process up to its answer or its end."""
+        """Return the output of the process: its answer, or if it ends early, everything that it has printed."""
         deadline_s = time.monotonic() + timeout_s
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
@@ -95,11 +95,11 @@ class StoreProcess:
                 raise dist.DistStoreError(f"the store's process did not start within {timeout_s:g} s")
             piece = os.read(descriptor, 65536)
             said += piece
-            if not piece:  # closed: the answer is complete, or the process has ended
+            if not piece:  # the pipe is closed: the answer is complete, or the process has ended
                 return said.decode(errors="replace")
 
     def let_go(self) -> None:
-        """Report to the process that rank 0 needs it no more. It ends when no client is connected."""
+        """Tell the process that rank 0 no longer needs it. The process ends when no client is connected."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()

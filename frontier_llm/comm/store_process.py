@@ -1,6 +1,6 @@
 """Program of the process that serves torch's TCPStore to the ranks of a job. Rank 0 starts it (`comm.rendezvous`).
 
-It is run by its path (`python -P store_process.py`), so it imports torch and the standard library only.
+Rank 0 runs this file by its path (`python -P store_process.py`). The file imports only torch and the standard library.
 Standard input contains one line of JSON, the request, and stays open until rank 0 ends.
 Standard output contains one line of JSON, the answer: {"port": 21234}, or {"problem": "…"} if the store cannot be
 served. The process ends after rank 0 has ended and all other ranks have closed their connections.
@@ -14,11 +14,11 @@ import resource
 import time
 from datetime import timedelta
 
-JOB_KEY = "job"  # Key of the token that identifies the job of a store.
-OWN_FILES = 1024  # Open files that a process needs besides the connections: libraries, logs, data.
-GRACE_S = 0.5  # After rank 0 has ended, the process ends when no client has been connected for this time.
+JOB_KEY = "job"  # Key under which the store has a token that identifies its job.
+OWN_FILES = 1024  # Number of open files that the process needs besides the connections: libraries, logs, data.
+GRACE_S = 0.5  # After rank 0 has ended, the process ends if no client has been connected for this time.
 POLL_S = 0.1
-# the process uses no GPU and needs no pool of threads
+# environment variables for torch: the process uses no GPU and no thread pool
 TORCH_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
@@ -44,7 +44,7 @@ def raise_open_file_limit(connections: int) -> str | None:
 def _answer(values: dict[str, int | str]) -> None:
     print(json.dumps(values), flush=True)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # closes rank 0's pipe: a launcher that waits for the pipe's end must not wait for this process
+    os.dup2(nowhere, 1)  # closes the pipe to rank 0, which reads the answer up to the pipe's end
     os.dup2(nowhere, 2)
     os.close(nowhere)
 
@@ -54,7 +54,7 @@ def _open_files() -> int:
 
 
 def _wait_until_left(life_line: int, files_when_idle: int, longest_s: float) -> None:
-    """Wait until rank 0 has ended and no client is connected, at most `longest_s` after rank 0's end.
+    """Wait until rank 0 has ended and no client is connected, or until `longest_s` after rank 0's end.
 
     `life_line` is a pipe that rank 0 keeps open. `files_when_idle` is the number of open files without clients.
     """
@@ -72,7 +72,7 @@ def _wait_until_left(life_line: int, files_when_idle: int, longest_s: float) -> 
 
 
 def main() -> None:
-    """Read the request, serve the store, and end when no rank needs it."""
+    """Read the request, serve the store, and exit when no rank needs the store."""
     with open(0, "rb", buffering=0, closefd=False) as requests:
         request = json.loads(requests.readline())
     problem = raise_open_file_limit(request["connections"])

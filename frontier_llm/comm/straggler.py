@@ -1,10 +1,10 @@
-"""Detection of stragglers, which are ranks that compute more slowly than comparable ranks.
+"""Detects stragglers, which are ranks that compute more slowly than comparable ranks.
 
-Step times do not show a slow rank, because all other ranks wait for it. Busy times do: the *busy* time of a step is its
-time without the time spent waiting for communication. At regular intervals of steps, all ranks exchange their busy
-times. Ranks of the same pipeline stage are compared with each other, because stages differ by design. If a stage has
-too few ranks, each rank is compared with its own past. The compared value is the median of steps spread over the
-interval, so a delay of one or two steps is ignored.
+Step times do not show which rank is slow, because all other ranks wait for it. Busy times show it. The *busy* time of a
+rank is the time of a step without the time spent waiting for communication. At regular intervals of steps, all ranks
+exchange their busy times. Ranks of the same pipeline stage are compared with each other, because stages differ by
+design. If a stage has too few ranks, each rank is compared with its own past. A rank's busy time of an interval is the
+median over some of the interval's steps, so a delay of one or two steps is ignored.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from frontier_llm.comm.composed import all_gather_json
 from frontier_llm.comm.ledger import Ledger, Span, mark
 from frontier_llm.topology.grid import Grid
 
-SAMPLES = 8  # Steps of an interval whose busy time is measured, evenly spaced.
-LATE_INTERVALS = 2  # Slow intervals in a row before a rank is reported. Another load on the machine may fill one.
-# Smallest and largest number of its own past intervals with which a rank is compared.
+SAMPLES = 8  # Number of steps per interval whose busy time is measured, evenly spaced.
+# Number of slow intervals in a row before a rank is reported. Another program on the node can slow one interval.
+LATE_INTERVALS = 2
+# Smallest and largest number of past intervals for the comparison of a rank with its own past.
 MIN_PAST = 3
 MAX_PAST = 16
 MIN_PEERS = 4  # Smallest number of ranks in a stage for a comparison with each other.
-# A rank is slow if its excess over the usual busy time is larger than all three limits. MIN_SHARE is a share of the
-# usual busy time; less is not worth an operator's attention. SPREADS counts usual spreads (median absolute deviation).
+# A rank is slow if its busy time exceeds the usual busy time by more than all three limits. MIN_SHARE is a share of the
+# usual busy time; a smaller excess does not matter to operators. SPREADS is a multiple of the usual spread (median
+# absolute deviation).
 MIN_SHARE = 0.10
-MIN_EXCESS_S = 0.02  # A smaller excess is noise of an operating system that also runs other programs.
-FIRST_STEPS = 2  # Length of the first interval, whose second step tells the length of the others.
+MIN_EXCESS_S = 0.02  # A smaller excess can come from other programs of the operating system.
+FIRST_STEPS = 2  # Steps of the first interval. The time of its second step determines the length of later intervals.
 SPREADS = 6.0
 
 
@@ -80,7 +82,7 @@ class StragglerDetector:
         self._crowds = [members for members in by_stage.values() if len(members) >= MIN_PEERS]
         few = [rank for members in by_stage.values() if len(members) < MIN_PEERS for rank in members]
         self._past: dict[int, deque[float]] = {rank: deque(maxlen=MAX_PAST) for rank in few}
-        self._late: dict[int, int] = {}  # slow intervals in a row, by rank
+        self._late: dict[int, int] = {}  # number of slow intervals in a row, by rank
 
     def compare(self, busy_s: list[float]) -> list[Straggler]:
         """Return the ranks that have become stragglers with this interval.
@@ -99,7 +101,7 @@ class StragglerDetector:
     def _usual(self, busy_s: list[float]) -> dict[int, tuple[float, float]]:
         """Return (expected busy seconds, spread) by rank.
 
-        They come from the ranks of the same stage if these are enough, else from the rank's own past.
+        Both come from the ranks of the same stage if the stage has enough ranks, otherwise from the rank's own past.
         """
         usual = {}
         for members in self._crowds:
@@ -108,17 +110,18 @@ class StragglerDetector:
         pace = self._pace(busy_s)
         for rank, past in self._past.items():
             if len(past) < MIN_PAST:
-                usual[rank] = busy_s[rank], 0.0  # nothing to compare with yet
+                usual[rank] = busy_s[rank], 0.0  # no past intervals yet
             else:
                 usual[rank] = median(past) * pace, _spread(list(past)) * pace
             if busy_s[rank] <= usual[rank][0] * (1 + MIN_SHARE):
-                past.append(busy_s[rank] / pace)  # times of a slow rank are left out, so it stays slow in comparison
+                past.append(busy_s[rank] / pace)  # slow intervals are left out, so a slow rank stays slow
         return usual
 
     def _pace(self, busy_s: list[float]) -> float:
-        """Return the median ratio of this interval's busy times to past ones.
+        """Return the median ratio of this interval's busy times to past busy times.
 
-        Expected times are multiplied by it, because long batches or a busy machine do not make a rank a straggler.
+        Expected times are multiplied by this ratio, so that longer batches or a busy machine, which slow all ranks, do
+        not make a rank a straggler.
         """
         if any(len(past) < MIN_PAST for past in self._past.values()) or not self._past:
             return 1.0
@@ -127,17 +130,17 @@ class StragglerDetector:
 
 
 class BusyTime:
-    """Busy time of this rank in the measured steps.
+    """Measures the busy time of this rank in chosen steps.
 
-    On a CPU it is a step's time minus the blocked time in the ledger. The host of a GPU does not wait while its device
-    waits for a peer. There events on the compute stream measure both times, and `take` reads the events.
+    On a CPU the busy time is the step's time minus the blocked time in the ledger. On a GPU the host does not wait
+    while the device waits for a peer. Events on the compute stream therefore measure both times, and `take` reads them.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
         self._ledger = ledger
         self._on_gpu = device.type == "cuda"
         self._seconds: list[float] = []
-        # on a GPU: a step, and the intervals in which its stream waited
+        # on a GPU: the span of each step, and the spans in which the stream waited for communication
         self._spans: list[tuple[Span, list[Span]]] = []
 
     @contextmanager
@@ -176,9 +179,9 @@ def _elapsed_s(span: Span) -> float:
 class StragglerWatch:
     """Runs a `StragglerDetector` during training.
 
-    At the end of an interval it gathers 16 bytes per rank, and in other steps nothing. With one rank it does nothing.
-    An interval ends after a number of steps or a number of seconds, whichever is less. All ranks compute the number of
-    steps from rank 0's step time, which they gather with the busy times.
+    At the end of an interval, 16 bytes per rank are gathered. Other steps add no communication. With one rank nothing
+    is measured. An interval ends after a number of steps or a number of seconds, whichever comes first. All ranks
+    compute the interval's number of steps from rank 0's step time, which is gathered together with the busy times.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ class StragglerWatch:
         self._most = interval if mesh.world.size > 1 else 0
         self._longest_s = longest_s
         self._interval = self._most if math.isinf(longest_s) else min(self._most, FIRST_STEPS)
-        self._step_s: list[float] = []  # of the interval, without the first step of this start
+        self._step_s: list[float] = []  # step times of the interval, without the first step after a start
         self._is_first = True
         self._detector = StragglerDetector([grid.coordinates(rank)["pp"] for rank in range(grid.world_size)])
         self._busy = BusyTime(mesh.ledger, device)
@@ -210,8 +213,8 @@ class StragglerWatch:
     def step(self) -> Iterator[list[Straggler]]:
         """Run a training step in the body.
 
-        At the end of an interval's last step the yielded list receives the new stragglers. This is collective over the
-        world.
+        After an interval's last step, new stragglers are appended to the yielded list. The last step of an interval is
+        collective over the world.
         """
         stragglers: list[Straggler] = []
         if not self._interval:
@@ -234,12 +237,12 @@ class StragglerWatch:
             busy_s = gathered[0::2]
             self._begin_interval(step_s=gathered[1])
             named = self._detector.compare(busy_s)
-            if named:  # on all ranks or on none
+            if named:  # equal on all ranks
                 hosts = all_gather_json(self._host, self._mesh.world, self._device)
                 stragglers += [replace(straggler, host=hosts[straggler.global_rank]) for straggler in named]
 
     def _begin_interval(self, step_s: float) -> None:
-        """Begin an interval, given rank 0's seconds per step. 0: not measured yet."""
+        """Begin an interval. `step_s` is rank 0's time per step, or 0 if it has not been measured yet."""
         self._steps = 0
         self._step_s = []
         if step_s > 0 and not math.isinf(self._longest_s):

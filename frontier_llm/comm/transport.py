@@ -1,4 +1,4 @@
-"""Reads RCCL's log to find the network that collectives use, and reports an error if it is not Slingshot.
+"""Reads from RCCL's log which network the collectives use, and raises an error if it is not Slingshot.
 
 Without the OFI plugin RCCL silently uses TCP sockets, which are slower by a factor of 16. 1 GiB over two Frontier nodes
 then takes 308 ms instead of 19 ms (measured in 2026, docs/communication.md). The patterns match the logs of NCCL 2.10
@@ -26,7 +26,7 @@ class TransportInUse:
     network: str  # 'AWS Libfabric', 'Socket', 'IB', …; '' if the log does not contain it.
     provider: str  # Provider of libfabric: 'cxi', 'efa', …; '' without the OFI plugin.
     plugin: str  # Version of the OFI plugin; '' without it.
-    channels: int  # Channels between nodes that the log contains.
+    channels: int  # Number of RCCL's channels between nodes in the log.
     gpu_rdma_channels: int
 
     def __str__(self) -> str:

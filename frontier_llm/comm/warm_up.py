@@ -1,8 +1,8 @@
-"""First use of every group at the start, one group after the other, each within a time limit.
+"""Warm-up of process groups: every group runs its first collective at the start of a job, one group after the other.
 
-A communicator is made at its first use, and this can hang. On LUMI the first collective of a second group hung in 13 of
-17 starts (docs/lumi.md). This happened only when several groups were used for the first time at once. An error during
-the warm-up names the process group that hangs.
+RCCL creates a communicator at its first collective, and this can hang. On LUMI the first collective of a second group
+hung in 13 of 17 starts (docs/lumi.md). This happened only if several groups had their first collective at the same
+time. Each first collective has a time limit, and the error names the process group that hangs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from frontier_llm.errors import RankFailure
 from frontier_llm.failpoints import hit
 from frontier_llm.run.threads import in_daemon
 
-# Limit for one group. It is nine tenths of the group's time-out if that is less, because at the time-out the back-end
-# ends the process without naming the group.
+# Time limit for one group. If nine tenths of the group's time-out are less, they are the limit, because at the time-out
+# the back-end ends the process without naming the group.
 LIMIT_S = 180.0
 _REMEDY = (
     "start again, because such hangs are intermittent. If the same group hangs again, exclude one of its nodes "
@@ -34,7 +34,7 @@ def first_use(
     device: torch.device,
     work: Callable[[], object],
 ) -> None:
-    """Run `work`, the first communication of a group. Raises RankFailure with its name if it exceeds `limit_s`.
+    """Run `work`, the first communication of a group. Raises RankFailure with the group's name after `limit_s`.
 
     `work` runs in a thread, because the host cannot interrupt the call that makes a communicator.
     """

@@ -1,4 +1,4 @@
-"""The transformer, written like serial code and built one stage at a time on the meta device."""
+"""The transformer model. Its code reads like a serial model, and each pipeline stage is built on the meta device."""
 
 from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.initialize import initial_rows, initialize

@@ -1,4 +1,4 @@
-"""One microbatch in the form that the stages receive."""
+"""The microbatch that pipeline stages receive: token ids, targets, masks and positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Token ids and related tensors of one microbatch. S is the number of tokens of this context-parallel rank.
+    """Token ids and related tensors of one microbatch. S is the number of tokens per sequence on this cp rank.
 
     The sequence is the first dim, so that sequence parallelism splits activations into contiguous parts.
     """
@@ -18,14 +18,17 @@ class Microbatch:
     targets_SB: Tensor | None = None  # int64, the next tokens; needed by the stage with the head
     # document number of each position of the complete sequence; None = one document per sequence
     documents_BS: Tensor | None = None
-    loss_mask_SB: Tensor | None = None  # False for targets that do not count in the loss; None = all count
-    # targets of the step over all replicas: the loss is divided by this number; needed by the stage with the head
+    loss_mask_SB: Tensor | None = None  # False for targets that are excluded from the loss; None = all count
+    # number of targets of the step over all replicas: the loss is divided by this number; needed by the stage with the
+    # head
     global_targets: int | Tensor = 0
-    # sequences of the step over all replicas: divisor of the routers' losses; needed by stages with experts
+    # number of sequences of the step over all replicas: the routers' losses are divided by it; needed by stages with
+    # experts
     global_sequences: int = 0
-    # int64 sample numbers in the data, from which dropout draws its masks; None = no dropout, as in evaluation
+    # int64 numbers of the samples in the data, which determine dropout's masks; None = no dropout, as in evaluation
     samples_B: Tensor | None = None
-    # (sums by text, text number of each target S x B): the stage with the head adds each token's loss to its text's sum
+    # (sum of losses of each text, text number of each target (S, B)), for evaluating tasks: the stage with the head
+    # adds the loss of each target to the sum of the target's text
     text_losses: tuple[Tensor, Tensor] | None = None
     # position of each token if tokens are generated one by one; None = positions count from the start
     positions_SB: Tensor | None = None

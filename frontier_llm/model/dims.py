@@ -1,4 +1,4 @@
-"""Legend of the shape suffixes. Read `x_sBH` as a tensor of shape (s, B, H).
+"""Meaning of the shape suffixes of tensor names. `x_sBH` is a tensor of shape (s, B, H).
 
 S  sequence length            B  microbatch (sequences)       H  hidden
 A  query heads                G  key/value heads              D  head dimension

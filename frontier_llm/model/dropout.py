@@ -1,4 +1,4 @@
-"""Dropout on tensors that are added to the residual stream. The masks do not depend on the layout."""
+"""Dropout on tensors that are added to the residual stream. The masks do not depend on the parallel layout."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from frontier_llm.parallel.tensor import LayerContext
 
 
 class Drawn(NamedTuple):
-    """Sample numbers and positions from which a microbatch's masks are drawn, for the tokens that this rank holds."""
+    """Sample numbers and positions of this rank's tokens, which determine the dropout masks of a microbatch."""
 
     samples_B: Tensor
     positions_S: Tensor
 
 
 class Dropout(nn.Module):
-    """residual + x, with some features of x dropped in training.
+    """Computes residual + dropout(x). In evaluation no feature of x is dropped.
 
-    Backward draws the mask again, so nothing of it is saved.
+    Backward computes the mask again, so the mask is not saved.
     """
 
     def __init__(self, model: ModelConfig, context: LayerContext, name: str) -> None:

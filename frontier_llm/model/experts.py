@@ -1,4 +1,4 @@
-"""Mixture of experts in place of the MLP: the router, and the experts, which may lie on other ranks."""
+"""Mixture-of-experts layer, which replaces the MLP: the router, and the experts, which may be on other ranks."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ Beside = TypeVar("Beside")
 
 
 class Routed(NamedTuple):
-    """A router's losses and load for the tokens of a microbatch that this rank has routed."""
+    """Losses of a router and load of its experts, for the tokens of a microbatch that this rank has routed."""
 
-    # Sum over sequences of the balance loss: the share of this rank's tokens; 0-dim, fp32 (fp64 under fp64).
+    # Balance loss, summed over sequences: the contribution of this rank's tokens; 0-dim, fp32 (fp64 under fp64).
     balance: Tensor
-    z: Tensor  # sum over tokens of the squared log-sum-exp of their logits
-    # fp64, E + 2: rows for each expert, the sum over tokens of their scores' entropy, and the number of dropped rows.
+    z: Tensor  # z loss: sum over tokens of the squared log-sum-exp of the router's logits
+    # fp64, E + 2 numbers: rows (token, expert) of each expert, the entropy of the scores summed over tokens, and the
+    # number of dropped rows.
     load: Tensor
 
 
 class Router(nn.Module):
-    """Scores every expert for every token in fp32, and selects the best k."""
+    """Router: scores every expert for every token in fp32, and selects the k best experts of each token."""
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
@@ -51,11 +52,11 @@ class Router(nn.Module):
         self.context = context
         self.weight = declared[f"{name}.weight"].accumulated_by_layer()
         self.bias = declared.get(f"{name}.bias")
-        # rows of each expert over the mean, in the global batch of the step before
+        # rows of each expert in the global batch of the previous step, divided by the mean over experts
         self.load_E = declared.get(f"{name}.load")
 
     def forward(self, x_sBH: Tensor) -> tuple[RouterChoice, Routed]:
-        """Route tokens, (s, B, H). Returns the selected experts of each token, and losses and load."""
+        """Route tokens, (s, B, H). Returns the selected experts of each token, and the router's losses and load."""
         moe = self.moe
         logits_NE = router_product(x_sBH.flatten(0, 1), self.weight, self.context)
         routing = Routing(moe.top_k, moe.score == "sigmoid", moe.normalise, moe.scale)
@@ -75,12 +76,12 @@ class Router(nn.Module):
     ) -> Routed:
         """Compute the balance loss, the z loss and the load.
 
-        The balance loss of a sequence is E / (k S²) times the sum over experts of rows times scores (Switch,
-        arXiv:2101.03961, for k experts).
+        The balance loss per sequence is E / (k S²) times the sum, over experts, of the expert's rows times its summed
+        scores (Switch, arXiv:2101.03961, generalised to k experts per token).
 
-        The balance loss of the global batch (arXiv:2501.11873) uses the rows of the step before. The rows of this step
-        are not known yet, because backward begins before its last microbatch is routed. A token's loss is then the mean
-        load of the experts, weighted by the token's scores. No communication between ranks is needed.
+        The balance loss of the global batch (arXiv:2501.11873) uses the rows of the previous step. The rows of this
+        step are not known yet, because backward begins before the last microbatch of the step is routed. A token's loss
+        is then the mean load of the experts, weighted by the token's scores. No communication between ranks is needed.
         """
         moe = self.moe
         tp = self.context.tp
@@ -93,7 +94,7 @@ class Router(nn.Module):
         rows_BE.scatter_add_(1, chosen_Bn, torch.ones_like(chosen_Bn, dtype=rows_BE.dtype))
         own_E = rows_BE.sum(0)
         if self.load_E is None:
-            for axis in (tp, cp):  # rows of complete sequences: each rank has routed a part
+            for axis in (tp, cp):  # sum the rows of complete sequences, of which each rank has routed a part
                 all_reduce_(rows_BE, axis)
         scores_BE = scores_NE.view(s, B, -1).sum(0)
         S = s * tp.size * cp.size
@@ -111,7 +112,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of the experts that this rank holds. A token's outputs are summed with the router's weights."""
+    """The MLPs of the experts on this rank. The outputs of a token's experts are summed with the router's weights."""
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
@@ -125,8 +126,8 @@ class Experts(nn.Module):
     def forward(self, x_NH: Tensor, choice: RouterChoice, overlapped: Callable[[], Beside]) -> tuple[Tensor, Beside]:
         """Return the experts' output, (N, H), and the result of `overlapped()`.
 
-        `overlapped` is computed while the rows are sent to their experts. Its backward overlaps the return of their
-        gradients.
+        `overlapped` is computed while the tokens are sent to their experts. The backward of `overlapped` is computed
+        while the gradients of these tokens are sent back.
         """
         ep = self.context.ep
         etp = self.context.etp
@@ -146,8 +147,10 @@ class Experts(nn.Module):
         return combine(y_MH, to_nodes.plan), beside
 
     def _outputs(self, plan: Dispatch, x_MH: Tensor, weights_M: Tensor) -> Tensor:
-        """Apply the experts. The router's weight multiplies the activation, which equals weighting the linear down
-        projection's output.
+        """Apply the experts to their rows and multiply by the router's weights.
+
+        The weight multiplies the input of the down projection. The down projection is linear, so this equals a weighted
+        output.
         """
         up = self.up(x_MH, plan.ends_E)
         ops = self.context.ops
@@ -159,8 +162,8 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Router, experts, and an optional shared MLP that processes every token.
 
-    Each tp rank routes its own part of the sequence. Without sequence parallelism it first takes its part. If the
-    number of positions is not divisible by tp (a generated token, for example), each tp rank routes all of them.
+    Each tp rank routes its own part of the sequence. Without sequence parallelism the rank first takes its part. If the
+    number of positions is not divisible by tp (for example a generated token), each tp rank routes all positions.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Initial weights from (seed, parameter name, position).
+"""Initialises weights as a function of seed, parameter name and element index.
 
-Every layout therefore starts from the same model, bit-equal on every device. Each element's value is a pure function of
+Every layout therefore starts from the same weights, bit-equal on every device. An element's value is a pure function of
 its flat index in the global tensor: a counter-based generator (`ops/dropout.py`) and the Box-Muller transform.
 
-Values are computed on the device of the weights, in torch's integer arithmetic and in fp64. Only sums, products,
-quotients and roots are used, which are exact or correctly rounded on every device. Library functions such as log and
-cos are not used, because their last digits differ between devices.
+Values are computed on the device of the weights, with integers and in fp64. Only sums, products, quotients and roots
+are used, because they are exact or correctly rounded on every device. Library functions such as log and cos are not
+used, because their last digits differ between devices.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from frontier_llm.parallel.tensor import ShardedParameter
 from frontier_llm.topology.rectangles import Rectangle, contiguous_runs
 from frontier_llm.topology.shards import ShardSpec
 
-_PER_BLOCK = 4  # normals per block: 4 x 32 bits make two pairs
-# Elements at a time. A CPU chunk fits into a cache. A GPU chunk fills the GPU and needs 0.1 GB of scratch memory.
+_PER_BLOCK = 4  # normal numbers per block of the generator: 4 x 32 bits give two pairs
+# Number of elements that are computed at a time. A CPU chunk fits into a cache. A GPU chunk occupies the whole GPU and
+# needs 0.1 GB of scratch memory.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-# layout of a double's bits
+# bit fields of an fp64 number
 _FRACTION = (1 << 52) - 1
 _BIAS = 1023
 _ONE = _BIAS << 52
@@ -48,7 +49,8 @@ _COS = [(-1) ** k * (2 * math.pi) ** (2 * k) / math.factorial(2 * k) for k in ra
 
 def box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Return two standard normals (fp64) from two 32-bit words: sqrt(-2 ln u) times cosine and sine of 2πv."""
-    # u = mantissa * 2^exponent, taken from its bits. torch has no frexp on ROCm, and compiles it at run time on CUDA.
+    # Read mantissa and exponent of u from its bits: u = mantissa * 2^exponent. torch has no frexp on ROCm, and compiles
+    # frexp at run time on CUDA.
     bits = ((first.double() + 0.5) * 2.0**-32).view(torch.int64)
     mantissa = ((bits & _FRACTION) | _ONE).view(torch.float64)
     high = mantissa > math.sqrt(2)
@@ -72,7 +74,10 @@ def box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normals(key: int, starts_R: Tensor, count: int) -> Tensor:
-    """Return elements [start, start + count) of a key's normal stream for each start, fp64, [R, count]."""
+    """Return elements [start, start + count) of a key's stream of normal numbers for each of R starts.
+
+    The result is fp64, [R, count].
+    """
     skipped_R = starts_R % _PER_BLOCK
     aligned = not bool(skipped_R.any())
     blocks = -(-(count + (0 if aligned else _PER_BLOCK - 1)) // _PER_BLOCK)
@@ -85,7 +90,7 @@ def normals(key: int, starts_R: Tensor, count: int) -> Tensor:
 
 
 def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Fill every parameter with this rank's part of its initial values."""
+    """Fill every parameter with its initial values. A sharded parameter gets this rank's part."""
     with torch.no_grad():
         for parameter in parameters:
             initial_rows(parameter.spec, seed, parameter)
@@ -106,7 +111,7 @@ def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
     starts, run_length = contiguous_runs(whole, Rectangle(spec.offset, spec.shape))
     chunk = _CHUNK[out.device.type]
     values_RC = out.view(len(starts), run_length)
-    rows = max(1, chunk // run_length)  # many short runs at once, or one long run in pieces
+    rows = max(1, chunk // run_length)  # compute many short runs at once, or one long run in pieces
     for row in range(0, len(starts), rows):
         starts_R = torch.from_numpy(np.ascontiguousarray(starts[row : row + rows])).to(out.device)
         for column in range(0, run_length, chunk):

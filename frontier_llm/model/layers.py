@@ -1,6 +1,6 @@
-"""Norm, attention, MLP, and the transformer block that joins them.
+"""Layers of the transformer: norms, attention, MLP, and the transformer block.
 
-With a tensor-parallel degree of 1 they are the layers of a serial transformer.
+With tensor parallelism of degree 1 they are the layers of a serial transformer.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def gain(weight: Tensor, plus_one: bool) -> Tensor:
 
 
 class NoNorm(nn.Module):
-    """Identity module for a place without a norm."""
+    """Identity module, used in a block at a place that has no norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` unchanged."""
         return x
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum twice: as the "normed" tensor and as the residual stream."""
+        """Return (x + residual, x + residual), in the places of the normed tensor and of the residual stream."""
         total = x + residual
         return total, total
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of queries or keys, over each head or over all heads of all tp ranks ("full").
+    """RMSNorm of queries or keys (QK norm), over each head, or with "full" over all heads of all tp ranks.
 
     With "full", the weight is split over tp like the heads.
     """
@@ -88,7 +88,7 @@ class HeadNorm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with heads split over tp, rotary or ALiBi positions, and grouped key/value heads.
 
-    The fused projection holds, for each key/value head, its Q query heads, its key and its value.
+    The fused QKV projection has, for each key/value head, the weights of its Q query heads, its key and its value.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class Attention(nn.Module):
         return self.output(o_SBaD.flatten(2))
 
     def _heads(self, qkv_SBgqD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values if the fused `rotated_heads` does not apply."""
-        # One split instead of three slices: its backward writes one gradient. Three slices would add up three gradients
-        # that are mostly zeros.
+        """Return queries, keys and values. Used if the fused op `rotated_heads` does not support the configuration."""
+        # The backward of one split writes one gradient. The backward of three slices would add three gradients that
+        # are mostly zeros.
         q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((self.queries, 1, 1), dim=-2)
         q_SBaD = q_SBgqD.flatten(2, 3)
         k_SBgD = k_SBgqD.squeeze(-2)
@@ -150,7 +150,7 @@ class Attention(nn.Module):
         if positions.rope is not None:
             q_SBaD = self.ops.rope(q_SBaD, *positions.rope)
             k_SBgD = self.ops.rope(k_SBgD, *positions.rope)
-        # q is a copy here. Views k and v would keep all of qkv in memory until backward.
+        # If q is a copy, make k and v copies, too. As views they would keep all of qkv in memory until backward.
         if positions.rope is not None or self.queries > 1:
             k_SBgD = k_SBgD.contiguous()
             v_SBgD = v_SBgD.contiguous()
@@ -176,7 +176,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block with norms before, behind, or on both sides of attention and MLP.
+    """Transformer block, with norms before, after, or both before and after attention and MLP.
 
     With `parallel_residual`, attention and MLP read the same residual stream (GPT-NeoX).
     """
@@ -218,10 +218,10 @@ class Block(nn.Module):
         added: Tensor | None,
         positions: Positions,
     ) -> tuple[Tensor, Tensor | None, Routed | None]:
-        """Run the block. The residual stream is x + added, or x if `added` is None. Each is (S or s, B, H).
+        """Run the block on the residual stream x + added, or x if `added` is None. Shapes are (S or s, B, H).
 
-        Returns the two summands behind this block, and the router's `Routed` if the block has experts. The next norm
-        computes the sum in its own kernel, forward and backward.
+        Returns the two summands of the residual stream after this block, and the router's `Routed` if the block has
+        experts. The kernel of the next norm also computes the sum, forward and backward.
         """
         normed, x = (self.attention_norm(x), x) if added is None else self.attention_norm.add(added, x)
         attended = self.attention_output_norm(self.attention(normed, positions))

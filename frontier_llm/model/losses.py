@@ -1,4 +1,4 @@
-"""Further losses beside the next-token loss: functions registered under a name and weighted in the run file.
+"""Registry of further losses, which are added to the next-token loss with weights from the run file.
 
     def small_activations(x_SBH, batch, tp):
         return x_SBH.float().square().mean(-1).sum() / batch.global_targets
@@ -23,10 +23,10 @@ from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.experts import Routed
 from frontier_llm.parallel.tensor import mean_over_global_batch
 
-# Losses of models with experts. The model file has their weights.
+# Names of the losses of models with experts. The model file sets their weights.
 BALANCE = "router-balance"
 ROUTER_Z = "router-z"
-LOAD = "router-load"  # not a loss: `Routed.load` of model.experts for each layer; each rank has its own
+LOAD = "router-load"  # not a loss: `Routed.load` of each layer with experts, for the tokens that this rank has routed
 
 
 def weights(config: RunConfig) -> dict[str, float]:
@@ -39,7 +39,7 @@ def weights(config: RunConfig) -> dict[str, float]:
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors that stages return with their losses and that are summed over microbatches."""
+    """Return, by name, the shapes of other tensors that stages return with their losses, to be summed."""
     if model.moe is None:
         return {}
     return {LOAD: (len(model.routed_layers), model.moe.experts + 2)}
@@ -49,17 +49,19 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 class LossTerm:
     """A further loss: a function of a virtual stage's output, the microbatch, and the tp axis.
 
-    The output of the blocks is (S or s, B, H), before the final norm. The function returns a scalar: this microbatch's
-    share of the step's term. Shares are only summed over microbatches, replicas and stages.
+    The stage's output is the output of its blocks, (S or s, B, H), before the final norm. The function returns a
+    scalar: this microbatch's share of the step's loss. Shares are summed over microbatches, replicas and stages, and
+    not averaged.
 
     With sequence parallelism the function receives this rank's s positions and returns their share. The stage then sums
-    the values over tp. Without it the function receives all S positions, and every tp rank returns the same value.
+    the values over tp. Without sequence parallelism the function receives all S positions, and every tp rank returns
+    the same value.
     """
 
     function: Callable[[Tensor, Microbatch, Axis], Tensor]
-    # True: every virtual stage of the pipeline; False: only the last one, on the output of the model's last block
+    # True: computed on every virtual stage; False: only on the last one, from the output of the model's last block
     every_stage: bool = False
-    # True: the function receives each token's log-sum-exp of the logits, (S, B), the same on all tp ranks, instead of x
+    # True: instead of x, the function receives the log-sum-exp of each token's logits, (S, B), equal on all tp ranks
     of_logits: bool = False
 
     def value(self, x: Tensor, batch: Microbatch, tp: Axis, sequence_parallel: bool) -> Tensor:
@@ -81,15 +83,16 @@ def router_losses(
 ) -> dict[str, Tensor]:
     """Return the losses of a stage's routers and their load, by name.
 
-    `routed` is by layer. `sequences` and `tokens` are numbers of the step. The losses are sums over layers of the mean
-    over sequences or tokens. The load has one row for each layer with experts of the complete model. Rows of other
-    stages' layers are zero.
+    `routed` maps layer to `Routed`. `sequences` and `tokens` are the step's numbers of sequences and tokens. Each loss
+    is a mean over these, summed over layers. The load has one row for each layer with experts of the complete model.
+    Rows of layers on other stages are zero.
     """
     assert model.moe is not None
     balance = torch.stack([one.balance for one in routed.values()]).sum() / sequences
     z = torch.stack([one.z for one in routed.values()]).sum() / tokens
     both = whole_value(torch.stack((balance, z)), tp)
-    # A stage holds consecutive layers. A list as an index would be copied to the device, and the host would wait.
+    # Use a slice, because a stage holds consecutive layers. A list as an index would be copied to the device, and the
+    # host would wait.
     first = min(routed) - model.routed_layers.start
     load_LE = both.new_zeros(len(model.routed_layers), model.moe.experts + 2, dtype=torch.float64)
     load_LE[first : first + len(routed)] = torch.stack([one.load for one in routed.values()])
@@ -108,12 +111,12 @@ _TERMS = {OUTPUT_Z: LossTerm(_output_z, of_logits=True)}
 
 
 def register(name: str, term: LossTerm) -> None:
-    """Register a term, so that `train.loss_weights: {name: …}` can use it."""
+    """Register a further loss under the name that `train.loss_weights: {name: …}` uses."""
     _TERMS[name] = term
 
 
 def select(names: Iterable[str]) -> dict[str, LossTerm]:
-    """Return the registered terms of these names. Raises ConfigError with the nearest name if a name is unknown."""
+    """Return the registered losses with these names. For an unknown name, ConfigError suggests a similar one."""
     for name in names:
         if name not in _TERMS:
             fix = (

@@ -1,4 +1,4 @@
-"""Positions of tokens: rotary tables, ALiBi slopes, and positions that restart at documents."""
+"""Position embeddings: rotary tables (RoPE), ALiBi slopes, and positions that restart at each document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Positions:
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin: (S, R), or (S, B, R) if positions restart at documents
     alibi_slopes_a: Tensor | None
-    documents_BS: Tensor | None  # of the complete sequence, independent of the part that this rank holds
+    documents_BS: Tensor | None  # document number of each position of the complete sequence, on every cp rank
     drawn: Drawn | None = None  # None = no dropout
 
 
@@ -44,7 +44,7 @@ def rope_table(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     amplitude = 1.0
     if scaling is not None:
         frequencies_R = _SLOWED[scaling.kind](frequencies_R, exponents_R, model, scaling)
-        # YaRN sharpens the softmax over more keys by scaling cos and sin of queries and keys
+        # With more keys, YaRN makes the softmax sharper. It scales cos and sin, and so queries and keys.
         if scaling.kind == "yarn":
             amplitude = 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
     angles_SR = torch.arange(model.sequence_length, dtype=torch.float64, device=device)[:, None] * frequencies_R
@@ -57,9 +57,9 @@ def _linear(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scal
 
 
 def _ntk(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """Raise the base (NTK-aware, in arXiv:2309.00071).
+    """Increase the base of the frequencies (NTK-aware scaling, described in arXiv:2309.00071).
 
-    The slowest rotation is slowed by the factor, and the fastest is unchanged.
+    The lowest frequency is divided by the factor, and the highest frequency is unchanged.
     """
     return frequencies_R * scaling.factor ** -(exponents_R / exponents_R[-1])
 
@@ -67,7 +67,7 @@ def _ntk(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling
 def _llama3(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
     """Scale frequencies like Llama 3.1 (arXiv:2407.21783 and its reference code).
 
-    The scaling of a frequency depends on its number of rotations within the original context.
+    How much a frequency is scaled depends on its number of rotations within the original context.
     """
     assert scaling.original_sequence_length is not None
     rotations_R = frequencies_R * scaling.original_sequence_length / (2 * math.pi)

@@ -12,11 +12,11 @@ Result = TypeVar("Result")
 
 
 def recompute(run: Callable[..., Result], *inputs: Tensor) -> Result:
-    """Return run(*inputs), saving only `inputs` for backward, which calls `run` again.
+    """Return run(*inputs). Only `inputs` are saved, and backward calls `run` again.
 
     Parameters inside `run` get their gradients as usual.
     """
-    # The model uses no torch generator in training (dropout masks are functions of the sample), so no generator state
-    # is saved.
+    # The state of torch's random generator need not be saved, because the model does not use it in training. Dropout
+    # masks are functions of the sample.
     output: Result = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output

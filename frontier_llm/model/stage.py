@@ -1,4 +1,4 @@
-"""The part of the transformer in one virtual stage. A single stage with all layers is the serial model."""
+"""A virtual pipeline stage: its part of the transformer. A single stage with all layers is the serial model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ from frontier_llm.topology.grid import held_positions
 
 
 class Stage(nn.Module):
-    """Embedding (first stage), blocks, final norm and head (last stage). Built on the meta device, without memory."""
+    """A virtual stage: transformer blocks, with the embedding on the first stage, and final norm and head on the last.
+
+    The stage is built on the meta device, without memory.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class Stage(nn.Module):
         *,
         terms: Mapping[str, losses.LossTerm],
     ) -> None:
-        """`declared` maps names to parameters and contains at least this stage's (see `build_stages`).
+        """`declared` maps names to parameters. It contains all parameters of this stage, and may contain more.
 
         `terms` are the further losses of the run, by name.
         """
@@ -69,7 +72,7 @@ class Stage(nn.Module):
         )
         self.final_norm = Norm(model, context, declared, "final_norm") if spec.head else None
         self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
-        # Rounded to the dtype of the weights, like the factor in Gemma's own code.
+        # Round the factor to the dtype of the weights, as Gemma's reference code does.
         self._embedding_scale = (
             float(torch.tensor(model.hidden**0.5, dtype=context.dtype)) if model.scaled_embedding else 1.0
         )
@@ -85,7 +88,7 @@ class Stage(nn.Module):
         wide = statistics_dtype(self.context.dtype)
         self.model = model
         held = held_positions(model.sequence_length, context.cp.size, context.cp.rank)
-        # positions of this rank's tokens in the sequence
+        # with context parallelism: positions of this rank's tokens in the sequence
         self._held_S = torch.tensor(list(chain(*held)), device=device) if context.cp.size > 1 else None
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
         self._alibi_slopes_a = (
@@ -96,8 +99,8 @@ class Stage(nn.Module):
         """Run this stage for one microbatch. `x` is the previous stage's output, or None on the first stage.
 
         Returns the activation for the next stage, (S or s, B, H). The last stage returns this microbatch's share of the
-        mean loss over the step's targets, a scalar in fp32 (fp64 under fp64). If the stage has further losses, both are
-        returned as a `StageOutput`.
+        mean loss over the step's targets, a scalar in fp32 (fp64 under fp64). If the stage has further losses, a
+        `StageOutput` with this result and the losses is returned.
         """
         x, routed = self._blocks(x, batch)
         context = self.context
@@ -123,7 +126,7 @@ class Stage(nn.Module):
         return self._blocks(x, batch)[0]
 
     def _blocks(self, x: Tensor | None, batch: Microbatch) -> tuple[Tensor, dict[int, Routed]]:
-        """Return the output of embedding and blocks, and each router's `Routed` by layer."""
+        """Return the output of embedding and blocks, and a dict from layer number to the router's `Routed`."""
         embedded = self._embed(batch) if x is None else x
         positions = self._positions(batch, embedded.shape[0])
         x = embedded
@@ -132,7 +135,7 @@ class Stage(nn.Module):
         routers = dict[int, Routed]()
         added = None
         for layer, block in zip(self._layers, self.blocks, strict=True):
-            if layer in self._recomputed:  # sum first, so that recomputation keeps one tensor as its input and not two
+            if layer in self._recomputed:  # recompute saves its inputs, so pass the sum: one tensor and not two
                 x, added, routed = recompute(lambda x, block=block: block(x, None, positions), _sum(x, added))
             else:
                 x, added, routed = block(x, added, positions)
@@ -154,7 +157,7 @@ class Stage(nn.Module):
         assert self.final_norm is not None
         vocab = self.model.vocab_size
         v = self.model.padded_vocab_size // self.context.tp.size
-        # the other rows are padding, for which no logit is computed
+        # The other rows of the head are padding of the vocabulary, for which no logits are computed.
         num_rows = min(v, vocab - v * self.context.tp.rank)
         if self.output_head is not None:
             logits_SBv = self.output_head(self.final_norm(x), num_rows=num_rows)
@@ -194,7 +197,7 @@ class Stage(nn.Module):
     def _positions(self, batch: Microbatch, rows: int) -> Positions:
         """Return the positions of a microbatch.
 
-        `rows` is the number of positions that this rank holds between blocks.
+        `rows` is the number of positions in this rank's activations between blocks (S or s).
         """
         rope = self._rope
         cut = self.context.sequence_parallel
@@ -232,7 +235,7 @@ def build_stages(
 ) -> list[Stage]:
     """Build the virtual stages of one pipeline rank, in model order.
 
-    A parameter that two of these stages use (a tied embedding) exists once.
+    If two of these stages use the same parameter (a tied embedding), they share one tensor.
     """
     tied_rank = 0 if any(spec.embedding for spec in specs) else 1
     parameters = rank_parameters(model, specs, context.sequence_parallel)

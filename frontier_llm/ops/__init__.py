@@ -1,4 +1,4 @@
-"""Fused ops with one interface: a reference in plain torch, prebuilt back-ends, and the selection of a back-end."""
+"""Fused ops: a reference implementation in plain torch, prebuilt back-ends, and the selection of a back-end."""
 
 from .attention_table import AttentionShape
 from .dropout import Mask, philox, stream_key

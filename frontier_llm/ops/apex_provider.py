@@ -1,6 +1,6 @@
-"""Ops of apex (fused norms, multi-tensor Adam) with the interface of `ops.reference`, for sites that have apex.
+"""Back-end with the ops of apex (fused norms, multi-tensor Adam), with the interface of `ops.reference`.
 
-They have never run on a GPU.
+This code has never run on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Preferred attention back-ends by architecture and shape.
+"""Table of the preferred attention back-ends by GPU architecture and shape.
 
-The table is a file in configs/attention, or one that `ops tune` has written.
+The table is a file in configs/attention, or a file that `ops tune` has written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AttentionShape:
 class AttentionRule(Section):
     """Order in which `auto` tries attention back-ends for an architecture ("cpu" is one), head dim and kind.
 
-    A rule applies to head dims up to its own, down to the head dim of the next smaller rule.
+    A rule applies to head dims up to its own head dim, if no rule with a smaller head dim covers them.
     """
 
     model_config = ConfigDict(strict=True)

@@ -1,4 +1,4 @@
-"""Catalogue of op cases: the call of each op, its inputs, and the reference result.
+"""Test cases for the ops: for each op its call, its inputs, and the result of the reference implementation.
 
 A case can be built at any size. `ops check` (check.py) chooses sizes that use every code object. Tests choose odd
 sizes, and `bench ops` uses the sizes of a model's microbatch.
@@ -20,8 +20,8 @@ from frontier_llm.ops.routing import Routing
 
 Pair = tuple[Tensor, Tensor]  # an op's result, and the reference's result in float64
 
-FIRST_TARGET = 100  # first row of the vocabulary's shard in the cross-entropy cases
-ROWS_BEHIND = 200  # rows after the last group of rows, which no op may read
+FIRST_TARGET = 100  # first vocabulary id of the shard in the cross-entropy cases
+ROWS_BEHIND = 200  # number of rows after the last group of rows, which no op may read
 DROP_KEY = 0xFEDCBA9876543210
 
 
@@ -93,7 +93,7 @@ def attention(
     dtype: torch.dtype, sequence: int, batch: int, heads: int, kv_heads: int, head_dim: int, *,
     scores: Scores, kind: str = "",
 ) -> Case:  # fmt: skip
-    """Return a case of causal attention. `kind` is the text for the options in `scores`."""
+    """Return a case of causal attention. `kind` is a text that describes the options in `scores`."""
     q = normal(sequence, batch, heads, head_dim, dtype=dtype)
     k, v = (normal(sequence, batch, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
     words = _words((sequence, f"{heads}/{kv_heads}", head_dim), kind)
@@ -106,8 +106,8 @@ def attention_block(
 ) -> Case:  # fmt: skip
     """Return a case of attention over a range of keys, with its backward.
 
-    The backward gets a log-sum-exp over more keys than these. The results are the output, exp(log-sum-exp), and the
-    gradients of q, k and v.
+    The log-sum-exp that is passed to the backward covers more keys than this range. The results are the output,
+    exp(log-sum-exp), and the gradients of q, k and v.
     """
     q, grad, o = (normal(queries, batch, heads, head_dim, dtype=dtype, seed=seed) for seed in (0, 3, 4))
     k, v = normal(keys, 2, batch, kv_heads, head_dim, dtype=dtype, seed=1).unbind(1)
@@ -207,7 +207,7 @@ def gelu(
 
 
 def gather_rows(dtype: torch.dtype, columns: int, *, terms: int) -> Case:
-    """Return a case of gather_rows: 7 rows in another order (`terms` 1), or sums of 0 to 3 rows (`terms` 3)."""
+    """Return a case of gather_rows. With `terms` 1, 7 rows are reordered. With `terms` 3, 0 to 3 rows are summed."""
     of_terms = {
         1: torch.tensor([[6], [0], [-1], [3], [3]]),
         3: torch.tensor([[0, 1, 6], [-1, 5, -1], [-1, -1, -1], [2, 2, 4]]),

@@ -1,4 +1,4 @@
-"""Comparison of every GPU op at small odd shapes with the reference in float64, on a GPU or on a substitute for one."""
+"""Compares every GPU op with the reference in float64, at small odd shapes, on a GPU or a simulator of a GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from frontier_llm.ops.reference import Scores
 from frontier_llm.ops.routing import Routing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Limits in units in the last place. One rounding is half a unit. Results in fp32 are sums of rounded numbers.
+# Error limits in units in the last place (ULP). One rounding is half a unit. The limit for fp32 results is larger,
+# because they are sums of rounded numbers.
 FP32_LIMIT = 32.0
 ROUNDED_LIMIT = 1.0
-# Attention has two consecutive products, each with inputs rounded to the type.
+# Attention has two consecutive matrix products, and the inputs of both are rounded.
 ATTENTION_LIMIT = 2.0
 EXTRAS = "ALiBi, documents"
 BOUNDED = "ALiBi, documents, soft cap, window"
@@ -64,7 +65,7 @@ def units(got: Tensor, expected: Tensor) -> float:
 def checks(dtype: torch.dtype) -> Iterator[Check]:
     """Yield a check for every op and variant, first with sizes that are multiples of 16, then with other sizes.
 
-    Together the checks use all code objects of a type.
+    Together the checks use all code objects of the dtype.
     """
     limit = FP32_LIMIT if dtype is torch.float32 else ROUNDED_LIMIT
     for odd in (0, 3):
@@ -72,14 +73,14 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
             yield Check(case, limit)
         for case in _weighted(dtype, 1104 - odd):
             yield Check(case, limit, slice(0, -1))
-            # the gradient of the row weights is a sum in fp32
+            # The gradient of the row weights is a sum in fp32, so it has the limit for fp32.
             yield Check(case, FP32_LIMIT, slice(-1, None))
     if dtype is torch.float32:
         for case in _routers():
             yield Check(case, FP32_LIMIT)
         return
     for odd in (0, 3):
-        # groups with no rows, few rows, and more rows than a block; depth and width with complete and partial blocks
+        # Groups have no rows, few rows, or more rows than a block. Depth and width have complete and partial blocks.
         ends = torch.tensor((0, 5, 135, 135, 168), dtype=torch.int32)
         yield Check(catalogue.grouped_linear(dtype, ends, 80 - odd, 144 - odd), limit)
         yield Check(catalogue.grouped_gradient(dtype, ends, 80 - odd, 144 - odd), FP32_LIMIT)
@@ -107,7 +108,7 @@ def _pointwise(dtype: torch.dtype, odd: int) -> Iterator[Case]:
     yield catalogue.accumulate(dtype, 66000 - odd)
     yield catalogue.sum_of_squares(dtype, 66000 - odd)
     for residual in (True, False):
-        # the distance between the eight features of a lane is an eighth of a row
+        # The eight features of a lane are an eighth of a row apart, so test with long rows.
         yield catalogue.drop(dtype, 5, 2, 2176 - odd, residual=residual)
     yield catalogue.embedding(dtype, 1040 - odd)
 
@@ -119,7 +120,7 @@ def _weighted(dtype: torch.dtype, width: int) -> Iterator[Case]:
 
 
 def _routers() -> Iterator[Case]:
-    """Yield each number of experts with each convention for scores and weights."""
+    """Yield router cases: each number of experts, combined with each option for scores and weights."""
     for experts, top_k in ((16, 4), (13, 1), (256, 16), (100, 6), (512, 8), (1021, 8)):
         for sigmoid, normalise, biased in (
             (False, True, False),

@@ -1,6 +1,7 @@
-"""The C++ ops of csrc/cpu, for fp32 and bf16 on the CPU.
+"""CPU back-end: the C++ ops of csrc/cpu, for fp32 and bf16.
 
-Shapes and meaning as in `ops.reference`. Import this module only after `native.load_cpu_library()` returned ''.
+Shapes and meaning are the same as in `ops.reference`. Import this module only after `native.load_cpu_library()` has
+returned ''.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from frontier_llm.ops.routing import Routing
 _native: Any = torch.ops.frontier_llm
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a reshape whose result autograd does not treat as a view
 
-# Products with at most this number of rows use torch.
-# In fp32 torch is 3.3, 1.8 and 1.2 times as fast as our kernel with 1, 2 and 4 rows, and equally fast with 8.
-# In bf16 with AVX2 torch is 2.7 and 1.5 times as fast with 1 and 2 rows, and 0.75 times as fast with 4.
+# Matrix products with at most this number of rows use torch.
+# In fp32 torch is 3.3, 1.8 and 1.2 times as fast as the kernel in csrc/cpu with 1, 2 and 4 rows, and equally fast with
+# 8 rows. In bf16 with AVX2 torch is 2.7 and 1.5 times as fast with 1 and 2 rows, and 0.75 times as fast with 4 rows.
 FEW_ROWS = {torch.float32: 4, torch.bfloat16: 2}
 
 
 class CpuOps(DifferentiableOps):
-    """The ops of `ops.reference` on top of torch.ops.frontier_llm.
+    """Implements the ops of `ops.reference` with the C++ functions in torch.ops.frontier_llm.
 
     In bf16, attention is 4.8 times as fast as SDPA's CPU kernel (docs/benchmarks/ops.md).
     """
 
     def __init__(self) -> None:
-        """Choose the types whose products use our kernels, by the instruction set."""
+        """Choose, by the instruction set, the types for which matrix products use the kernels of csrc/cpu."""
         own = {torch.float32}
         if not has_bf16_instructions():
             own.add(torch.bfloat16)
@@ -146,8 +147,8 @@ class CpuOps(DifferentiableOps):
     def linear(self, x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
         """Return x @ weightᵀ + bias.
 
-        `linear_input_gradient` gives the types that use our kernel. Up to FEW_ROWS rows use torch, because the kernel
-        first packs its operands, which costs too much for a few rows.
+        `linear_input_gradient` describes which types use the kernel of csrc/cpu. With up to FEW_ROWS rows torch is
+        used, because the kernel first packs its operands, which costs too much for a few rows.
         """
         if x.dtype not in self._own_products or x.shape[:-1].numel() <= FEW_ROWS[x.dtype]:
             return F.linear(x, weight_ok, bias_o)
@@ -156,10 +157,10 @@ class CpuOps(DifferentiableOps):
     def linear_input_gradient(self, grad_output: Tensor, weight_ok: Tensor) -> Tensor:
         """Return grad_output @ weight.
 
-        fp32 products use our own kernel. torch would call MKL, which uses only AVX2 on AMD CPUs (115 GFLOP/s instead
-        of 255 on one Zen 5 core). bf16 products use torch with oneDNN on CPUs with bf16 instructions, which is as fast
-        as our kernel. On other CPUs they use our kernel, which widens its operands to fp32: torch's loops reach 2 % of
-        its rate on a CPU with AVX2, and oneDNN emulates bf16 on a CPU with AVX-512.
+        fp32 products use the kernel of csrc/cpu. torch would call MKL, which uses only AVX2 on AMD CPUs (115 GFLOP/s
+        instead of 255 on one Zen 5 core). bf16 products use torch with oneDNN on CPUs with bf16 instructions, because
+        oneDNN is then as fast as the kernel of csrc/cpu. Other CPUs use this kernel for bf16. It converts its operands
+        to fp32. With AVX2, torch reaches 2 % of the kernel's rate, and with AVX-512, oneDNN emulates bf16.
         """
         if grad_output.dtype not in self._own_products:
             return grad_output @ weight_ok
@@ -170,15 +171,15 @@ class CpuOps(DifferentiableOps):
         return out_Nk.view(*grad_output.shape[:-1], weight_ok.shape[1])
 
     def accumulate_weight_gradient_(self, main_grad_ok: Tensor, grad_output_No: Tensor, x_Nk: Tensor) -> None:
-        """Add grad_outputᵀ @ x to main_grad. The product is added from registers and never stored by itself."""
+        """Add grad_outputᵀ @ x to main_grad. The product is added directly from registers."""
         grad_output_No = grad_output_No.detach().reshape(-1, grad_output_No.shape[-1])
         _native.gemm(grad_output_No.t(), x_Nk.detach().reshape(-1, x_Nk.shape[-1]), main_grad_ok, True)
 
     def grouped_linear(self, x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
         """Return the products of all groups in one call.
 
-        bf16 uses our kernel too. oneDNN is as fast for one shape, but its preparation is repeated for each number of
-        rows.
+        bf16 also uses the kernel of csrc/cpu. oneDNN is equally fast for one shape, but it repeats its preparation for
+        each new number of rows.
         """
         return _native.grouped_product(x_Mk.detach(), weight_Eok.detach().transpose(1, 2), ends_E)
 
@@ -193,7 +194,7 @@ class CpuOps(DifferentiableOps):
         _native.accumulate_grouped_gradient_(main_grad_Eok, grad_Mo.detach(), x_Mk.detach(), ends_E)
 
     def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
-        """Copy rows if each has one place. Otherwise sum each row in registers."""
+        """Return the gathered rows. With several places per row, the sum is computed in registers."""
         return _native.gather_rows(x_NH.detach(), places_Mf)
 
     def route_forward(
@@ -257,7 +258,7 @@ class _Linear(Function):
             return product if bias_o is None else product.add_(bias_o)
         rows = x.shape[:-1].numel()
         shape = x.shape[:-1] + weight_ok.shape[:1]
-        # Allocated in its final shape. If it were a view, autograd would not allow the in-place sum over tp.
+        # Allocate the result in its final shape. If it were a view, autograd would not allow the in-place sum over tp.
         out = x.new_empty(shape) if bias_o is None else bias_o.expand(shape).contiguous()
         _native.gemm(x.reshape(rows, x.shape[-1]), weight_ok.t(), out.view(rows, shape[-1]), bias_o is not None)
         return out

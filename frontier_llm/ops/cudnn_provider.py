@@ -1,4 +1,4 @@
-"""Attention with torch's scaled_dot_product_attention, which tries cuDNN first. It has never run on a GPU."""
+"""Attention back-end: torch's scaled_dot_product_attention with cuDNN as first choice. It has never run on a GPU."""
 
 from __future__ import annotations
 

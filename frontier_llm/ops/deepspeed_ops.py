@@ -1,4 +1,4 @@
-"""DeepSpeed's own ops: which are prebuilt in this installation, and which a run would compile at run time.
+"""Finds out which of DeepSpeed's own ops are prebuilt in this installation, and which a run would compile at run time.
 
 This module imports neither DeepSpeed nor torch.
 """
@@ -40,7 +40,7 @@ def op_states() -> dict[str, str]:
 def run_ops(config: RunConfig, variables: Mapping[str, str]) -> list[str]:
     """Return the DeepSpeed ops that this run loads.
 
-    The optimizer uses this project's formulas and ZeRO-1, so that at most `pin_memory` is needed.
+    A run needs at most the op for `pin_memory`, because the optimizer uses this project's formulas and ZeRO-1.
     """
     if config.optimizer.engine != "deepspeed":
         return []

@@ -1,7 +1,7 @@
-"""Autograd for a back-end's forward and backward functions, shared by the CPU's C++ ops and the GPU's prebuilt kernels.
+"""Connects a back-end's forward and backward functions to autograd, for the C++ ops and for the prebuilt GPU kernels.
 
-A back-end derives from `DifferentiableOps` and implements the abstract methods. They are called without a graph and
-must not use autograd.
+A back-end derives from `DifferentiableOps` and implements the abstract methods. These are called without an autograd
+graph and must not use autograd.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from frontier_llm.ops.routing import Routing
 class Attended(NamedTuple):
     """Tensors that attention saves for its backward.
 
-    They have the layout and the type that the kernels read, so that no copy or conversion is repeated.
+    The tensors have the layout and the type that the kernels read, so that backward need not copy or convert again.
     """
 
     q: Tensor  # [S, B, a, D]
@@ -55,7 +55,7 @@ class Normed(NamedTuple):
 class DifferentiableOps(ABC):
     """The differentiable ops, built from a back-end's forward and backward functions.
 
-    Shapes and meaning as in `ops.reference`.
+    Shapes and meaning are the same as in `ops.reference`.
     """
 
     def attention(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
@@ -118,9 +118,9 @@ class DifferentiableOps(ABC):
     def norm_backward(
         self, grad: Tensor, grad_total: Tensor | None, saved: Normed
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gradients of the total, the weight and the bias; the last two in fp32.
+        """Return the gradients of the total, the weight and the bias. The last two are in fp32.
 
-        The bias' gradient is ignored if the norm has no bias.
+        If the norm has no bias, the gradient of the bias is ignored.
         """
 
     @abstractmethod
@@ -150,7 +150,7 @@ class DifferentiableOps(ABC):
 
     @abstractmethod
     def swiglu_backward(self, grad: Tensor, x_2f: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and, in fp32, of the weights. The latter is ignored if `weights` is None."""
+        """Return the gradients of x and, in fp32, of the weights. If `weights` is None, its gradient is ignored."""
 
     @abstractmethod
     def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None) -> Tensor:
@@ -162,7 +162,7 @@ class DifferentiableOps(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of x and, in fp32, of the bias and the weights.
 
-        The gradient of a bias or of weights that are None is ignored.
+        If `bias` or `weights` is None, its gradient is ignored.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
-"""Interface to the GPU driver through csrc/gpu_launcher.cpp.
+"""Loads code objects (compiled GPU kernels) and launches them, through the GPU driver and csrc/gpu_launcher.cpp.
 
-It loads code objects and launches them on torch's current device and stream.
+Launches use torch's current device and stream.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from frontier_llm.errors import BackendError
 from frontier_llm.libraries import DIRECTORY, load_library
 
 LAUNCHER = DIRECTORY / "libgpu_launcher.so"
-SLOT_BYTES = 8  # size of each argument's slot; the argument is at the start of its slot
+SLOT_BYTES = 8  # bytes per argument in the buffer of arguments; a shorter argument is at the start of its slot
 
 Argument = Tensor | int | float | None  # argument of a kernel
 Grid = tuple[int, int, int]
 
 
 class LaunchError(Exception):
-    """A code object cannot be loaded or launched. If the driver reported an error, the text is the driver's."""
+    """A code object cannot be loaded or launched. The text is the driver's error message, if there is one."""
 
     def __init__(self, what: str, fix: str = "") -> None:
         super().__init__(what)
@@ -35,12 +35,12 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Code:
-    """One code object, and the parameters that all its launches share."""
+    """A code object, and the launch parameters that are equal in all its launches."""
 
     path: Path
     symbol: str
     arguments: tuple[str, ...]  # names, in the order of the slots
-    threads: int  # of a block
+    threads: int  # number of threads of a block
     shared_bytes: int
 
 
@@ -51,7 +51,7 @@ class Driver(Protocol):
         """Return the index of the device whose memory the kernels read; -1 for the CPU."""
 
     def load(self, device: int, code: Code, image: bytes) -> int:
-        """Return a handle of the function in a code object. Raises LaunchError.
+        """Load a code object, and return a handle of its kernel. Raises LaunchError.
 
         `image` is the content of the file. It must stay in memory as long as the handle is used.
         """
@@ -65,14 +65,14 @@ class Driver(Protocol):
         slots: bytes,
         arguments: Mapping[str, Argument],
     ) -> None:
-        """Run a loaded function. Raises LaunchError.
+        """Launch a loaded kernel. Raises LaunchError.
 
         `slots` has the arguments in binary form, SLOT_BYTES each. `arguments` has the same arguments by name.
         """
 
 
 class GpuDriver:
-    """The driver libamdhip64 ("hip") or libcuda ("cuda"), found at run time.
+    """The GPU driver: libamdhip64 ("hip") or libcuda ("cuda"), which is opened at run time.
 
     Raises BackendError if the driver or the launcher is missing.
     """
@@ -161,5 +161,5 @@ def _open(vendor: str) -> ctypes.CDLL:
 
 
 def _last_error(library: ctypes.CDLL) -> str:
-    """Return the error message of this thread's last call."""
+    """Return the error message of the last launcher call of this thread."""
     return str(library.frontier_gpu_error().decode())

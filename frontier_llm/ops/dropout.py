@@ -1,4 +1,4 @@
-"""Counter-based random numbers, and dropout with them.
+"""Counter-based random numbers, and dropout that uses them.
 
 Philox 4x32-10 (Salmon et al. 2011) maps a counter and a key to four 32-bit words. The words do not depend on the rank
 or on the order of the calls. Initial weights (`model/initialize.py`) and dropout masks are therefore the same in every
@@ -40,7 +40,8 @@ def philox(low: Tensor, key: int, high: Tensor | None = None) -> list[Tensor]:
     k0 = key & WORD
     k1 = key >> 32
     for _ in range(_ROUNDS):
-        # i64 products wrap around like unsigned ones. Shifting copies the sign bit, and the mask removes these copies.
+        # i64 products wrap around like unsigned products. A right shift copies the sign bit, and the mask removes the
+        # copies.
         first = c0 * _MULTIPLIERS[0]
         second = c2 * _MULTIPLIERS[1]
         c0 = ((second >> 32) & WORD).bitwise_xor_(c1).bitwise_xor_(k0)
@@ -56,19 +57,19 @@ def philox(low: Tensor, key: int, high: Tensor | None = None) -> list[Tensor]:
 class Mask:
     """Dropout mask: a function of the key, each token's sample and position in the sample, and the feature."""
 
-    key: int  # made from the run's seed and the place in the model
-    threshold: int  # dropout rate times 2^16.
+    key: int  # depends on the run's seed and on the place of this dropout in the model
+    threshold: int  # dropout rate times 2^16
     samples_B: Tensor  # i64, numbers of the samples in the run's data
     positions_S: Tensor  # i64, positions in the sample, of the rows to which dropout is applied
 
     @property
     def signed_key(self) -> int:
-        """The key's 64 bits as a signed integer, as kernels take it."""
+        """The key's 64 bits as a signed integer, the type of the kernels' argument."""
         return self.key - (self.key >> 63 << 64)
 
     @property
     def scale(self) -> float:
-        """Factor of the kept features, which keeps the expected value unchanged."""
+        """Factor by which kept features are multiplied, so that the expected value is unchanged."""
         return 1 / (1 - self.threshold / 2**16)
 
 

@@ -1,4 +1,4 @@
-"""The two floating-point types of a run: the working type for weights and activations, and a wider type for sums."""
+"""Floating-point types of a run: the working type of weights and activations, and a wider type for sums."""
 
 from __future__ import annotations
 

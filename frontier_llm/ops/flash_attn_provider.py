@@ -1,4 +1,4 @@
-"""Attention with the flash-attn package (on ROCm its CK build). It has never run on a GPU."""
+"""Attention back-end that uses the flash-attn package (on ROCm its CK build). It has never run on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .reference import Scores
 
 
 class FlashAttention:
-    """The package's attention. Its backward sums the query gradient with atomics, unless `deterministic` is set."""
+    """Attention of flash-attn. Without `deterministic`, its backward sums the query gradient with atomics."""
 
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
@@ -19,7 +19,7 @@ class FlashAttention:
     def attention(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
         """Return causal attention o_SBaD.
 
-        Documents use flash-attn's variable-length function, so that each document must be contiguous in its sequence.
+        Documents use flash-attn's variable-length function, so each document must be contiguous in its sequence.
         """
         import flash_attn  # type: ignore[import-not-found, unused-ignore]
 

@@ -1,7 +1,7 @@
-"""The Triton ops: arguments and grids for the prebuilt kernels.
+"""GPU back-end: computes the arguments and launch grids of the Triton kernels, which are compiled ahead of time.
 
-Shapes and meaning as in `ops.reference`. `Kernels` runs the kernels: prebuilt code objects, or Triton's interpreter in
-tests.
+Shapes and meaning are the same as in `ops.reference`. A `Kernels` object runs the kernels: the prebuilt code objects,
+or in tests Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from frontier_llm.ops.gpu_routing import GpuRouting
 from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 from frontier_llm.ops.reference import AdamWUpdate
 
-_PROGRAMS = 240  # number that fills a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper.
-_MOST_ROWS = 32  # rows of a strip; its partial sums then have 1/32 of the numbers that it reads
+_PROGRAMS = 240  # number that occupies a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper
+_MOST_ROWS = 32  # most rows that one program sums; the partial sums then have 1/32 of the numbers that it reads
 
 
 def _blocks(count: int, block: int) -> int:
@@ -28,8 +28,8 @@ def _blocks(count: int, block: int) -> int:
 def rows_per_strip(rows: int, column_blocks: int = 1) -> int:
     """Return the number of rows whose weight or bias gradients one program sums.
 
-    It is smaller if there are few rows, so that all compute units have work. For example, a microbatch of 2048 tokens
-    over tp 8 with sequence parallelism has 256 rows. These are 128 programs with 2 rows instead of 8 programs with 32.
+    With few rows the number is smaller, so that all compute units have work. For example, a microbatch of 2048 tokens
+    with tp 8 and sequence parallelism has 256 rows: 128 programs with 2 rows are launched, not 8 programs with 32.
     """
     return max(1, min(_MOST_ROWS, _blocks(rows * column_blocks, _PROGRAMS)))
 
@@ -53,14 +53,14 @@ def _summed(partial: Tensor) -> Tensor:
 
 
 def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
-    """Return the suffix of the kernels' names, and the variant, for rows of this length."""
+    """Return the suffix of the norm kernels' names, and their variant, for rows of `columns` elements."""
     name = "layernorm" if kind.centred else "rmsnorm"
     block = next((block for block in NORM_BLOCKS if columns <= block), None)
     return ("_long", name) if block is None else ("", f"{name}-{block}")
 
 
 def _rope_variant(cos_SR: Tensor) -> str:
-    """Return the variant of the rotating kernels for these angles. Raises BackendError if there are too many."""
+    """Return the variant of the rotary kernels for these angles. Raises BackendError for too many angles per head."""
     half = cos_SR.shape[-1]
     if half > ROPE_BLOCKS[-1]:
         raise BackendError(
@@ -71,7 +71,7 @@ def _rope_variant(cos_SR: Tensor) -> str:
 
 
 class GpuOps(GpuAttention, GpuRouting):
-    """The ops of `ops.reference` on top of one set of kernels."""
+    """Implements the ops of `ops.reference` with one set of GPU kernels."""
 
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
@@ -413,7 +413,7 @@ class GpuOps(GpuAttention, GpuRouting):
         self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor
     ) -> Tensor:
         """Return the gradient in the logits' memory, or in a copy if their rows are not contiguous."""
-        # In place is safe: only the program that overwrites the target's logit reads it.
+        # Writing in place is safe, because only the program that overwrites the target's logit reads it.
         logits_Nv = rows_in_order(logits_Nv)
         rows, columns = logits_Nv.shape
         grid = (rows, _blocks(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)
@@ -513,11 +513,11 @@ class GpuOps(GpuAttention, GpuRouting):
     ) -> None:
         """Unscale, clip, update, and write the rounded weights, in one pass.
 
-        A grad_scale on the device needs no synchronisation.
+        If grad_scale is a tensor on the device, the host does not wait for its value.
         """
         scale = update.grad_scale
-        # The device fills in a number. If the number were copied from the host, the host would wait for all earlier
-        # work of the device.
+        # Create the tensor by a fill on the device. A copy from the host would make the host wait for all earlier work
+        # of the device.
         grad_scale = (
             scale.float()
             if isinstance(scale, Tensor)

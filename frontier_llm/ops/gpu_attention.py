@@ -1,4 +1,4 @@
-"""Flash attention with the prebuilt kernels: strides, grids, and the three kernels of the backward pass."""
+"""Flash attention on the GPU: computes strides and grids, and launches one forward and three backward kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from frontier_llm.ops.reference import Scores
 
 
 class GpuAttention(DifferentiableOps):
-    """The attention ops of `ops.reference` on top of one set of kernels."""
+    """Implements the attention ops of `ops.reference` with one set of GPU kernels."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -181,7 +181,7 @@ class GpuAttention(DifferentiableOps):
 def _extras(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return slopes and the documents of queries and keys, as the kernels read them.
 
-    One kernel variant has all of these options. An option that is not used gets its neutral value.
+    One kernel variant has all of these options. An option that is not used gets a value without effect.
     """
     slopes = scores.alibi_slopes_a
     documents = scores.documents_BS
@@ -198,8 +198,8 @@ def _extras(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor
 def _numbered(x_SBaD: Tensor, documents_BS: Tensor | None) -> Tensor:
     """Return documents as fp32, padded to complete blocks.
 
-    The numbers within a row are small and therefore exact in fp32. A difference and its absolute value take one
-    instruction each in fp32.
+    Document numbers within a row are small and therefore exact in fp32. In fp32, a difference and an absolute value
+    take one instruction each.
     """
     sequence, batch = x_SBaD.shape[:2]
     if documents_BS is None:

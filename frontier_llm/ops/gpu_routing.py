@@ -1,4 +1,4 @@
-"""Routing on the GPU. A program keeps the complete rows of logits of a few tokens in registers."""
+"""MoE routing on the GPU. Each Triton program processes a few tokens, and keeps all their logits in registers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _variant(experts: int, top_k: int) -> str:
 
 
 class GpuRouting(DifferentiableOps):
-    """The routing ops of `GpuOps`."""
+    """Implements the routing ops of `ops.reference` with one set of GPU kernels."""
 
     kernels: Kernels
 

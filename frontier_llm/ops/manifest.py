@@ -1,7 +1,7 @@
-"""Manifest of an architecture's prebuilt kernels. It is compared with the sources and with each code object's digest.
+"""Reads and checks the manifest of the prebuilt GPU kernels of an architecture.
 
-A manifest that is missing, stale or damaged raises a BackendError with the command that rebuilds it. Nothing is
-compiled at run time.
+The manifest must match the kernels' sources, and each code object must match its digest in the manifest. If a manifest
+is missing, stale or damaged, the BackendError has the command that rebuilds it. Nothing is compiled at run time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MANIFEST_VERSION = 3
 TABLE = "kernel_table.py"  # block sizes and variants of every kernel
 GPU_DIR = DIRECTORY / "gpu"
 
-# Versions of Triton whose kernels take two scratch pointers after their arguments. The launcher passes two; code
-# objects of Triton 3.4 have one.
+# First version of Triton whose kernels take two scratch pointers after their arguments. The launcher passes two, but
+# code objects of Triton 3.4 take one.
 TRITON_FROM = (3, 5)
 TRITON_BEFORE = (4, 0)
 
 
-# Variables with the path of the assembler that Triton uses for NVIDIA: the first up to Triton 3.8, and the second since
-# 3.9 for sm_90. A remedy sets both.
+# Environment variables for the path of the assembler that Triton uses for NVIDIA GPUs: the first up to Triton 3.8, and
+# the second since 3.9 for sm_90. The fix in error messages sets both.
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 
@@ -43,8 +43,8 @@ def build_command(architecture: str) -> str:
 def install_triton() -> str:
     """Return the instruction for installing Triton.
 
-    It names an environment with a CPU build of torch. A torch for ROCm or CUDA includes its own Triton, whose files
-    the installation would overwrite.
+    The instruction uses an environment with a CPU build of torch. A torch for ROCm or CUDA includes its own Triton,
+    whose files the installation would overwrite.
     """
     versions = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
     return f"in an environment whose torch is built for CPUs: pip install --no-deps 'triton{versions}'"
@@ -65,9 +65,9 @@ def check_triton(version: str, architecture: str, where: str) -> None:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Return the sha256 of each source file of the code objects without its comments, by file name.
+    """Return the sha256 of each source file of the code objects, by file name.
 
-    A manifest with other digests is stale. A comment changes no instruction.
+    A manifest with other digests is stale. Comments are left out, because they change no instruction.
     """
     here = Path(__file__).parent
     paths = [*sorted((here / "triton").glob("*.py")), here / TABLE]
@@ -78,9 +78,9 @@ def source_digests() -> dict[str, str]:
 
 
 def without_comments(source: str) -> str:
-    """Return Python source without comments and blank lines. Everything else stays as it is written."""
+    """Return Python source without comments and blank lines, and otherwise unchanged."""
     lines = source.splitlines()
-    inside_text: set[int] = set()  # lines that a text of several lines contains completely or in part
+    inside_text: set[int] = set()  # numbers of the lines that belong to a string of several lines
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         row, column = token.start
         if token.type == tokenize.COMMENT:
@@ -93,7 +93,7 @@ def without_comments(source: str) -> str:
 def stale_kernels(built_from: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return (source files that have changed since the build, kernels that they define).
 
-    A changed kernel_table.py makes every kernel stale.
+    If kernel_table.py has changed, every kernel is stale.
     """
     now = source_digests()
     files = [name for name in sorted({*now, *built_from}) if now.get(name) != built_from.get(name)]
@@ -152,7 +152,7 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
 def manifest_digest(architecture: str) -> str:
     """Return the sha256 of an architecture's manifest; '' without a manifest.
 
-    The manifest has the digest of every code object, so that this digest identifies all of them.
+    The manifest contains the digest of every code object, so the manifest's digest identifies all of them.
     """
     path = GPU_DIR / architecture / "manifest.json"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

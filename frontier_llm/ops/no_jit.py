@@ -1,8 +1,8 @@
-"""The no-JIT guard. After `forbid_jit()`, each known function that compiles at run time raises an error.
+"""Forbids compilation at run time. After `forbid_jit()`, each known function that compiles raises an error.
 
 The error names the caller. If a thousand ranks compile the same op at start-up, this takes minutes and overloads the
 file system. This project builds its kernels ahead of time. Modules that are not imported yet are guarded when they are
-imported, so that the guard itself imports only torch.
+imported, so this module imports only torch.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _undo: list[Callable[[], None]] = []
 def forbid_jit() -> None:
     """Make compiling raise BackendError: torch's cpp_extension, Triton, DeepSpeed's op builders, and torch.compile.
 
-    A function passed to torch.compile raises when it is called, not when it is decorated. Modules with such decorators
-    can therefore still be imported.
+    A function that was passed to torch.compile raises the error when it is called, not when it is decorated. Modules
+    with such decorators can therefore still be imported.
     """
     if _undo:
         return
@@ -98,14 +98,14 @@ def _refusal(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _deferred_compile(model: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """Replacement of torch.compile, for use as a decorator with or without arguments."""
+    """Replacement for torch.compile, which can be used as a decorator with or without arguments."""
     if model is None:
         return _deferred_compile
     return _refusal(f"torch.compile of {getattr(model, '__qualname__', type(model).__name__)}", model)
 
 
 def _who_asked() -> str:
-    """Return the innermost caller outside the files in `_MACHINERY`."""
+    """Return the innermost caller that is not in one of the files of `_MACHINERY`."""
     for frame in reversed(traceback.extract_stack()):
         if not any(part in frame.filename for part in _MACHINERY):
             return f"{frame.name} ({frame.filename}:{frame.lineno})"
@@ -113,7 +113,7 @@ def _who_asked() -> str:
 
 
 class _GuardOnImport(importlib.abc.MetaPathFinder):
-    """Import hook that lets the other finders find a module, and guards the module after its execution."""
+    """Import hook that guards a module directly after it has been imported. Other finders find the module itself."""
 
     def __init__(self, pending: set[str]) -> None:
         self.pending = pending

@@ -1,4 +1,4 @@
-"""The prebuilt GPU kernels. A launch selects the code object, packs its arguments, and passes both to a driver.
+"""Launches prebuilt GPU kernels: selects the code object, packs the arguments, and passes both to the driver.
 
 `ops.manifest` lists the code objects, and `ops.driver` runs them. Neither Triton nor a compiler is needed.
 """
@@ -29,27 +29,27 @@ from frontier_llm.ops.driver import (
 from frontier_llm.ops.kernel_table import ARCHITECTURES
 from frontier_llm.ops.manifest import GPU_DIR, PTXAS_VARIABLES, read_manifest
 
-_ABI_BYTE = 8  # place of the ABI's version in an ELF file
+_ABI_BYTE = 8  # index of the byte with the ABI version in an ELF file
 _SLOT = {"i32": "i4x", "i64": "q", "fp32": "f4x"}  # 8 bytes each; pointers are Q
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTED = {f"*{name}": dtype for dtype, name in _DTYPE_NAMES.items()}
 POINTED |= {"*fp64": torch.float64, "*i64": torch.int64, "*i32": torch.int32}
-_MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # largest grid, for both vendors
+_MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # largest grid in x, y and z that both vendors support
 
 
 class Kernels(Protocol):
     """Interface through which `ops.gpu` launches kernels, on the GPU or (in tests) in Triton's interpreter."""
 
     def block(self, kernel: str, variant: str, name: str) -> int:
-        """Return a compile-time constant of a variant. The grid is computed from it."""
+        """Return a compile-time constant of a variant, such as a block size. The caller computes the grid from it."""
 
     def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
-        """Run a variant over `grid`. The names of the arguments are those in the kernel's source."""
+        """Launch a variant with the launch grid `grid`. Arguments have the names in the kernel's source."""
 
 
 @dataclass(frozen=True)
 class _Variant:
-    """A variant's code objects, by whether they assume alignment, with the constants and arguments that they share."""
+    """The aligned and the unaligned code object of a variant, and their common constants and arguments."""
 
     codes: dict[bool, Code]
     constants: dict[str, int]
@@ -83,7 +83,7 @@ def address_or_number(name: str, pointed: torch.dtype | None, value: Argument, d
 
 
 class PrebuiltKernels:
-    """The code objects of one architecture. Each is loaded at its first use on a device."""
+    """Implements `Kernels` with the code objects of one architecture. Each is loaded at its first use on a device."""
 
     def __init__(self, architecture: str, folder: Path | None = None, driver: Driver | None = None) -> None:
         folder = folder or GPU_DIR / architecture
@@ -98,7 +98,7 @@ class PrebuiltKernels:
             variant.codes[line["aligned"]] = code
         self._constants = {(kernel, name): variant.constants for (kernel, _, name), variant in self._variants.items()}
         self._functions: dict[tuple[int, Path], int] = {}
-        self._images: list[bytes] = []  # kept, because drivers do not guarantee that they copy a loaded code object
+        self._images: list[bytes] = []  # keeps code objects in memory, because drivers may not copy them
         self._driver = driver or GpuDriver(ARCHITECTURES[architecture].backend)
 
     def block(self, kernel: str, variant: str, name: str) -> int:
@@ -181,7 +181,7 @@ def kernels_of_this_gpu() -> PrebuiltKernels:
     if not torch.cuda.is_available():
         raise BackendError("torch sees no GPU")
     kernels = PrebuiltKernels(architecture_of_device())
-    kernels.load_any()  # so that unusable kernels are reported when back-ends are chosen, not at the first launch
+    kernels.load_any()  # report unusable kernels when back-ends are chosen, not at the first launch
     return kernels
 
 
@@ -200,7 +200,7 @@ def _packed(variant: _Variant, values: Sequence[int | float], grid: Grid) -> byt
 
 
 def _variant(line: Mapping[str, Any]) -> _Variant:
-    """Return the properties in a manifest entry that all code objects of its variant share, without code objects."""
+    """Return the `_Variant` of a manifest entry, still without code objects."""
     arguments: list[tuple[str, str, bool]] = line["arguments"]
     layout = struct.Struct("<" + "".join("Q" if kind.startswith("*") else _SLOT[kind] for _, kind, _ in arguments))
     by16 = tuple(index for index, (_, _, assumed) in enumerate(arguments) if assumed)

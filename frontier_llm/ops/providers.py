@@ -1,4 +1,4 @@
-"""The back-ends: their ops, devices and types, whether they are available, and how to build them."""
+"""List of the op back-ends: for each its ops, devices and types, whether it is available, and how to build it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from frontier_llm.ops.reference import GROUPS, Op
 HALVES = frozenset({torch.bfloat16, torch.float16})
 LOW = HALVES | {torch.float32}
 ALL = LOW | {torch.float64}
-# ops of a back-end whose attention supports parts of a sequence
+# ops that a back-end has if its attention supports queries and keys from parts of a sequence
 PARTS = frozenset({"attention_block", "attention_block_backward"})
 # "cuda" is also ROCm's name in torch
 CPU = frozenset({"cpu"})
 GPU = frozenset({"cuda"})
 
 
-# Whether two runs with equal inputs have equal bits, forward and backward. "on request": with ops.deterministic.
-# "never": not, or not known.
+# Whether two runs with equal inputs have bit-equal results, forward and backward. "on request": only with
+# ops.deterministic. "never": no, or not known.
 Determinism = Literal["always", "on request", "never"]
 
 
@@ -45,7 +45,7 @@ class AttentionNeeds(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Reason why a back-end cannot be used, and the command that repairs it, if there is one."""
+    """Reason why a back-end cannot be used, and if possible the command that makes it usable."""
 
     why: str
     build: str = ""
@@ -57,9 +57,9 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Provider:
-    """One back-end.
+    """An op back-end.
 
-    `missing` returns the reason why it is not available, or ''. `load` returns its functions by op name.
+    `missing` returns the reason why the back-end is not available, or ''. `load` returns its functions by op name.
     """
 
     name: str
@@ -69,20 +69,20 @@ class Provider:
     load: Callable[[], Mapping[str, Op]]
     version: Callable[[], str] = lambda: f"torch {torch.__version__}"
     missing: Callable[[], str | Refusal] = lambda: ""
-    build: str = ""  # command that builds it
-    # Returns the reason why its attention cannot use parts of a sequence, or ''. None: it never can. Context
-    # parallelism with gather or ring needs parts.
+    build: str = ""  # command that builds the back-end
+    # Returns the reason why the back-end's attention does not support parts of a sequence, or ''. None: it never does.
+    # Context parallelism with gather or ring needs parts.
     parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = None
-    windows: bool = True  # its attention supports sliding windows
-    softcaps: bool = False  # its attention supports soft caps; with a soft cap it then supports windows too.
-    required: bool = False  # if a build would make it available, `auto` reports an error instead of a slower back-end
+    windows: bool = True  # True if the attention supports sliding windows
+    softcaps: bool = False  # True if the attention supports soft caps, also together with sliding windows
+    required: bool = False  # True: if only its build is missing, `auto` reports an error, not a slower back-end
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # for groups with fewer types
-    on_gpu: Callable[[], Determinism] = lambda: "always"  # its determinism on a GPU; on a CPU it is always "always"
-    # Returns its deterministic functions. None: `load` also returns those.
+    on_gpu: Callable[[], Determinism] = lambda: "always"  # determinism on a GPU; on a CPU it is "always"
+    # Returns the deterministic functions. None: the functions of `load` are also used for deterministic runs.
     load_deterministic: Callable[[], Mapping[str, Op]] | None = None
 
     def determinism(self, device_type: str) -> Determinism:
-        """Return whether two runs of its ops on this device have equal bits."""
+        """Return whether two runs of this back-end on this type of device have bit-equal results."""
         return "always" if device_type == "cpu" else self.on_gpu()
 
     def refusal(
@@ -195,7 +195,7 @@ def _on_request() -> Determinism:
 
 
 def _products() -> Determinism:
-    """hipBLAS may add partial sums with atomics, unless torch's deterministic algorithms are switched on."""
+    """Return the determinism of hipBLAS. It may use atomics, unless torch's deterministic algorithms are enabled."""
     return "on request" if torch.version.hip else "always"
 
 
@@ -206,7 +206,7 @@ def _flash_attn_missing() -> str:
         package = importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:
         return f"flash-attn cannot be imported: {error}"
-    interface = getattr(package, "flash_attn_interface", None)  # None for an unknown package of the same name
+    interface = getattr(package, "flash_attn_interface", None)  # None: another package has the same name
     if getattr(interface, "USE_TRITON_ROCM", False):
         return (
             "this is flash-attn's Triton build (FLASH_ATTENTION_TRITON_AMD_ENABLE), which compiles at run time; "
@@ -224,7 +224,7 @@ def _cudnn_missing() -> str:
 def apex_missing() -> str:
     """Return the reason why apex cannot be used, or ''.
 
-    apex of NVIDIA or ROCm has compiled extensions. The PyPI project of the same name is a web toolkit.
+    NVIDIA's and ROCm's apex have compiled extensions. The PyPI project named apex is another package, a web toolkit.
     """
     if importlib.util.find_spec("apex") is None:
         return "apex is not installed"

@@ -23,11 +23,11 @@ from .routing import accumulate_grouped_gradient_, gather_rows, grouped_input_gr
 
 @dataclass(frozen=True)
 class Scores:
-    """Options of attention scores. The score of a query for a key at its own or an earlier position is scale * q·k.
+    """Options of causal attention scores. The score of a query for a key that it sees is scale * q·k.
 
-    ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). A query sees only keys with its own document id.
-    Queries and keys may be two different parts of a sequence. The distance of query i from the first key is then
-    `offset` + i positions.
+    ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). With document ids, a query sees only keys with its
+    own document id. Queries and keys may be two different parts of a sequence. Query i is then `offset` + i positions
+    after the first key.
     """
 
     scale: float
@@ -35,7 +35,7 @@ class Scores:
     documents_BS: Tensor | None = None  # document ids of the queries
     offset: int = 0
     key_documents_BK: Tensor | None = None  # document ids of the keys; None = the ids of the queries
-    window: int = 0  # number of positions that a query sees, with its own; 0 = all positions up to its own.
+    window: int = 0  # number of positions that a query sees, including its own; 0 = all positions up to its own
     softcap: float = 0.0  # cap in cap tanh(scale * q·k / cap), computed before ALiBi is added; 0 = no cap
 
 
@@ -51,12 +51,12 @@ class AdamWUpdate:
     beta2: float
     eps: float
     weight_decay: float
-    step: int  # from 1
+    step: int  # number of the update, counted from 1
     grad_scale: Tensor | float = 1.0
 
     @property
     def step_size(self) -> float:
-        """Factor of exp_avg: the learning rate with exp_avg's bias correction."""
+        """Factor of exp_avg in the update: the learning rate, with the bias correction of exp_avg."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
@@ -82,8 +82,8 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
 def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
     """Return (o_SBaD, logsumexp_BaS) of queries over one range of keys and values, without a graph.
 
-    The log-sum-exp is in fp32 (fp64). `merge` combines the outputs over several ranges. A query that sees none of these
-    keys has output 0 and log-sum-exp -inf.
+    The log-sum-exp is in fp32 (fp64). `merge` combines the outputs over several ranges of keys. If a query sees none of
+    the keys, its output is 0 and its log-sum-exp is -inf.
     """
     with torch.no_grad():
         logits_BaSK, v_BaKD = _logits(q_SBaD, kv_KBgD[0], kv_KBgD[1], scores)
@@ -102,8 +102,8 @@ def attention_block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through one range of keys.
 
-    The gradient of q is the contribution of these keys. The gradients of k and v are the contributions of these
-    queries. `o_SBaD` and `logsumexp_BaS` must be over all keys that the queries see, not only over this range.
+    The gradient of q is only the contribution of these keys, and the gradients of k and v are only the contributions of
+    these queries. `o_SBaD` and `logsumexp_BaS` must cover all keys that the queries see, not only this range.
     """
     with torch.no_grad():
         k_KBgD, v_KBgD = kv_KBgD
@@ -125,7 +125,7 @@ def attention_block_backward(
 
 
 def merge(merged: tuple[Tensor, Tensor] | None, o_QBaD: Tensor, logsumexp_BaQ: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine attention over two sets of keys. Returns output and log-sum-exp over both, in fp32 (fp64).
+    """Combine attention over two sets of keys. Returns output and log-sum-exp over all these keys, in fp32 (fp64).
 
     `merged` is the result for the first set, or None. The outputs are weighted by their shares of the softmax's sum.
     """
@@ -133,7 +133,7 @@ def merge(merged: tuple[Tensor, Tensor] | None, o_QBaD: Tensor, logsumexp_BaQ: T
     if merged is None:
         return o_QBaD, logsumexp_BaQ
     total_BaQ = torch.logaddexp(merged[1], logsumexp_BaQ)
-    # For a row that has seen no keys yet, -inf - -inf would be NaN.
+    # If a query has seen no keys yet, -inf - -inf would be NaN.
     safe_BaQ = total_BaQ.masked_fill(total_BaQ == -torch.inf, 0)
     before, now = ((part - safe_BaQ).exp().permute(2, 0, 1)[..., None] for part in (merged[1], logsumexp_BaQ))
     return merged[0] * before + o_QBaD * now, total_BaQ
@@ -314,7 +314,7 @@ def adamw_(
         exp_avg.lerp_(g, 1 - update.beta1)
         exp_avg_sq.mul_(update.beta2).addcmul_(g, g, value=1 - update.beta2)
         denominator = (exp_avg_sq.sqrt() * update.root).add_(update.eps)
-        # Update and decay are added before the weight is rounded, because fp32 rounds 1 - decay to 1 below 6e-8.
+        # Add update and decay before the weight is rounded, because fp32 rounds 1 - decay to 1 if decay is below 6e-8.
         master.sub_((master * update.decay).addcdiv_(exp_avg, denominator, value=update.step_size))
         if weights_out.data_ptr() != master.data_ptr():
             weights_out.copy_(master)
@@ -371,11 +371,11 @@ def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
 
 
 class Ops:
-    """The chosen function for each op. Model, tensor parallelism and optimizer call them.
+    """The functions of the chosen back-end for each op. Model, tensor parallelism and optimizer call these functions.
 
-    Parameters and meaning are as in the functions above. A trailing underscore means that the first argument is
-    written in place. These ops have no autograd. The attention_block ops, the grouped products, gather_rows and drop
-    have no autograd either.
+    Parameters and meaning are the same as in this module's functions. A trailing underscore means that the first
+    argument is written in place. Ops with an underscore, the attention_block ops, the grouped products, gather_rows and
+    drop do not support autograd.
     """
 
     attention = _op("attention", attention)
@@ -404,7 +404,7 @@ class Ops:
     accumulate_ = _op("accumulate", accumulate_)
     embedding_backward_ = _op("accumulate", embedding_backward_)
 
-    not_repeatable: str = ""  # chosen back-ends whose results may differ in the last bits between two runs
+    not_repeatable: str = ""  # names of chosen back-ends whose results may differ in the last bits between two runs
 
     def __init__(self, **functions: Op) -> None:
         if functions.keys() != {op for ops in GROUPS.values() for op in ops}:

@@ -1,7 +1,7 @@
-"""Reference implementations for experts: routing, gathering rows of tokens, and matrix products over groups of rows.
+"""Reference implementations of the MoE ops: routing, gathering rows, and matrix products over groups of rows.
 
-Routing computes scores over all experts, the `top_k` best experts, and their weights. A group has the tokens of one
-expert. Groups are stored one after the other.
+Routing computes scores over all experts, the `top_k` best experts, and their weights. A group consists of the rows of
+one expert. Groups are stored one after the other.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Routing:
     """Options for computing chosen experts and their weights from a router's logits."""
 
     top_k: int  # experts per token
-    sigmoid: bool = False  # scores are sigmoids; otherwise a softmax over all experts
-    normalise: bool = True  # the sum of a token's weights is `scale`
-    scale: float = 1.0  # factor of the weights
+    sigmoid: bool = False  # True: scores are sigmoids of the logits; False: softmax over all experts
+    normalise: bool = True  # True: the weights of a token are normalised, so that their sum is `scale`
+    scale: float = 1.0  # factor by which the weights are multiplied
 
 
 def route(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,8 +46,8 @@ def route(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[T
 def gather_rows(x_NH: Tensor, places_Mf: Tensor) -> Tensor:
     """Return, for each row of `places_Mf` (int64), the sum of the rows of x with these indices, shape (M, H).
 
-    The index -1 adds nothing. The sum is in fp32 (fp64) and rounded once. One index per row is a plain gather. Its
-    backward is `gather_rows` with the indices to which each row of x was copied.
+    The index -1 adds nothing. The sum is in fp32 (fp64) and rounded once. With one index per row, this op only gathers.
+    The backward of this case is `gather_rows` with the indices to which each row of x was copied.
     """
     padded = torch.cat((x_NH, x_NH.new_zeros(1, *x_NH.shape[1:])))
     rows_MfH = padded[places_Mf]

@@ -1,10 +1,11 @@
-"""Attention with torch's scaled_dot_product_attention.
+"""Attention back-end that uses torch's scaled_dot_product_attention (SDPA).
 
-torch uses its flash kernel on CPU, AOTriton on ROCm, and flash-attention or cuDNN on NVIDIA.
+SDPA uses torch's own flash kernel on CPUs, AOTriton on ROCm, and flash-attention or cuDNN on NVIDIA GPUs.
 
-Attention over parts of a sequence calls torch's flash kernels directly, because they return the log-sum-exp. These
-kernels support rectangles of scores without a mask, and squares with the causal mask. They do not support documents,
-ALiBi or windows. The functions for parts were compared with the reference on a CPU. They have never run on a GPU.
+Attention over parts of a sequence calls torch's flash kernels directly, because these return the log-sum-exp. The
+kernels support rectangular blocks of scores without a mask, and square blocks with the causal mask. They do not support
+documents, ALiBi or windows. The functions for parts were compared with the reference on a CPU. They have never run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ _aten: Any = torch.ops.aten
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
     """Return causal attention o_SBaD on strided views, without copies of q, k and v.
 
-    It has the meaning of `reference.attention`. ALiBi, documents and a window are passed as an additive bias
-    [B, a, S, S] of the inputs' type. Without them the kernel's causal mask is used, which skips the upper triangle.
+    The result is that of `reference.attention`. ALiBi, documents and a window are passed as an additive bias
+    [B, a, S, S] of the inputs' type. Without these options the causal mask of the kernel is used, which skips the upper
+    triangle.
     """
     q_BaSD, k_BgSD, v_BgSD = (tensor.permute(1, 2, 0, 3) for tensor in (q_SBaD, k_SBgD, v_SBgD))
     bias_BaSS: Tensor | None = None
@@ -53,7 +55,8 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
 def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp over one range of keys.
 
-    Raises BackendError if the keys neither end before the queries nor end at the same position.
+    The keys must all be before the queries, or must end at the same position as the queries. Otherwise BackendError is
+    raised.
     """
     merged: tuple[Tensor, Tensor] | None = None
     for keys, causal in _pieces(q_SBaD.shape[0], kv_KBgD[0].shape[0], scores.offset):
@@ -84,7 +87,8 @@ def attention_block_backward(
         )
         flash = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         options = {}
-        # Cumulative lengths are None because all lengths are equal. Without dropout the random state is not read.
+        # The cumulative lengths are None, because all sequences have equal length. Without dropout the kernel does not
+        # read the random state.
         if not q.is_cpu:
             unread = torch.zeros(2, dtype=torch.int64, device=q.device)
             options = {
@@ -176,6 +180,6 @@ def views_missing(device: str = "cuda") -> str:
         results.append((o_SBaD.detach().float(), leaf.grad.float()))
     for name, viewed, expected in zip(("output", "gradient"), *results, strict=True):
         error = ((viewed - expected).abs().max() / expected.abs().max()).item()
-        if not error < 0.02:  # a few roundings of bf16
+        if not error < 0.02:  # the limit is a few bf16 roundings
             return f"torch's attention over views of a fused QKV has a wrong {name}: relative error {error:.2g}"
     return ""

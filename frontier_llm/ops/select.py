@@ -1,6 +1,6 @@
-"""Selection of each op's back-end at start-up, and the list of available back-ends.
+"""Chooses a back-end for each group of ops at start-up, and lists the available back-ends.
 
-The log gets each chosen back-end with its version and the reason.
+Each chosen back-end is logged with its version and the reason for the choice.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from frontier_llm.run.rank_env import environ, put
 
 PLAIN = AttentionNeeds()
 
-# Back-ends that `auto` tries, best first. apex is used only on request: the prebuilt kernels need fewer passes.
+# Back-ends that `auto` tries, in order of preference. apex is used only on request, because the prebuilt kernels make
+# fewer passes over memory.
 PREFERENCE: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu", "sdpa", "reference"),
     "cuda": ("flash_attn", "triton", "torch", "sdpa", "reference"),
 }
-# Order for masked documents. flash_attn reads their lengths on the host in every layer, so that the host waits for the
-# GPU.
+# Order of attention back-ends if documents are masked. flash_attn comes later, because it reads the lengths of the
+# documents on the host in every layer, so the host waits for the GPU.
 _WITH_DOCUMENTS = ("triton", "flash_attn", "torch", "sdpa", "reference")
 
 
 @dataclass(frozen=True)
 class ChosenBackend:
-    """Chosen provider for one flag, with the reason."""
+    """The provider that was chosen for one group of ops, and the reason."""
 
     group: str
     provider: Provider
@@ -174,7 +175,8 @@ def select_ops(
     groups_by_choice: dict[str, list[str]] = {}
     for outcome in chosen:
         table = tables[outcome.provider]
-        # A back-end without attention_block was chosen only if the run does not call it. The reference fills the gap.
+        # A back-end may lack an op such as attention_block. It is then chosen only for runs that do not call this op,
+        # and the reference's function is filled in.
         functions |= {op: table.get(op, getattr(reference, op)) for op in GROUPS[outcome.group]}
         choice = f"{outcome.provider.name} ({outcome.provider.version()}): {outcome.why}"
         groups_by_choice.setdefault(choice, []).append(outcome.group)
@@ -208,12 +210,12 @@ def _not_repeatable(chosen: Sequence[ChosenBackend], device_type: str, determini
 
 
 def _use_deterministic_algorithms() -> None:
-    """Let torch's own ops and products avoid atomics. An op without a deterministic kernel warns, and runs."""
+    """Make torch's own ops and matrix products avoid atomics. An op without a deterministic kernel only warns."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling new memory costs time, and no kernel here reads memory that was not written.
+    # By default torch then also fills new memory, which costs time. No kernel of this package reads unwritten memory.
     torch._C._set_deterministic_fill_uninitialized_memory(False)
     if environ("CUBLAS_WORKSPACE_CONFIG") is None:
-        put("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a workspace of fixed size for equal bits
+        put("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with a workspace of fixed size, cuBLAS is deterministic
 
 
 def _measured_first(table: str, device_type: str, shape: AttentionShape) -> tuple[str, ...]:
@@ -250,7 +252,7 @@ def backends(dtype_name: str) -> list[dict[str, Any]]:
 def select_run_ops(config: RunConfig, device_type: str, attends_in_parts: bool) -> Ops:
     """Return the ops of a training run.
 
-    `attends_in_parts` is true if a rank computes attention over the keys of one rank at a time.
+    `attends_in_parts` is True if attention is computed over parts of the keys, such as the keys of one cp rank.
     """
     model = config.model
     documents = config.data.reset_at_documents

@@ -1,4 +1,4 @@
-"""Matrix products with weights on a GPU: hipBLASLt or cuBLAS through torch. They have never run on a GPU."""
+"""Back-end for matrix products with weights on a GPU: hipBLASLt or cuBLAS through torch. It has never run on a GPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from frontier_llm import log
 
-# In elements. BLAS and the cross-entropy kernels use 16-byte accesses only if rows begin at multiples of this.
+# Number of elements. BLAS and the cross-entropy kernels use 16-byte accesses only if rows begin at multiples of it.
 _ROW_ALIGNMENT = 16
 
 
 def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
     """Return x @ weightᵀ + bias.
 
-    If the width is not a multiple of `_ROW_ALIGNMENT` (a vocabulary's logits), the output's rows are padded, without a
-    bias and without autograd. Autograd does not support such an output and gets a contiguous one.
+    If the output's width is not a multiple of `_ROW_ALIGNMENT` (logits of a vocabulary), its rows are padded in memory.
+    With a bias or with autograd the output is contiguous, because autograd does not support padded rows.
     """
     width = weight_ok.shape[0]
     if width % _ROW_ALIGNMENT == 0 or bias_o is not None or torch.is_grad_enabled():
@@ -49,7 +49,7 @@ def accumulate_weight_gradient_(main_grad_ok: Tensor, grad_output_No: Tensor, x_
 
 
 def _in_the_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
-    """Add in the matrix product itself, which has an fp32 output."""
+    """Add the gradient in the matrix product itself, which has an fp32 output."""
     torch.addmm(main_grad_ok, grad_oN, x_Nk, out_dtype=torch.float32, out=main_grad_ok)
 
 
@@ -61,9 +61,9 @@ def _fp32_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
 def _rounded_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
     """Round the product to 16 bits, then add it in fp32, as Megatron-LM does without its fused kernel.
 
-    torch for ROCm supports only this method before pull request 162600 (September 2025). It has one rounding of 2^-9
-    per microbatch. An fp32 product of converted inputs would avoid the rounding, but at a quarter of the matrix rate
-    (MI250X: 47.9 instead of 191.5 TFLOP/s).
+    Before pull request 162600 (September 2025), torch for ROCm supports only this method. It adds one rounding error of
+    2^-9 per microbatch. An fp32 product of converted inputs would avoid the rounding, but it runs at a quarter of the
+    matrix rate (MI250X: 47.9 instead of 191.5 TFLOP/s).
     """
     main_grad_ok.add_(grad_oN @ x_Nk)
 
@@ -75,7 +75,7 @@ _Way = Callable[[Tensor, Tensor, Tensor], None]
 def _way(dtype: torch.dtype, device: torch.device) -> _Way:
     """Return the first method that adds correctly on this device. Methods are tested once per dtype.
 
-    It logs if only `_rounded_product` is available.
+    If only `_rounded_product` is available, this is logged.
     """
     for way in (_in_the_product, _fp32_product):
         total = torch.ones(16, 16, device=device)

@@ -1,4 +1,4 @@
-"""Flat buckets, gradient synchronisation, ZeRO-1, optimizer formulas, loss scale and learning rate."""
+"""Optimizers and gradient synchronisation: flat buckets, ZeRO-1, FSDP, DeepSpeed, loss scale and learning rate."""
 
 from frontier_llm.optim.adafactor import Adafactor
 from frontier_llm.optim.buckets import Bucket, OwnedRange, build_buckets

@@ -1,15 +1,14 @@
 """Adafactor's factored second moment (Shazeer & Stern 2018, arXiv:1804.04235) for matrices; AdamW for the rest.
 
-Momentum, bias correction and weight decay are the same as in AdamW. A prime (') marks a value that is corrected for its
-start at zero:
+Momentum, bias correction and weight decay are the same as in AdamW. A prime (') marks a value after bias correction:
 
     R <- beta2 R + (1 - beta2) mean of G² over columns,   C likewise over rows,   V = R Cᵀ / mean of R
 
     W <- W - lr (M' / (sqrt(V') + eps) + decay W),   M <- beta1 M + (1 - beta1) G
 
-An update is as large as AdamW's, so the same learning rate applies. Adafactor's relative step sizes and its clipping of
-updates are left out. They replace a tuned learning rate and gradient clipping, which a run has. q, k and v, gate and
-up, and each expert are separate matrices.
+An update is as large as AdamW's, so the same learning rate applies. The paper's relative step sizes and update clipping
+are left out, because a run has a tuned learning rate and gradient clipping instead. The matrices q, k, v, gate and up,
+and each expert's matrices, have separate means.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ class Adafactor:
 
 
 def _means_of_squares(means: Statistics, gradient: Tensor) -> Tensor:
-    """Return this rank's summands of the row and column means, laid out like `means.values`."""
+    """Return this rank's contributions to the row and column means, in the layout of `means.values`."""
     result = torch.zeros_like(means.values)
     views = means.by_parameter(result)
     for run in means.runs():
         row_means, column_means = views[run.spec.name]
         rows, begin = _rows(run)
-        # elements of the first and last row that belong to another slice stay zero
+        # The slice can begin and end inside a row. Elements of these rows outside of the slice stay zero.
         squares = gradient.new_zeros(len(rows) * run.spec.shape[-1])
         torch.square(gradient[run.place], out=squares[begin : begin + run.stop - run.start])
         squares = squares.view(len(rows), -1)
@@ -70,7 +69,7 @@ def _means_of_squares(means: Statistics, gradient: Tensor) -> Tensor:
         belongs = one_hot(_matrix_of_row(run, row_means)[rows.start : rows.stop], column_means.shape[:2].numel()).to(
             squares
         )
-        # a matrix product sums in the same order every time
+        # A matrix product is deterministic: it sums in the same order every time.
         torch.mm(belongs.T, squares, out=column_means.flatten(0, 1))
         for sums, matrices in zip(column_means, matrices_of(run.spec.parameter), strict=True):
             sums /= matrices.rows
@@ -104,9 +103,9 @@ def _rows(run: OwnedRange) -> tuple[range, int]:
 
 
 def _matrix_of_row(run: OwnedRange, row_means: Tensor) -> Tensor:
-    """Return, for each row of this rank's part of a parameter, the index of the matrix that it belongs to.
+    """Return, for each row of this rank's part of a parameter, the index of the matrix that the row belongs to.
 
-    Matrices are counted by piece and expert.
+    A parameter has one matrix for each piece (such as q, k and v) and each expert.
     """
     parameter = run.spec.parameter
     shape = row_means.shape

@@ -1,12 +1,12 @@
-"""Flat buffers for a rank's parameters: a few contiguous buckets of weights and gradients, split evenly over dp.
+"""Buckets: flat contiguous buffers for the weights and gradients of several parameters, split evenly over dp.
 
 A bucket is the unit of communication. One call reduce-scatters its gradients as soon as the last contribution of the
-step has been added. One call all-gathers its weights after the update. Buckets are filled in the order in which
-backward completes them (the reverse of the forward order). The first reductions therefore start early in backward.
+step has been added. One call all-gathers its weights after the update. Parameters are assigned to buckets in the order
+in which backward completes their gradients (the reverse of the forward order). The first reductions therefore start
+early in backward.
 
-A gather may still be running when the next forward begins. Reading a bucket's weights, or a parameter of its module,
-first waits for that bucket alone. There is no other way to read them, so callers need not check whether the weights are
-complete.
+An all-gather may still be running when the next forward begins. Each read of a bucket's weights, or of a module's
+parameter, first waits for the all-gather of that bucket. Callers therefore need not check whether weights are complete.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ class OwnedRange:
     """Consecutive elements of one parameter inside this rank's slice of a bucket."""
 
     spec: ShardSpec
-    start: int  # in the parameter's local flat order
+    start: int  # first element, counted in the flattened local part of the parameter
     stop: int
     position: int  # position of element `start` in the slice
 
     @property
     def place(self) -> slice:
-        """Position of these elements in the slice."""
+        """Positions of these elements in the slice of the bucket."""
         return slice(self.position, self.position + self.stop - self.start)
 
 
 @dataclass(eq=False, kw_only=True)
 class Bucket:
-    """Parameters with the same weight decay, gradient sums and optimizer states, which are communicated together."""
+    """Parameters that are communicated together. All have the same weight decay, gradient sums and optimizer states."""
 
     parameters: list[ShardedParameter]
     offsets: list[int]  # first element of each parameter in the bucket
-    flat_weights: Tensor  # [numel], working precision; complete when `arriving` is DONE
+    flat_weights: Tensor  # [numel], working precision; complete if `arriving` is DONE
     gradients: Tensor  # [numel], fp32 (fp64 under fp64)
     decay: bool
     partial_axes: tuple[str, ...]  # gradients are summed over these axes before dp
     kinds: tuple[str, ...]  # Names of the tensors that the optimizer keeps: the master copy and its states.
     whole: bool  # the update needs complete tensors
-    apart: bool  # `whole` is true, and each parameter lies within one owner's slice
+    apart: bool  # `whole` is true, and no parameter spans the slices of two owners
     dp: Axis
     owner: Axis  # dp with ZeRO-1. Otherwise an axis of one rank, which owns the complete bucket.
-    first_use: int = 0  # position of its earliest parameter in the order of the forward pass
-    arriving: Pending = field(default=DONE, repr=False)  # the running all-gather of its weights
+    first_use: int = 0  # position of the bucket's earliest parameter in the order of the forward pass
+    arriving: Pending = field(default=DONE, repr=False)  # the running all-gather of the weights
 
     @property
     def weights(self) -> Tensor:
-        """Weights of the bucket, [numel], in the working precision. They are the same on every rank.
+        """Weights of the bucket, [numel], in the working precision. They are equal on every dp rank.
 
-        Waits for a running gather.
+        Reading this property waits for a running all-gather.
         """
         self.wait_for_gather()
         return self.flat_weights
 
     def start_gather(self) -> None:
-        """Start to gather the weights from the slices of all owners."""
+        """Start the all-gather of the weights. Each owner contributes its slice."""
         self.arriving = start_all_gather_into(self.weights, self.own(self.weights), self.owner)
 
     def wait_for_gather(self) -> None:
@@ -83,15 +83,15 @@ class Bucket:
         return flat.chunk(self.owner.size)[self.owner.rank]
 
     def norm_share(self, flat: Tensor) -> tuple[Tensor, int]:
-        """Return (slice, its offset) of this rank's share of the gradient norm.
+        """Return (slice of `flat`, its offset) for which this rank computes the squared gradient norm.
 
-        The share is one of dp equal parts, with or without ZeRO.
+        The slice is one of dp equal parts of the bucket, with or without ZeRO.
         """
         share = flat.chunk(self.dp.size)[self.dp.rank]
         return share, self.dp.rank * share.numel()
 
     def ranges(self, start: int, stop: int) -> Iterator[OwnedRange]:
-        """Yield the elements of parameters in [start, stop) of the bucket.
+        """Yield the range of each parameter that has elements in [start, stop) of the bucket.
 
         Padding at the end of the bucket belongs to no parameter.
         """
@@ -102,15 +102,15 @@ class Bucket:
                 yield OwnedRange(parameter.spec, first - offset, last - offset, first - start)
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
-        """Yield the elements of parameters that this rank's optimizer state covers."""
+        """Yield the range of each parameter for which this rank holds optimizer state."""
         size = self.flat_weights.numel() // self.owner.size
         return self.ranges(size * self.owner.rank, size * (self.owner.rank + 1))
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
-    """Parameters of a module by name. nn.Module reads this dict for `self.weight`.
+    """Replaces a module's dict of parameters, from which nn.Module reads `self.weight`.
 
-    A lookup waits for the gather of the parameter's bucket.
+    A lookup first waits for the all-gather of the parameter's bucket.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], buckets: Mapping[nn.Parameter, Bucket]) -> None:
@@ -134,11 +134,11 @@ def build_buckets(
     *,
     edp: Axis | None = None,
 ) -> list[Bucket]:
-    """Allocate the flat buffers and move every parameter of the stages, which are on the meta device, into them.
+    """Allocate the flat buffers and move every parameter of the stages into them. The stages are on the meta device.
 
-    Afterwards each parameter is a view of its bucket's weights, and its main_grad is a view of the gradients. Weights
-    are not initialised. Gradients are zero. `edp` is the axis of the experts' replicas, or None without experts.
-    Parameters that `rule` needs complete lie in buckets of their own (topology.buckets).
+    Afterwards each parameter is a view of its bucket's weights, and its main_grad is a view of the bucket's gradients.
+    Weights are not initialised. Gradients are zero. `edp` is the data-parallel axis of the experts, or None without
+    experts. If `rule` needs complete parameters, these have separate buckets (topology.buckets).
     """
     everything = (parameter for stage in stages for parameter in stage.parameters())
     declared = [parameter for parameter in dict.fromkeys(everything) if isinstance(parameter, ShardedParameter)]

@@ -1,6 +1,6 @@
-"""Builds a DeepSpeed engine on the stages and process groups of this package.
+"""Builds a DeepSpeed engine that uses the pipeline stages and process groups of this package.
 
-DeepSpeed's features that compile code at run time are disabled.
+Features of DeepSpeed that compile code at run time are disabled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from frontier_llm.run.rank_env import adopt, environ
 class PartitionOptimizer(torch.optim.Optimizer):
     """The optimizer that DeepSpeed calls on its flat fp32 partitions. It applies this package's formula.
 
-    lr, step and grad_scale of its groups are set before every update.
+    The caller sets lr, step and grad_scale of the parameter groups before every update.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], rule: OptimizerRule, formula: SliceUpdate) -> None:
@@ -46,7 +46,7 @@ class PartitionOptimizer(torch.optim.Optimizer):
         self._formula = formula
 
     def allocate(self) -> None:
-        """Allocate the states of the partitions, with which DeepSpeed has replaced the parameters."""
+        """Allocate the optimizer states. DeepSpeed has replaced the parameters by its flat partitions before."""
         for group in self.param_groups:
             for flat in group["params"]:
                 self.state[flat] = {name: torch.zeros_like(flat) for name in group["states"]}
@@ -62,9 +62,9 @@ class PartitionOptimizer(torch.optim.Optimizer):
 
 
 def _groups(inputs: EngineInputs) -> SimpleNamespace:
-    """Return the mesh in DeepSpeed's interface "mpu".
+    """Return the mesh in the form of DeepSpeed's interface `mpu`.
 
-    "Model parallel" are all ranks with this rank's dp coordinate.
+    The "model parallel" group has all ranks with this rank's dp coordinate.
     """
     mesh = inputs.mesh
     grid = inputs.plan.grid
@@ -134,7 +134,7 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
     }
     deepspeed.init_distributed()
     optimizer = PartitionOptimizer(parameters, inputs.rule, slice_update(config.optimizer, inputs.ops))
-    # Otherwise DeepSpeed uses LOCAL_RANK, even if only one device is visible.
+    # Without `device_rank` DeepSpeed would use LOCAL_RANK as the device index, even if only one device is visible.
     place = SimpleNamespace(device_rank=inputs.device.index or 0)
     return Engine(
         args=place,

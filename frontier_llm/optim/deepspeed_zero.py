@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-1 with the tensor and pipeline groups of this package (arXiv:1910.02054; DeepSpeed 0.19).
 
-DeepSpeed reduces gradients, shards the state over dp (and may offload it), and gathers the weights. The model, the
-schedule, the decision to skip a step and the optimizer's formula are this package's. The layers accumulate gradients in
-fp32 and pass them to DeepSpeed once per step, with every pipeline schedule.
+DeepSpeed reduces gradients, shards the optimizer state over dp (and may offload it), and gathers the weights. This
+package supplies the model, the pipeline schedule, the decision to skip a step, and the optimizer's formula. With every
+schedule, the layers accumulate gradients in fp32, and DeepSpeed receives them once per step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from frontier_llm.topology.shards import ShardSpec
 
 
 class DeepSpeedZero:
-    """`GradientSums` and `Optimizer` by DeepSpeed.
+    """Implements `GradientSums` and `Optimizer` with DeepSpeed's ZeRO-1.
 
-    DeepSpeed averages gradients over dp, and this package sums them. DeepSpeed's gradients are therefore smaller by the
+    DeepSpeed averages gradients over dp, but this package sums them. DeepSpeed's gradients are therefore smaller by the
     factor `_divided_by`.
     """
 
@@ -55,9 +55,10 @@ class DeepSpeedZero:
         self._check_places()
 
     def _check_places(self) -> None:
-        """Raise BackendError if the state of a parameter is not at the place that DeepSpeed reports.
+        """Raise BackendError if a parameter's state is not at the position that DeepSpeed reports.
 
-        A setting that reorders parameters would corrupt every checkpoint. At the start, masters must equal weights.
+        The check compares masters with weights, which are equal at the start. Without it, a DeepSpeed setting that
+        reorders parameters would corrupt every checkpoint.
         """
         for parameter in self._parameters:
             for first, flat, place, numel in self._runs(parameter):
@@ -71,10 +72,9 @@ class DeepSpeedZero:
                     )
 
     def _runs(self, parameter: ShardedParameter) -> Iterator[tuple[int, Tensor, int, int]]:
-        """Yield (first element, flat fp32 partition, place in it, number of elements) of this rank's part of a
-        parameter.
+        """Yield (first element, flat fp32 partition, position in the partition, number of elements) of a parameter.
 
-        Yields at most one run.
+        This describes the elements in this rank's partition. Yields at most one tuple.
         """
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:
@@ -88,13 +88,13 @@ class DeepSpeedZero:
             )
 
     def begin(self) -> None:
-        """Zero the gradients, and expect the gradients of a new step."""
+        """Zero the gradients. The gradients of a new step follow."""
         self._zero.micro_step_id = -1  # a skipped step leaves another value
         self._zero.zero_grad()
         self._sync.begin()
 
     def finish(self) -> None:
-        """Pass the accumulated gradients to DeepSpeed, which reduces them in one pass."""
+        """Pass the accumulated gradients to DeepSpeed, which reduces all of them at once."""
         self._sync.finish()
         name = "grad_accum" if self._zero.use_grad_accum_attribute else "grad"
         with self._engine.coalesce_grad_reduction():
@@ -103,16 +103,15 @@ class DeepSpeedZero:
                 setattr(parameter, name, parameter.main_grad.detach())
 
     def squared_norm_share(self) -> Tensor:
-        """Return the squared gradient norm on rank 0, and 0 on other ranks.
+        """Return the squared gradient norm on rank 0, and 0 on other ranks, because DeepSpeed has already summed it.
 
-        DeepSpeed has already summed over all ranks. It reports -1 for a norm that is not finite; every rank then
-        returns infinity.
+        DeepSpeed reports -1 for a norm that is not finite. Every rank then returns infinity.
         """
         norm = torch.as_tensor(self._zero.scaled_global_norm(), device=self.device).double()
         return torch.where(norm < 0, torch.inf, (norm * self._divided_by).square() * self._is_first)
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:
-        """Update the weights by DeepSpeed."""
+        """Let DeepSpeed update the weights."""
         self.updates += 1
         for group in self._zero.optimizer.param_groups:
             group.update(lr=lr, step=self.updates, grad_scale=grad_scale * self._divided_by)

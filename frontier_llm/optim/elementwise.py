@@ -1,13 +1,14 @@
-"""Optimizers that update each element by itself: AdamW and Lion.
+"""Elementwise optimizers: AdamW and Lion. The update of an element depends on no other element.
 
-AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): one fused kernel unscales, clips, updates, and rounds the weights.
+AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): one fused kernel unscales and clips the gradient, updates the master
+weights, and rounds them to the working weights.
 
 Lion (Chen et al. 2023, arXiv:2302.06675) moves each weight by the sign of an interpolated momentum.
 
     W <- W - lr (sign(beta1 M + (1 - beta1) G) + decay W),   M <- beta2 M + (1 - beta2) G
 
-Its state is half as large as AdamW's. Every element moves by lr. Therefore lr should be a third to a tenth of AdamW's,
-and the weight decay larger by the same factor. The paper uses betas of 0.9 and 0.99.
+Lion's state is half as large as AdamW's. Every element changes by lr. Therefore lr should be a third to a tenth of the
+value for AdamW, and the weight decay should be larger by the same factor. The paper uses betas of 0.9 and 0.99.
 """
 
 from __future__ import annotations

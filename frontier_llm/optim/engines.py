@@ -1,4 +1,4 @@
-"""The engines that sum gradients and update weights: the native ZeRO, torch's FSDP, or DeepSpeed.
+"""Selects the engine that sums gradients and updates weights: this package's ZeRO-1, torch's FSDP, or DeepSpeed.
 
 FSDP and DeepSpeed are imported only if they are chosen.
 """
@@ -25,7 +25,7 @@ from frontier_llm.topology.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """Inputs of an engine: stages on the meta device, and the layout, device and ops for them."""
+    """Inputs for building an engine: pipeline stages on the meta device, and their layout, device and ops."""
 
     config: RunConfig
     plan: ParallelPlan
@@ -38,13 +38,13 @@ class EngineInputs:
 
     @property
     def rule(self) -> OptimizerRule:
-        """The rule of the run's optimizer, which names its states."""
+        """Rule of the run's optimizer, which names the optimizer states."""
         return optimizer_rule(self.config.optimizer.name)
 
     def fill(self, buckets: Sequence[Bucket]) -> list[ShardedParameter]:
-        """Draw initial weights into the buckets, and collect gradients from autograd for parameters that need it.
+        """Draw initial weights into the buckets, and return the parameters.
 
-        Returns the parameters.
+        If a layer does not add a parameter's gradient to main_grad itself, register a hook that does.
         """
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         if self.draws:
@@ -56,7 +56,9 @@ class EngineInputs:
 
 
 def draw_masters(optimizer: Optimizer, seed: int, working: torch.dtype) -> None:
-    """Draw the initial weights if no checkpoint could be read. They equal the weights from `EngineInputs.fill`.
+    """Draw the initial weights into the masters, because an expected checkpoint could not be read.
+
+    The weights are equal to those from `EngineInputs.fill`.
 
     Collective over dp.
     """

@@ -1,12 +1,12 @@
 """Fully sharded data parallelism with tensor parallelism, by torch's `fully_shard` (FSDP2; arXiv:2304.11277).
 
-Between steps a rank holds a 1/dp share of every weight, which is the fp32 master itself. Each block gathers its weights
-in the working precision before it runs, forward and backward. It reduce-scatters its gradients in fp32 after every
-microbatch. Memory per rank falls with dp, and the communicated bytes grow with the number of microbatches. Use it for
-few, large microbatches and for models that do not fit otherwise.
+Between steps a rank holds 1/dp of every weight, as an fp32 master. Each transformer block gathers its weights in the
+working precision before its forward and before its backward. It reduce-scatters its gradients in fp32 after every
+microbatch. Memory per rank falls with dp, and the communicated bytes grow with the number of microbatches. Use FSDP for
+few, large microbatches, and for models that do not fit otherwise.
 
-With `parallel.data_shard` (HSDP), that number of consecutive replicas shard the weights, within a node if they fit into
-one. The groups of replicas hold copies. The copies' gradient shards are summed once per step.
+With HSDP, `parallel.data_shard` consecutive replicas shard the weights together, inside one node if they fit into it.
+Each such group of replicas holds a copy of all weights. The gradient shards of the copies are summed once per step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from frontier_llm.topology.shards import ShardSpec
 
 @dataclass
 class _Shard:
-    """This rank's rectangle of one parameter. Master and gradient are the local parts of torch's DTensor."""
+    """This rank's shard of one parameter. Master and gradient are the local parts of torch's DTensor."""
 
     spec: ShardSpec  # spec of the tensor-parallel part that is sharded over dp
     rectangle: Rectangle
@@ -51,8 +51,9 @@ class _Shard:
 
 
 class FullySharded:
-    """`GradientSums` and `Optimizer` by FSDP. It updates the shards, and computes the sums that `fully_shard`
-    does not.
+    """Implements `GradientSums` and `Optimizer` with FSDP.
+
+    This class updates the shards, and computes those gradient sums that `fully_shard` does not compute.
     """
 
     def __init__(self, inputs: EngineInputs) -> None:
@@ -88,14 +89,14 @@ class FullySharded:
     # --- GradientSums ---
 
     def begin(self) -> None:
-        """Drop the gradients of the last step."""
+        """Release the gradients of the last step."""
         for shard in self._shards:
             shard.parameter.grad = None
         self._forwards = 0
         self._sum_copies(False)
 
     def _before_forward(self, stage: nn.Module, inputs: Any) -> None:
-        """Enable the sum over copies for the backward of the last microbatch."""
+        """Enable the gradient sum over HSDP's copies, but only for the backward of the last microbatch."""
         self._forwards += torch.is_grad_enabled()
         if self._forwards == self._microbatches:
             self._sum_copies(True)
@@ -106,8 +107,9 @@ class FullySharded:
             self._stage.set_requires_all_reduce(asked)
 
     def finish(self) -> None:
-        """Sum gradients over the axes on which they are partial (sequence parallelism). The sums over dp are already
-        complete.
+        """Sum gradients over the axes on which they are partial (tp with sequence parallelism).
+
+        The sums over dp are already complete.
         """
         for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.parameter.partial_axes()):
             partial = [shard.gradient for shard in self._shards if name in shard.spec.parameter.partial_axes()]
@@ -169,9 +171,9 @@ class FullySharded:
 
 
 def _widen(stage: Stage) -> list[ShardSpec]:
-    """Replace the declared parameters by plain ones in the masters' precision, still without memory.
+    """Replace the declared parameters by plain nn.Parameters in the masters' precision, still on the meta device.
 
-    Returns their specs in order.
+    Returns the specs of the parameters in order.
     """
     specs = [parameter.spec for parameter in stage.parameters()]  # type: ignore[attr-defined]
     for module in stage.modules():
@@ -184,9 +186,9 @@ def _widen(stage: Stage) -> list[ShardSpec]:
 
 
 def _cut_dim(shape: Sequence[int], ways: int) -> int:
-    """Return the first dim that `ways` divides, or 0 (uneven shards).
+    """Return the first dim whose size is a multiple of `ways`, or 0 if there is none (uneven shards).
 
-    QKV's first dim is the number of key/value heads, which is often too small to be split.
+    The first dim of QKV's weight is the number of key/value heads, which is often smaller than `ways`.
     """
     return next((dim for dim, size in enumerate(shape) if size % ways == 0), 0)
 
@@ -194,7 +196,7 @@ def _cut_dim(shape: Sequence[int], ways: int) -> int:
 def _shards_and_copies(replicas: Axis, ways: int | None) -> tuple[Axis, Axis]:
     """Return two axes: the replicas that shard the weights together, and the replicas with copies of this rank's shard.
 
-    A group that shards the weights has `ways` consecutive replicas. None means all replicas.
+    `ways` consecutive replicas shard the weights together. None means all replicas.
     """
     copy, place = divmod(replicas.rank, ways := ways or replicas.size)
     row = replicas.ranks[copy * ways : (copy + 1) * ways]
@@ -203,7 +205,7 @@ def _shards_and_copies(replicas: Axis, ways: int | None) -> tuple[Axis, Axis]:
 
 
 def _device_mesh(replicas: Axis, shards: Axis, copies: Axis, device: torch.device, timeout_s: float) -> DeviceMesh:
-    """Return torch's mesh: the replicas in one row, or one row for each copy."""
+    """Return torch's DeviceMesh: one-dimensional over the replicas, or for HSDP (copies, shards)."""
     group = process_group(shards, timeout_s)
     if copies.size == 1:
         return DeviceMesh.from_group(group, device.type)
@@ -238,7 +240,7 @@ def _initial_rectangle(
     """
     dim = _cut_dim(spec.shape, shards.size)
     local = parameter.detach().to_local()
-    first = min(-(-spec.shape[dim] // shards.size) * shards.rank, spec.shape[dim])  # same split as torch.chunk
+    first = min(-(-spec.shape[dim] // shards.size) * shards.rank, spec.shape[dim])  # the same split as in torch.chunk
     offset = tuple(start + (first if index == dim else 0) for index, start in enumerate(spec.offset))
     rectangle = Rectangle(offset, tuple(local.shape))
     if rectangle.numel and seed is not None:

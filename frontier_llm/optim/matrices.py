@@ -1,4 +1,4 @@
-"""Tensors beyond a ZeRO slice for some updates: complete matrices (Muon), or row and column means (Adafactor)."""
+"""Tensors that Muon and Adafactor need beyond a rank's ZeRO slice: complete matrices, and means of rows and columns."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from frontier_llm.topology.shards import ShardSpec, shard
 
 
 class WholeTensors:
-    """The parameters of a bucket with at least one element in this rank's slice.
+    """Gathers complete tensors over dp: all parameters of a bucket with at least one element in this rank's slice.
 
-    Parameters that tensor parallelism splits are not gathered over tp.
+    A parameter that tensor parallelism splits is gathered over dp only, not over tp.
     """
 
     def __init__(self, bucket: Bucket, tp: Axis) -> None:
@@ -41,9 +41,9 @@ class WholeTensors:
         return [run.spec for run in self._runs]
 
     def of(self, own: Tensor) -> list[Tensor]:
-        """Return the complete tensors, each in its own shape, from the owners' slices `own`, [slice].
+        """Return the complete tensors, each in its own shape. `own` is this rank's slice of the flat bucket, 1-D.
 
-        Collective over dp if tensors span several slices.
+        If tensors span several slices, the call is collective over dp.
         """
         flat = own
         if not self._bucket.apart and self._bucket.owner.size > 1:
@@ -58,15 +58,15 @@ class WholeTensors:
 
 
 class Statistics:
-    """This rank's part of every statistic that the rule declares for one bucket.
+    """Statistics of one bucket: tensors such as Adafactor's means that an optimizer's rule declares for parameters.
 
-    The tensors lie one behind the other in `values`.
+    This rank's parts of all statistics are concatenated in `values`.
     """
 
     def __init__(self, bucket: Bucket, rule: OptimizerRule, mesh: Mesh) -> None:
         self._bucket = bucket
         self._of = {parameter.spec.name: _declared(rule, parameter.spec) for parameter in bucket.parameters}
-        # Tensors that are summed over the same axes are adjacent, so that one collective sums them.
+        # Sort by the axes of the sums, so that one collective sums all tensors with the same axes.
         self._specs = sorted(
             (spec for specs in self._of.values() for spec in specs),
             key=lambda spec: spec.parameter.partial_axes(),
@@ -84,17 +84,17 @@ class Statistics:
         return self._bucket.owned_ranges()
 
     def by_parameter(self, flat: Tensor) -> dict[str, list[Tensor]]:
-        """Return views of `flat`, which is laid out like `values`, by parameter.
+        """Return views of `flat` by parameter name. `flat` has the layout of `values`.
 
-        A parameter has one view for each tensor that the rule declares, in the rule's order.
+        A parameter has one view for each statistic that the rule declares, in the rule's order.
         """
         views = self._views(flat)
         return {name: [views[spec.name] for spec in specs] for name, specs in self._of.items()}
 
     def sum_(self, flat: Tensor) -> Tensor:
-        """Sum `flat`, laid out like `values`, over the owners and over ranks with other parts of the parameters.
+        """Sum `flat` in place over the owners' slices, and over the tp ranks that split the averaged dim.
 
-        Collective over both.
+        `flat` has the layout of `values`. The call is collective over the axes of these sums.
         """
         all_reduce_(flat, self._bucket.owner)
         for (axes, _), part in zip(self._sums, flat.split([numel for _, numel in self._sums]), strict=True):
@@ -103,7 +103,7 @@ class Statistics:
         return flat
 
     def state(self) -> Iterator[StateRectangle]:
-        """Yield each tensor as a `StateRectangle` under its own name."""
+        """Yield each statistic as a `StateRectangle` under its own name."""
         views = self._views(self.values)
         for spec in self._specs:
             saved = spec.counted and self._bucket.dp.rank == 0
@@ -115,7 +115,7 @@ class Statistics:
 
 
 def _declared(rule: OptimizerRule, of: ShardSpec) -> list[ShardSpec]:
-    """Return the specs of this rank's parts of the tensors that the rule declares for a parameter."""
+    """Return the specs of this rank's parts of the statistics that the rule declares for the parameter `of`."""
     degrees = {
         axis: of.global_shape[how.dim] // of.shape[how.dim]
         for axis, how in of.parameter.axes.items()

@@ -4,8 +4,8 @@ The update is scaled as in Moonlight (Liu et al. 2025, arXiv:2502.16982):
 
     M <- momentum M + G,   W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonal(G + momentum M) + decay W)
 
-Momentum lies in ZeRO's slices. The matrices of the model are orthogonalised: q, k, v, gate and up separately, on every
-layout.
+The momentum is sharded by ZeRO. On every layout the model's own matrices are orthogonalised, so q, k, v, gate and up
+are separate matrices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
 from frontier_llm.optim.registry import Slice, register
 from frontier_llm.topology.shards import ShardSpec
 
-SCALE = 0.2  # times the root of the longer side: the elements of an update are then as large as AdamW's
+SCALE = 0.2  # with the factor sqrt(longer side), the elements of an update are as large as AdamW's
 
 
 class Muon:
@@ -45,7 +45,7 @@ class Muon:
         direction = part.gradient * grad_scale
         momentum = part.states["momentum"].mul_(self._config.momentum).add_(direction)
         direction.add_(momentum, alpha=self._config.momentum)
-        # 16 bits are enough for a direction. fp16 would overflow in the square of a large gradient.
+        # bf16 is precise enough for the direction of an update. In fp16 the square of a large gradient would overflow.
         dtype = torch.bfloat16 if part.weights.element_size() == 2 else part.weights.dtype
         tensors = part.tensors.of(direction.to(dtype))
         self._orthogonalize(part.tensors.specs, tensors, part.tensors.tp)
@@ -73,7 +73,7 @@ class Muon:
 
 
 def _oriented(matrices: Matrices, values: Tensor, tp: int) -> Tensor:
-    """Return this rank's part of the matrices as [count, short, long]."""
+    """Return this rank's part of the matrices as [count, short, long], with the shorter side first."""
     _, short, long = matrices.on_rank(tp)
     if matrices.transposed:
         return values.reshape(-1, long, short).mT

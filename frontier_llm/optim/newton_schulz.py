@@ -1,8 +1,8 @@
 """Approximate orthogonalisation by five steps of a Newton-Schulz iteration (Jordan et al. 2024).
 
-It works on stacks of matrices that tp may split. A step is X <- a X + (b G + c G²) X with G = X Xᵀ. If tp splits the
-longer side, G is a sum over tp and everything else is local. The result is exact, and each rank does its share of the
-work. If tp splits the shorter side, the matrix is gathered, and every rank iterates on the complete matrix.
+The functions take stacks of matrices that tensor parallelism may split. A step is X <- a X + (b G + c G²) X with
+G = X Xᵀ. If tp splits the longer side, G is a sum over tp and all other products are local: the result is the same, and
+each rank does 1/tp of the work. If tp splits the shorter side, every rank gathers the matrix and iterates on all of it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from frontier_llm.comm import DONE, Axis, all_reduce_, start_all_gather_into, st
 from frontier_llm.ops import statistics_dtype
 from frontier_llm.ops.dtypes import product_dtype
 
-# Singular values above 1e-3 are mapped to 0.7 … 1.2. For an optimizer, a steep slope at zero matters more than an
-# accurate 1.
+# These coefficients map singular values above 1e-3 to 0.7 … 1.2. They have a steep slope at zero, which matters more to
+# an optimizer than singular values of exactly 1.
 A = 3.4445
 B = -4.7750
 C = 2.0315
@@ -28,14 +28,14 @@ EPSILON = 1e-7
 
 @dataclass
 class MatrixStack:
-    """Matrices of one shape, [count, short, long] on this rank, that tp splits in the same way (`part`)."""
+    """Matrices of one shape, [count, short, long] on this rank. `part` says how tp splits all of them."""
 
     x: Tensor
     part: Part
 
 
 def orthogonalize_(stacks: Sequence[MatrixStack], tp: Axis) -> None:
-    """Replace every matrix by U·S'·Vᵀ with S' near 1.
+    """Replace every matrix U·S·Vᵀ by U·S'·Vᵀ with singular values S' near 1.
 
     Collective over tp. All tp ranks must pass the same stacks.
     """
@@ -43,7 +43,7 @@ def orthogonalize_(stacks: Sequence[MatrixStack], tp: Axis) -> None:
     _normalize(stacks, tp)
     for _ in range(NEWTON_SCHULZ_STEPS):
         sums = []
-        for stack in stacks:  # the sum of one stack overlaps the product of the next
+        for stack in stacks:  # G of one stack is summed over tp while G of the next is computed
             x = stack.x.to(product_dtype(stack.x.dtype, stack.x.device))
             gram = (x @ x.mT).to(stack.x.dtype)
             pending = start_all_reduce_(gram, tp) if stack.part is Part.LONG else DONE

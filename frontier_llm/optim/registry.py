@@ -1,7 +1,7 @@
 """Registry of optimizers.
 
-An optimizer has two parts: the rule that names its states (blueprint.optimizers, without torch), and the update of one
-slice.
+An optimizer has two parts. Its rule (blueprint.optimizers, without torch) names its states. Its `SliceUpdate` updates
+the weights and states of one ZeRO slice.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from frontier_llm.optim.matrices import Statistics, WholeTensors
 
 @dataclass(frozen=True)
 class Slice:
-    """Tensors of equal shape that are updated at once, of parameters with the same weight decay and states.
+    """Weights, gradient and states of the elements that are updated at once. All have the same weight decay and states.
 
-    They are flat and may span several parameters. If the rule sets `whole` and not `gathers`, they are this rank's part
-    of one parameter in its own shape.
+    The tensors have equal shapes. Normally they are flat and may span several parameters. If the rule sets `whole` and
+    not `gathers`, they are this rank's part of one parameter in its own shape.
     """
 
     master: Tensor  # fp32 (fp64 under fp64)
-    gradient: Tensor  # Like the master. The sum over all ranks, still multiplied by the loss scale.
-    states: Mapping[str, Tensor]  # like the master, by the rule's names
-    weights: Tensor  # Working precision. The update writes the rounded master here; may be the master itself.
+    gradient: Tensor  # dtype of the master; the sum over all ranks, still multiplied by the loss scale
+    states: Mapping[str, Tensor]  # dtype of the master; by the names of the rule's states
+    weights: Tensor  # working precision; receives the rounded master; in fp32 and fp64 it is the master itself
     decay: bool  # weight decay applies
     tensors: WholeTensors | None = None  # the complete tensors, if the rule gathers
-    # tensors of other shapes that the rule keeps for the parameters, if it declares any
+    # statistics of the parameters, which have other shapes, if the rule declares any
     statistics: Statistics | None = None
 
     def apply(self, direction: Tensor, step_size: float, decay: float) -> None:
@@ -51,7 +51,7 @@ class Slice:
 
 
 class SliceUpdate(Protocol):
-    """The formula of an optimizer."""
+    """Interface of an optimizer's update formula."""
 
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
         """Update `part` in place. `step` is the number of the update, counted from 1.
@@ -66,7 +66,10 @@ _MAKERS: dict[str, Make] = {}
 
 
 def register(rule: OptimizerRule, make: Make) -> None:
-    """Add an optimizer, with ZeRO-1, checkpoints and replica checks. `optimizer.name: <rule.name>` selects it."""
+    """Register an optimizer. `optimizer.name: <rule.name>` selects it.
+
+    ZeRO-1, checkpoints and replica checks then support it without further code.
+    """
     declare(rule)
     _MAKERS[rule.name] = make
 

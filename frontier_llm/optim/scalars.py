@@ -1,4 +1,4 @@
-"""Learning rate and loss scale of a step."""
+"""Learning-rate schedule and dynamic loss scale."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def decay_begin(decay_steps: int | None, total_steps: int) -> int:
     return total_steps - (total_steps // 10 if decay_steps is None else decay_steps)
 
 
-# A logit's gradient is (p - 1 or p) x scale / tokens of the batch. A scale of 1024 per token keeps this gradient a
-# factor of 32 below fp16's largest number. It also keeps probabilities down to 6e-8 above fp16's smallest normal
-# number. Matrix products of MI200 flush smaller numbers to zero.
+# The gradient of a logit is (p - 1 or p) x scale / tokens of the batch. With a loss scale of 1024 per token, the
+# largest such gradient is a factor of 32 below fp16's largest number. For probabilities p down to 6e-8 the gradient is
+# above fp16's smallest normal number. Matrix products of MI200 flush smaller numbers to zero.
 SCALE_PER_TOKEN = 1024
 
 

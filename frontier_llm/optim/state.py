@@ -1,9 +1,9 @@
-"""The interface of every optimizer for the training step, the checkpoints and the comparison of replicas.
+"""Interface of an optimizer, as used by the training step, the checkpoints and the comparison of replicas.
 
-An optimizer's state is a list of rectangles of named global tensors, as views that can be read and filled. A checkpoint
-therefore depends neither on the layout nor on the engine that wrote it. Only the masters of the weights and the states
-of the optimizer's rule are saved. The working weights are cast(master) on every rank. Saving them would add a fifth to
-a quarter to the bytes.
+An optimizer's state is a list of rectangles (index ranges in each dim) of named global tensors. They are views that can
+be read and filled. A checkpoint therefore depends neither on the layout nor on the engine that wrote it. Only master
+weights and optimizer states are saved. The working weights are the rounded masters. Saving them too would increase a
+checkpoint by a fifth to a quarter.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from frontier_llm.topology.shards import ShardSpec
 
 @dataclass(frozen=True)
 class StateRectangle:
-    """A rectangle of a global tensor, with this rank's optimizer state of it.
+    """A rectangle of a global tensor, with this rank's optimizer state for its elements.
 
     The tensor is a parameter, or a statistic that the optimizer keeps.
     """
 
     spec: ShardSpec  # this rank's part of the parameter
     rectangle: Rectangle  # inside that part, in coordinates of the global tensor
-    saved: bool  # True on the one replica of these elements that is saved in checkpoints.
-    # By kind, fp32 (fp64 under fp64), in the rectangle's shape. They are views of the state itself. A statistic has no
-    # master.
+    saved: bool  # True on the one replica whose copy of these elements is saved in checkpoints
+    # Views of the state by kind (master or name of the state), fp32 (fp64 under fp64), in the rectangle's shape. A
+    # statistic has no master.
     tensors: Mapping[str, Tensor]
 
     @property
@@ -62,7 +62,7 @@ def state_of_run(
 
 
 def state_of_bucket(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateRectangle]:
-    """Yield this rank's state of a bucket as rectangles. `state` has its slice by kind.
+    """Yield this rank's state of a bucket as rectangles. `state` has this rank's slice of each kind of state.
 
     The bucket is split into dp equal parts. With ZeRO a rank holds one part. Without ZeRO it holds all parts and saves
     one.
@@ -78,17 +78,17 @@ def state_of_bucket(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateR
 
 
 class GradientSums(Protocol):
-    """The sums of gradients between a step's backward passes and its update."""
+    """Interface for summing gradients over ranks, between the backward passes of a step and its update."""
 
     def begin(self) -> None:
-        """Zero the gradients, and expect the gradients of a new step."""
+        """Zero the gradients. The gradients of a new step follow."""
 
     def finish(self) -> None:
-        """Wait until this rank has the full gradient sums of its part. Collective over dp, tp and tied."""
+        """Complete the gradient sums of this rank's part. Collective over dp, tp and tied."""
 
 
 class Optimizer(Protocol):
-    """One rank's part of the update, independent of the engine."""
+    """Interface of an optimizer on one rank, which every engine implements."""
 
     rule: OptimizerRule  # names the states that the optimizer keeps of each parameter
     updates: int  # steps that were not skipped, for Adam's bias correction; restored on resume
@@ -99,7 +99,7 @@ class Optimizer(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors with which collectives about the state run."""
+        """Device for the tensors of collectives that compare or exchange the state."""
 
     def squared_norm_share(self) -> Tensor:
         """Return this rank's summand of the squared L2 norm of the model's gradient, times the squared loss scale.
@@ -116,11 +116,11 @@ class Optimizer(Protocol):
     def wait_for_gather(self) -> None:
         """Wait for weights that are still being gathered.
 
-        Call it before weights are read without their module, and before a rank exits.
+        Call this method before a rank exits, and before weights are read in another way than as a module's parameter.
         """
 
     def state(self) -> list[StateRectangle]:
-        """Return the state on this rank, copies of other ranks' state included.
+        """Return the state on this rank, including copies of state that another rank saves.
 
         The views stay valid for the lifetime of the optimizer.
         """

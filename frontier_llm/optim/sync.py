@@ -1,6 +1,6 @@
 """Gradient synchronisation: sums each bucket over its axes. The sums start while backward is still running.
 
-Collectives only sum. The loss has already been divided by the step's global number of tokens.
+Gradients are summed and not averaged, because the loss is already divided by the step's global number of tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from frontier_llm.parallel.tensor import ShardedParameter
 class GradientSync:
     """Sums each bucket over the axes on which its gradients are partial, and over dp.
 
-    Partial axes are tp (norms with sequence parallelism) and "tied" (the embedding). A bucket that needs only the dp
-    sum starts it when the last contribution of the step has been added. A parameter gets `uses` contributions per
-    microbatch. The count is therefore known in advance and does not depend on the schedule.
+    Gradients are partial on tp (norms with sequence parallelism) and on "tied" (a tied embedding). If a bucket needs
+    only the dp sum, this sum starts when the last contribution of the step has been added. A parameter gets `uses`
+    contributions per microbatch. The number of contributions is therefore known in advance, for every schedule.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class GradientSync:
         return {parameter.spec.name: parameter.main_grad for parameter in self._bucket_of}
 
     def begin(self, reduce: bool = True) -> None:
-        """Zero the gradients and expect a new step's contributions.
+        """Zero the gradients. The contributions of a new step follow.
 
-        Without `reduce`, the gradients stay this rank's own, and `finish` must not be called.
+        Without `reduce`, the gradients are not summed over ranks, and `finish` must not be called.
         """
         for bucket in self._buckets:
             bucket.gradients.zero_()
@@ -79,7 +79,7 @@ class GradientSync:
         """
         incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[bucket]]
         assert not incomplete, f"gradient contributions are missing in the buckets that start with {incomplete}"
-        # A bucket without contributions is complete from the beginning, but `accumulated` is never called for it.
+        # Also start the sums of buckets without contributions, for which `accumulated` is never called.
         late = [
             bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap or not self._uses[bucket]
         ]

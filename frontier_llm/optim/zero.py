@@ -1,8 +1,8 @@
-"""ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054): optimizer states are sharded over data-parallel ranks.
 
-Each rank takes its own slice of the gradient, updates its slice of the weights, and takes part in gathering them.
-Buckets are updated in the order in which the next forward needs them. Each gather starts as soon as the update of its
-bucket is done.
+Each rank receives the gradient sum of its slice of each bucket, and updates this slice of the weights. The updated
+slices are then all-gathered. Buckets are updated in the order in which the next forward needs them. The all-gather of a
+bucket starts as soon as its update is done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from frontier_llm.topology.shards import ShardSpec
 
 
 class Zero:
-    """The `Optimizer` that holds and updates the slices that this rank owns.
+    """Implements `Optimizer` with ZeRO-1: holds the optimizer state of this rank's slices and updates them.
 
     With fp32 or fp64 weights the master copy shares its memory with the slice of the weights.
     """
@@ -37,10 +37,10 @@ class Zero:
         overlap_gather: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        """Copy the masters from the weights, which must be initialised.
+        """Create the masters as copies of the weights, which must be initialised.
 
         With `overlap_gather`, `step` returns while weights are still being gathered (optim.buckets). `mesh` is needed
-        for updates of tensors that tensor parallelism splits. None means that no tensor is split.
+        if tensor parallelism splits tensors. None means that no tensor is split.
         """
         self.buckets = buckets
         self.rule = optimizer_rule(config.name)
@@ -65,8 +65,8 @@ class Zero:
     def squared_norm_share(self) -> Tensor:
         """Return this rank's share of the squared gradient norm (see the protocol `Optimizer`).
 
-        Each element counts once: dp slices partition a bucket, and only one of several copies is counted. The other
-        copies are multiplied by zero. They add nothing, but a NaN in any copy still reaches the sum.
+        Each element of the model counts once: the dp ranks share each bucket, and of several copies only one counts.
+        The other copies are multiplied by zero. They add nothing, but a NaN in any copy still reaches the sum.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for bucket, spans in zip(self.buckets, self._norm_spans, strict=True):
@@ -133,7 +133,7 @@ def _new_state(bucket: Bucket) -> dict[str, Tensor]:
 def _slices(
     bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None, statistics: Statistics | None
 ) -> Iterator[Slice]:
-    """Yield the parts that are updated at once: this rank's slice of the bucket, or each complete parameter in it."""
+    """Yield what one call updates: this rank's slice of the bucket, or each complete parameter in the slice."""
     tensors = {**state, "gradient": bucket.own(bucket.gradients), "weights": bucket.own(bucket.weights)}
     if bucket.whole and not whole:
         parts = [
@@ -151,9 +151,9 @@ def _slices(
 
 
 def _norm_spans(bucket: Bucket) -> list[tuple[int, int, int]]:
-    """Return merged (start, stop, counted) spans of this rank's share of the norm.
+    """Return the spans (start, stop, counted) of the elements for which this rank computes the squared norm.
 
-    `counted` is 1, or 0 for a copy that another rank counts.
+    Adjacent spans with the same `counted` are merged. `counted` is 0 for a copy that another rank counts, otherwise 1.
     """
     share, offset = bucket.norm_share(bucket.gradients)
     spans: list[tuple[int, int, int]] = []

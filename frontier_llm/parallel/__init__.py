@@ -1,1 +1,1 @@
-"""Layers that are split over an axis of the mesh, and the pipeline engine."""
+"""Parallelism: tensor-, expert- and context-parallel layers, and the pipeline engine."""

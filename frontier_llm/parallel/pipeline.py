@@ -1,7 +1,7 @@
 """Pipeline engine, which executes a schedule's list of actions with the virtual stages that this rank holds.
 
-The engine does not depend on layers or data. A stage is a function of (input activation, a microbatch's data) that
-returns an output tensor. The output of the last stage is the microbatch's share of the loss. Any stage may return
+The engine does not depend on the model or the data. A stage is a function of (input activation, a microbatch's data)
+that returns an output tensor. The output of the last stage is the microbatch's share of the loss. Any stage may return
 further named losses in addition to its output.
 """
 
@@ -20,8 +20,9 @@ from frontier_llm.comm import Mesh, Receive, Sends, post_receive
 from frontier_llm.parallel.stages import LOSS, ActivationSpec, Deferral, StageFunction
 from frontier_llm.schedule import Action, Kind, Schedule, check, posted_ahead, units
 
-# Messages of one channel that may be under way before the sender waits for the receiver. With one, every schedule ends.
-# Each further message keeps one more activation, and lets a faster rank run ahead of its neighbour.
+# Number of messages of one channel (one kind in one direction) that may be in flight before the sender waits for the
+# receiver. With 1, every schedule already runs without a deadlock. Each further message needs the memory of one more
+# activation, and lets a faster rank run ahead of its neighbour.
 SENDS_AHEAD = 4
 
 
@@ -29,7 +30,7 @@ class _Graph(NamedTuple):
     """Start of a backward: the stage's input and the roots of its graph."""
 
     x: Tensor | None
-    output: GradientEdge | None  # its gradient comes from the next position; None for the last position
+    output: GradientEdge | None  # the next virtual stage sends the gradient of this output; None on the last one
     loss: Tensor | None  # weighted sum of the losses that this stage returned; its gradient is the loss scale
 
 
@@ -38,7 +39,7 @@ Key = tuple[int, int]  # (position, microbatch)
 
 @dataclass
 class _Flight:
-    """State of one step between its actions. The keys of messages are (kind, position, microbatch)."""
+    """Tensors and messages of the running step. The keys of messages are (kind, position, microbatch)."""
 
     batch: Callable[[int], Any]
     losses: dict[str, Tensor]  # 0-dim fp64, not weighted
@@ -50,7 +51,7 @@ class _Flight:
 
 
 class Engine:
-    """Runs training steps with a schedule. It owns no parameters."""
+    """Runs the forward and backward passes of training steps by a pipeline schedule."""
 
     def __init__(
         self,
@@ -64,12 +65,13 @@ class Engine:
         loss_weights: Mapping[str, float] = MappingProxyType({}),
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
-        """Check this rank's list of actions. Raises ScheduleError if it is not legal.
+        """Check this rank's list of actions. Raises ScheduleError if the list is not legal.
 
         `stages` are this rank's virtual stages, in the order of the model. `loss_weights` has the weights of the
-        further losses that they return. `shapes` has the shapes of other values that they return to be summed.
-        With `overlap`, messages are transferred during compute. Without it, and with one communication in flight, the
-        rank waits for each message at its place in the order of communication.
+        further losses that the stages return. `shapes` has the shapes of other values that the stages return to be
+        summed. With `overlap`, messages are transferred during compute. Without `overlap`, or if the machine allows
+        only one communication in flight, the rank waits for each message at the message's place in the order of
+        communication.
         """
         rank = mesh.pp.rank
         overlap = overlap and not mesh.one_in_flight
@@ -89,7 +91,8 @@ class Engine:
         self._overlap = overlap
         self._loss_weights = {LOSS: 1.0, **loss_weights}
         self._shapes = {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
-        # called with each action before it runs, with a half of a pair each time it resumes, and with None at the end
+        # Called with each action before it runs, and with None at the end of a step. Of a paired forward and backward,
+        # the action that resumes is passed each time.
         self.on_action: Callable[[Action | None], object] = lambda action: None
         self._execute = {
             Kind.FORWARD: self._forward,
@@ -107,9 +110,9 @@ class Engine:
     def run(self, batch: Callable[[int], Any], loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Run one step: every microbatch forward and backward. `batch(n)` returns the data of microbatch n.
 
-        Returns sums over this rank's virtual stages and microbatches, in fp64. They are "loss" and each further loss
-        (0-dim, without weight or scale), and each value that has an entry in `shapes`. A sum is zero if no stage of
-        this rank returns the value.
+        Returns fp64 sums over this rank's virtual stages and microbatches: "loss" and each further loss (0-dim, without
+        weight or scale), and each value that has an entry in `shapes`. A sum is zero if no stage of this rank returns
+        the value.
         """
         zeros = {
             name: torch.zeros(shape, dtype=torch.float64, device=self._activation.device)
@@ -125,7 +128,7 @@ class Engine:
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
         """Run one action, or a pair of a forward and a backward whose collectives overlap."""
         if len(unit) > 1 and self._interleaving is not None:
-            # The backward runs first, because it sends rows to experts at once. The forward sends rows after attention.
+            # The backward begins, because it sends rows to experts at once. The forward first computes attention.
             self._interleaving.run_both(unit[::-1], lambda action: self._execute[action.kind](action), self.on_action)
             return
         for action in unit:
@@ -151,7 +154,7 @@ class Engine:
             if value.requires_grad
         ]
         if y.requires_grad:  # an evaluation has no backward
-            # The graph is kept without y's values, so that these are freed when the message has been taken.
+            # Keep only the graph of y. The values of y are then freed as soon as the message with them has been sent.
             loss = torch.stack(weighted).sum() if len(weighted) > 1 else next(iter(weighted), None)
             self._flight.graphs[key] = _Graph(x, None if last else get_gradient_edge(y), loss)
 
@@ -188,7 +191,7 @@ class Engine:
             self._sends.wait_all()
 
     def _receive(self, action: Action) -> None:
-        """Post a receive. The F, B or I that needs the message waits for it."""
+        """Post a receive. The action F, B or I that needs the message waits for the receive."""
         kind, microbatch, position = action
         shape = self._activation.shape
         dtype = self._activation.dtype
@@ -200,7 +203,7 @@ class Engine:
             receive.wait()
 
     def _incoming(self, kind: Kind, position: int, microbatch: int) -> Tensor:
-        """Return the neighbouring position's tensor: a message, or on the same rank the tensor itself."""
+        """Return the tensor of the neighbouring virtual stage: a message, or on the same rank the tensor itself."""
         if self._placement.peer(kind, position) != self._placement.rank_of[position]:
             return self._flight.incoming.pop((kind, position, microbatch)).wait()
         sent = Kind.SEND_FORWARD if kind is Kind.RECV_FORWARD else Kind.SEND_BACKWARD

@@ -1,6 +1,6 @@
 """Interface between the pipeline engine and a virtual stage.
 
-It defines the stage's function, its output, its activations, and the deferral of its weight gradients.
+The module defines the output of a stage, the shape of activations, and how weight gradients are computed later.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ LOSS = "loss"  # name of the last stage's output
 class StageOutput(NamedTuple):
     """Return value of a stage with further losses.
 
-    Each loss is a scalar, this microbatch's share of the step's loss, and equal on all tp ranks.
-    A value without a gradient is only summed and may have any shape.
+    Each loss is a scalar: this microbatch's share of the step's loss, equal on all tp ranks.
+    Values without a gradient are allowed too: the engine only sums them, and they may have any shape.
     """
 
     output: Tensor
@@ -30,7 +30,10 @@ StageFunction = Callable[[Tensor | None, Any], Tensor | StageOutput]
 
 
 class Deferral(Protocol):
-    """Keeps the work of weight gradients between the I and the W of a split backward (see `WeightGradients`)."""
+    """Stores the computation of weight gradients from the I action (input gradients) until the W action.
+
+    `WeightGradients` implements this interface.
+    """
 
     def defer(self) -> None:
         """Keep the work that is submitted from now on."""

@@ -1,8 +1,8 @@
-"""Agreement of all ranks, before the first collective, on device, torch build, kernels and C++ libraries.
+"""Checks, before the first collective, that all ranks have equal devices, torch builds, kernels and C++ libraries.
 
-Every rank puts one report of some hundred bytes into the rendezvous store. Rank 0 reads all reports by one request, and
-puts one verdict there. A rank that cannot use its device reports that too, so all ranks end with the same cause within
-seconds.
+Every rank writes one report of some hundred bytes to the rendezvous store. Rank 0 reads all reports by one request, and
+writes its verdict to the store. A rank that cannot use its device reports the error in the same way. All ranks then
+exit within seconds and name this error as the cause.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from frontier_llm.run.failure import Evidence, Failure
 from frontier_llm.units import plural, strict_json
 
 AGREED = "agreed"
-# time for which rank 0, whose process may serve the store, waits until the other ranks have read the verdict
+# Longest time that rank 0 waits before it exits, so that the other ranks can read the verdict. Rank 0's process may
+# serve the store.
 LINGER_S = 3.0
 POLL_S = 0.02
 _VERDICT = "start/verdict"
@@ -34,7 +35,7 @@ _FIX = "\n    fix: "  # separator that Problem writes before a fix
 
 @dataclass(frozen=True)
 class RankReport:
-    """Facts that one rank has found on its host."""
+    """Facts about device and software that one rank has found on its host."""
 
     host: str
     facts: dict[str, str]  # name → value; the values must be equal on all ranks
@@ -53,10 +54,10 @@ def agree(
     record: Callable[[Failure], None],
     timeout_s: float,
 ) -> None:
-    """Return if all ranks have reported the same facts and no error.
+    """Compare the reports of all ranks. Returns normally if all ranks have reported the same facts and no error.
 
     Otherwise every rank raises: RankFailure for a fault of some nodes or missing ranks, FrontierError for a refusal.
-    Rank 0 calls `record` first. Raises RuntimeError if the store or the verdict cannot be reached within `timeout_s`.
+    Rank 0 calls `record` with the failure first. Raises RuntimeError if no verdict is in the store after `timeout_s`.
     """
     store.set(_report_key(rank), report.to_json())
     if rank == 0:
@@ -91,9 +92,9 @@ def raise_failure(failure: Failure) -> NoReturn:
 def judge(reports: Sequence[RankReport]) -> Failure | None:
     """Compare the reports of all ranks, in rank order. Returns None if they are alike and without errors.
 
-    The expected facts are the facts of most hosts, counting only hosts whose ranks are alike. With equally many hosts,
-    the facts of the lower rank are expected. If fewer than half of the hosts differ, this is a fault of those nodes,
-    which `excluded_hosts` names. Otherwise it is a refusal.
+    The expected facts are the facts of most hosts. Only hosts whose ranks all report the same are counted. In a tie,
+    the facts of the lower rank are expected. If fewer than half of the hosts differ, the failure is a fault of these
+    nodes, and `excluded_hosts` names them. Otherwise the failure is a refusal.
     """
     by_host: dict[str, list[RankReport]] = {}
     for report in reports:
@@ -135,7 +136,7 @@ def _identity(report: RankReport) -> tuple[tuple[tuple[str, str], ...], bool]:
 
 
 def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
-    """Describe a rank that has an error, or other facts than `normal`."""
+    """Return the problem of a rank that reports an error, or facts that differ from the facts of `normal`."""
     if told.error:
         what, _, fix = told.error.partition(_FIX)
         return Problem("", what, fix)
@@ -151,9 +152,9 @@ def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
 
 
 def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | None:
-    """Read all reports and judge them, on rank 0.
+    """Read the reports of all ranks on rank 0, and return the result of `judge`.
 
-    Ranks that have not reported within `timeout_s` are a failure that names them.
+    If some ranks have not reported within `timeout_s`, return a failure that names these ranks.
     """
     keys = [_report_key(rank) for rank in range(world_size)]
     try:

@@ -37,7 +37,7 @@ from frontier_llm.training.guard import SpikePolicy
 
 @dataclass(frozen=True)
 class BestLoss:
-    """Lowest loss so far on the held-out set that train.keep_best names."""
+    """The lowest loss so far on the held-out set that `train.keep_best` names."""
 
     step: int
     loss: float
@@ -45,7 +45,10 @@ class BestLoss:
 
 @dataclass
 class TrainState:
-    """Everything that one rank needs to train. `training.step.train_step` advances it."""
+    """Training state of one rank: weights, optimizer, pipeline engine, data feed and position in the run.
+
+    `training.step.train_step` advances the state by one step.
+    """
 
     phases: tuple[RunPhase, ...]  # all phases of the run
     plan: ParallelPlan
@@ -67,7 +70,9 @@ class TrainState:
     feed: Feed = field(init=False)
 
     def enter(self, phase: RunPhase, source: BatchSource, position: Position = START) -> None:
-        """Start a phase. Sequence length, positions and microbatches change. Weights and optimizer state are kept.
+        """Start a phase of the run. Weights and optimizer state are kept.
+
+        A phase may have another sequence length, other position embeddings and another number of microbatches.
 
         `position` is the position in the run's data at which `source` begins. Use START if `source` is not the run's
         data.
@@ -139,8 +144,8 @@ def build_state(
 ) -> TrainState:
     """Build one rank's part of the run in its first phase.
 
-    `draws` is False if a checkpoint will be loaded. The initial weights are then not drawn. Raises BackendError if a
-    selected op is not available.
+    With `draws` False, the initial weights are not drawn, because a checkpoint will be loaded. Raises BackendError if
+    a selected op is not available.
     """
     phases = phases_of(config)
     config = phases[0].config

@@ -14,10 +14,13 @@ from frontier_llm.training.build import TrainState
 
 
 class PhaseClock:
-    """Seconds by phase. Time blocked in communication is counted for its axis and not for the phase.
+    """Measures the seconds that a rank spends in each phase of a step.
 
-    With `synchronize`, each boundary waits for the device. This is exact on a GPU and slow, and benchmarks use it.
-    Without it, the figures of a GPU run are host times. They show a slow host, but not a slow kernel.
+    Time blocked in communication counts for the axis of the communication, and not for the phase.
+
+    With `synchronize`, the host waits for the device at each change of phase. The times of a GPU are then exact, but
+    the step is slower. Only benchmarks use this mode. Without `synchronize`, the times of a GPU run are host times,
+    which show a slow host, but not a slow kernel.
     """
 
     def __init__(self, ledger: Ledger, synchronize: bool = False) -> None:
@@ -31,7 +34,7 @@ class PhaseClock:
         self._blocked_taken: dict[str, float] = defaultdict(float)
 
     def attach(self, state: TrainState) -> None:
-        """Measure a rank's engine and feed from now on."""
+        """Measure the pipeline engine and the data feed of `state` from now on."""
         state.pipeline.on_action = self.on_action
         state.feed.on_read = self.on_read
 
@@ -47,8 +50,9 @@ class PhaseClock:
         self._blocked_since = blocked
 
     def on_action(self, action: Action | None) -> None:
-        """Callback of `Engine`: begins forward or backward by the kind of action, and "optimizer" after the last
-        action.
+        """Callback of `Engine`: begin the phase "forward" or "backward" with each action that computes.
+
+        After the last action of a step, which is reported as None, begin the phase "optimizer".
         """
         if action is None:
             self.enter("optimizer")
@@ -64,7 +68,7 @@ class PhaseClock:
             self.enter("data")
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the last call, by phase, and by axis under names such as "tp (blocked)"."""
+        """Return the seconds since the last call. The keys are phases, and axes as "tp (blocked)" for blocked time."""
         self.enter(self._phase)
         taken = dict(self._seconds)
         self._seconds.clear()
@@ -77,7 +81,7 @@ class PhaseClock:
         return taken
 
     def communication(self) -> dict[str, Any]:
-        """Return the communication of this rank since it joined.
+        """Return statistics of this rank's communication since it joined the job.
 
         The keys are `operations` (Ledger.summary), `axes` (Ledger.latency_by_axis) and `most_in_flight`.
         """

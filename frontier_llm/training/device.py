@@ -1,4 +1,4 @@
-"""Selects the device of a rank by the run and its machine file, checks it, and describes it for comparison."""
+"""Selects and checks the device of a rank, and collects its facts, which must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOCKS: dict[str, TextIO] = {}  # locks of GPUs that this process holds
 
 
 class DeviceError(FrontierError):
-    """The device that the run expects cannot be used by this rank."""
+    """This rank cannot use the device that the run expects."""
 
     def __init__(self, fact: str, what: str, fix: str) -> None:
         """`fact` describes the fault in words that are equal on every rank and host with the same fault."""
@@ -43,11 +43,11 @@ class DeviceError(FrontierError):
 
 @dataclass(frozen=True)
 class Found:
-    """Device and software facts of a rank."""
+    """The device and software that `find_device` has found for a rank."""
 
-    device: torch.device | None  # None if it cannot be used
+    device: torch.device | None  # None if the device cannot be used
     facts: dict[str, str]  # Facts by name. Each value must be equal on all ranks.
-    error: FrontierError | None = None  # the reason if the device cannot be used
+    error: FrontierError | None = None  # reason that the device cannot be used; None if it can
 
     @property
     def architecture(self) -> str | None:
@@ -89,9 +89,9 @@ def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -
 def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -> torch.device:
     """Select the CPU or this rank's GPU.
 
-    The GPU is the only visible one (srun --gpus-per-task=1), otherwise the one with the local rank as its index.
-    `train.device: cpu` selects the CPU without any check. Raises DeviceError if the GPU is not the one in the machine
-    file, or if the run's engine needs more communications in flight than this GPU may have.
+    If one GPU is visible (srun --gpus-per-task=1), use it. Otherwise the local rank is the index of the GPU.
+    `train.device: cpu` selects the CPU without any check. Raises DeviceError if the GPU is of another type than the
+    machine file names, or if the run's engine needs more communications in flight than this GPU may have.
     """
     wanted = config.train.device
     if wanted == "cpu":
@@ -108,7 +108,7 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
             "CPUs without any check",
         )
     visible = torch.cuda.device_count()
-    # a launcher that gives each rank its own GPU shows only one
+    # If the launcher gives each rank its own GPU, only one GPU is visible, and this check does not apply.
     if place is not None and 1 < visible < place.local_world_size:
         raise DeviceError(
             f"{visible} GPUs",
@@ -138,7 +138,10 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
 
 
 def _in_flight_note(config: RunConfig, architecture: str) -> str:
-    """Return a warning if the run asks by name for a mode that is not known to be safe on this GPU, or ''."""
+    """Return a warning if the run file sets a mode of communication that is not known to be safe on this GPU.
+
+    Otherwise return ''.
+    """
     rule = load_machine(config.machine).in_flight_on(architecture)
     if config.comm.in_flight != "many" or rule.mode == "many":
         return ""
@@ -180,12 +183,12 @@ def _use(index: int) -> None:
 
 
 def _take_gpu(place: RankEnv, folder: Path, properties: Any) -> None:
-    """Lock this rank's only GPU for this process, by its PCI bus address.
+    """Lock this rank's only visible GPU for this process. The PCI bus address identifies the GPU.
 
     Raises DeviceError if another rank of the job holds the lock.
     """
     where = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    # torch before 2.8 lacks these properties; the communicator refuses duplicate GPUs later, with another message
+    # torch before 2.8 lacks these properties. The communicator then refuses duplicate GPUs later, with another message.
     if None in where:
         return
     path = str(folder / f"gpu-{'-'.join(map(str, where))}.lock")
@@ -216,9 +219,9 @@ _LARGEST_KEPT_BYTES = 32 * MIB  # largest value that glibc accepts
 def keep_freed_memory() -> None:
     """Keep freed blocks of up to 32 MiB in this process. Does nothing if the C library is not glibc.
 
-    By default glibc returns the top of its heap to the system when twice its largest block is free there. This happens
-    at the end of each backward pass. The 38,000 page faults of the next step then cost 3 to 5 % of its CPU time
-    (bench-l8-h384, bf16).
+    By default glibc returns the top of its heap to the system if free memory at the top reaches twice the largest
+    block. The end of each backward pass reaches this limit. The next step then has 38,000 page faults, which cost 3 to
+    5 % of its CPU time (bench-l8-h384, bf16).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Held-out loss with the training layout: the same stages run forward only."""
+"""Evaluates the loss on held-out data. The run's own pipeline stages compute it in their layout, forward only."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def evaluate(
     samples: int,
     interrupted: Callable[[], bool],
 ) -> dict[str, float]:
-    """Return and log the loss of each held-out set under its name, in nats per token. Collective over the world.
+    """Return and log the loss of each held-out set by name, in nats per token. Collective over the world.
 
-    The first set's loss is also returned as `loss`, with `perplexity`, and with `bits_per_byte` if the size of its text
-    is known. `interrupted()` is called after each global batch. If it returns True, the result is empty.
+    The first set's loss is also returned as `loss`, together with `perplexity`. `bits_per_byte` is added if the number
+    of bytes of the set's text is known. `interrupted()` is called after each global batch. If `interrupted()` returns
+    True, the result is empty.
     """
     values: dict[str, float] = {}
     for split, source in sources.items():
@@ -58,8 +59,9 @@ def held_out_loss(
 ) -> float | None:
     """Return the mean loss in nats per token over the first samples of a held-out stream. Collective over the world.
 
-    Every target that counts has the same weight. The number of samples is rounded up to complete global batches, so
-    that every layout evaluates the same samples. Returns None if `interrupted()` is True after one of the batches.
+    Every target that the loss mask does not exclude has the same weight. The number of samples is rounded up to
+    complete global batches, so that every layout evaluates the same samples. Returns None if `interrupted()` is True
+    after one of the batches.
     """
     rounds = max(1, math.ceil(samples / state.config.batch.global_batch))
     feed = state.new_feed(source)
@@ -74,7 +76,7 @@ def held_out_loss(
         targets += counted
         if interrupted():
             return None
-    return loss_sum / max(1, targets)  # the sum is NaN if no target counts
+    return loss_sum / max(1, targets)  # if the loss mask excludes every target, loss_sum is NaN
 
 
 def _bytes_per_token(blend: tuple[DataSource, ...] | str) -> float | None:

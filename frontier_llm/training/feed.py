@@ -17,11 +17,12 @@ from frontier_llm.topology.grid import held_positions
 
 
 class BatchSource(Protocol):
-    """Source of a rank's microbatches: data.loader.Batches, or a source of a test."""
+    """Source of a rank's microbatches: `data.loader.Batches`, or a replacement in a test."""
 
-    microbatches: int  # per step and replica
+    microbatches: int  # number of microbatches per step and data-parallel rank
     reset_at_documents: bool
-    masks_targets: bool  # some targets do not count: at document boundaries, or because the tokens are only read
+    # True if a loss mask excludes some targets: at document boundaries, or in a prompt, which is only read
+    masks_targets: bool
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
         """Return microbatch `index` of step `step` for this data-parallel rank."""
@@ -31,9 +32,9 @@ class BatchSource(Protocol):
 
 
 class Feed:
-    """One rank's batches on its device.
+    """Reads the microbatches of one rank and copies them to the rank's device.
 
-    A rank without the first or last stage reads nothing, unless attention is limited to documents.
+    A rank that holds neither embedding nor head reads no data, unless attention is limited to documents.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Feed:
         self.on_read: Callable[[int | None], object] = lambda index: None
 
     def step(self, step: int) -> Callable[[int], Microbatch]:
-        """Return a function from index to microbatch of a training step.
+        """Return a function that maps the index of a microbatch to the microbatch of training step `step`.
 
-        Collective over the replicas if the source masks any target.
+        If the source masks any target, the call is collective over the replicas.
         """
         targets = self.count_targets(step)
 
@@ -96,10 +97,10 @@ class Feed:
         return batch
 
     def count_targets(self, step: int) -> int | Tensor:
-        """Return the number of targets of the step's global batch that count in the loss.
+        """Return the number of targets in the step's global batch that the loss mask does not exclude.
 
-        If the source masks any target, this is collective over the replicas. The number is then a tensor on the device,
-        so that the host need not wait for the sum over dp and cp.
+        If the source masks any target, the call is collective over the replicas. The number is then a tensor on the
+        device, so that the host need not wait for the sum over dp and cp.
         """
         if not self._source.masks_targets:
             return self._targets_per_step
@@ -107,14 +108,14 @@ class Feed:
         return all_reduce_(self._tensor(np.array([mine], np.int64)), self._mesh.replicas)[0]
 
     def _count(self, samples: SampleBatch) -> int:
-        """Return the number of this rank's targets that count in the loss."""
+        """Return the number of this rank's targets that the loss mask does not exclude."""
         mask_BS = samples.loss_mask_BS
         if mask_BS is None:
             return samples.target_count // self._mesh.cp.size
         return int(self._held(mask_BS.T).sum())
 
     def held(self, rows: np.ndarray) -> Tensor:
-        """Return the rows of this rank's tokens, on the device.
+        """Return the part of `rows` for this rank's tokens under context parallelism, on the device.
 
         `rows` has one row for each position of the sequence.
         """
@@ -129,7 +130,7 @@ class Feed:
     def _tensor(self, array: np.ndarray) -> Tensor:
         """Copy an array to the device.
 
-        A copy to a GPU goes through pinned memory. From pageable memory the host would wait for the copy.
+        The array is first copied to pinned memory. With pageable memory the host would wait for the copy to the GPU.
         """
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type == "cpu":

@@ -4,8 +4,8 @@
 
 prints the facts as one JSON line. With `-` it reads a run file from stdin.
 
-`submit`, the batch script and `doctor` run it in the interpreter of the ranks. A rank calls `installation`. Each part
-works without the parts before it: an interpreter without torch still reports the other facts.
+`submit`, the batch script and `doctor` run this module in the interpreter of the ranks. A rank calls `installation`. If
+one part fails, the other facts are still reported, for example by an interpreter without torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from frontier_llm.libraries import LIBRARIES, TORCH_OPS, load_library
 from frontier_llm.run.installation import InputFacts, Installation, KernelFacts, TorchFacts, storage
 from frontier_llm.run.rank_env import node_name
 
-# Modules of the packages in setup.py's install_requires.
+# Names of the modules that the packages in setup.py's install_requires provide.
 REQUIREMENTS = ("numpy", "yaml", "pydantic", "rich", "safetensors", "sentencepiece", "tokenizers")
 
 
 def installation(architecture: str | None = None, run_text: str | None = None) -> Installation:
-    """Collect all facts.
+    """Return all facts of this interpreter.
 
-    `architecture`, such as gfx90a, selects the GPU kernels that are examined. `run_text` is the content of a run file.
+    `architecture`, such as gfx90a, selects the GPU kernels to examine. `run_text` is the content of a run file.
     """
     started_s = time.monotonic()
     torch = torch_facts()
@@ -82,7 +82,7 @@ def torch_facts() -> TorchFacts:
 
 
 def kernel_facts(architecture: str) -> KernelFacts:
-    """Return the state of the code objects of one architecture. Needs `frontier_llm.ops`, hence torch."""
+    """Return the state of the prebuilt GPU kernels (code objects) of one architecture. Requires torch."""
     from frontier_llm.ops.kernel_table import ARCHITECTURES
     from frontier_llm.ops.manifest import GPU_DIR, manifest_digest, read_manifest
 
@@ -96,10 +96,10 @@ def kernel_facts(architecture: str) -> KernelFacts:
 
 
 def provider_facts() -> dict[str, str]:
-    """Return, for each op back-end, the reason that it cannot be used here, or ''. Needs torch.
+    """Return, for each op back-end, the reason that this interpreter cannot use it, or ''. Requires torch.
 
-    Triton's back-end can only be checked on a GPU. A login node has none, so `kernel_facts` examines its code objects
-    instead.
+    Triton's back-end can only be checked on a GPU. Login nodes have no GPU, so `kernel_facts` examines the code objects
+    of this back-end instead.
     """
     from frontier_llm.ops.providers import PROVIDERS
 
@@ -109,8 +109,8 @@ def provider_facts() -> dict[str, str]:
 def input_facts(run_text: str) -> InputFacts | None:
     """Examine data, tokenizer and run directory of a run file.
 
-    Returns None if the interpreter lacks a module for reading the file. No file is left behind. If the run directory
-    does not exist yet, its nearest existing parent is probed.
+    Returns None if the interpreter lacks a module for reading the file. A test for write access leaves no file behind.
+    If the run directory does not exist yet, its nearest existing parent is tested.
     """
     from frontier_llm.config import load_run
     from frontier_llm.data.loader import data_problems
@@ -156,13 +156,13 @@ def _torch_ops() -> tuple[str, str]:
     error = load_cpu_library()
     built_for = ""
     if not error:
-        with contextlib.suppress(AttributeError):  # the library is from an older version of the package
+        with contextlib.suppress(AttributeError):  # a library of an older version of the package lacks `built_for`
             built_for = str(torch.ops.frontier_llm.built_for())
     return error, built_for
 
 
 def main(words: list[str]) -> int:
-    """Print the facts. Output of modules at their import goes to stderr."""
+    """Print the facts as one JSON line. If a module prints at its import, this output goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         architecture = words[0] if words and words[0] != "none" else None
         facts = installation(architecture, sys.stdin.read() if words[1:] == ["-"] else None)

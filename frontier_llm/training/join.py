@@ -1,4 +1,4 @@
-"""Starts a rank: device, rendezvous, mesh, data and model."""
+"""Starts a rank: selects its device, connects it to the other ranks, and builds its mesh, data and model."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def joined(
 ) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
     """Join the job's ranks, and yield plan, mesh and device.
 
-    The process groups are left at the end, also after an error. `recorded`: a failed start is written to the run
-    directory. Raises FrontierError if a device cannot be used or the ranks differ.
+    At the end of the `with` block the process groups are destroyed, also after an error. With `recorded`, a failed
+    start is written to the run directory. Raises FrontierError if a device cannot be used or if the ranks differ.
     """
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
-    limit_instruction_set()  # a caller without the command line has not set the limit
+    limit_instruction_set()  # the command line does this earlier; other callers do not
     with _known(config, place) as job:
         sockets_forbidden = _set_environment(config, job)
         _start_store(config, job)
@@ -67,7 +67,7 @@ def joined(
             log.info(describe_instruction_sets())
         plan = make_plan(config, world_size)
         mesh = _join(config, plan, job, found, recorded)
-        assert device is not None  # otherwise the ranks have not agreed
+        assert device is not None  # otherwise `_join` has raised an error
         try:
             if sockets_forbidden and device.type == "cuda" and job is not None:
                 _check_network(mesh, job)
@@ -83,13 +83,13 @@ def joined(
 def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
     """Join the job's ranks, build this rank's part of the run, and yield its state.
 
-    `draws` is False if a checkpoint will replace the initial weights, which are then not drawn.
+    With `draws` False, the initial weights are not drawn, because a checkpoint will replace them.
     """
     with joined(config, place) as (plan, mesh, device):
         batches = open_batches(phases_of(config)[0].config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, plan, mesh, device, batches, draws)
         yield state
-        state.optimizer.wait_for_gather()  # exiting during a gather would make the peers fail
+        state.optimizer.wait_for_gather()  # if this rank exits during an all-gather, the other ranks fail
 
 
 class _Job:
@@ -105,7 +105,7 @@ class _Job:
 def _known(config: RunConfig, place: RankEnv | None) -> Iterator[_Job | None]:
     """Yield the job of a process that a launcher has started, or None.
 
-    At the end, leave the process groups and remove the files that this rank has made outside of the run directory.
+    At the end, destroy the process groups and remove the files that this rank has made outside of the run directory.
     """
     job = _Job(config, place) if place else None
     try:
@@ -125,12 +125,12 @@ def _set_environment(config: RunConfig, job: _Job | None) -> bool:
     Returns True if collectives must not use sockets.
     """
     if job is None:
-        if environ(THREADS) is None:  # a program that imported torch before; the commands set the variable
+        if environ(THREADS) is None:  # the commands set it; a program that uses this package may not
             torch.set_num_threads(choose_threads(1).threads)
         return False
     had_threads = environ("OMP_NUM_THREADS") is not None
     settings = set_rank_variables(config, job.place, job.folder)
-    if not had_threads:  # torch reads this variable at its import, which is over
+    if not had_threads:  # torch reads OMP_NUM_THREADS only at its import, which was earlier
         torch.set_num_threads(int(environ("OMP_NUM_THREADS") or 1))
     nodes = node_count(job.place)
     log.info(f"variables of the ranks for {environment_name(config.machine)} on {plural(nodes, 'node')}:")
@@ -157,7 +157,7 @@ def _check_network(mesh: Mesh, job: _Job) -> None:
 
 
 def _by_node(config: RunConfig, place: RankEnv) -> bool:
-    """Return True if rows are sent to experts in two stages, on nodes of this job's size."""
+    """Return True if tokens are sent to their experts in two stages: between nodes, and inside each node."""
     if config.model.moe is None:
         return False
     numbers = replace(rates(load_machine(config.machine)), node_devices=place.local_world_size)
@@ -179,7 +179,7 @@ def _meeting(config: RunConfig, job: _Job) -> Meeting:
 
 
 def _start_store(config: RunConfig, job: _Job | None) -> None:
-    """Start the store's process on rank 0, while this rank prepares its device."""
+    """On rank 0, start the process that serves the store. It starts while rank 0 prepares its device."""
     if config.comm.store in ("direct", "node"):
         log.info(
             f"comm.store={config.comm.store} is an old value and means auto: torch's TCPStore. "
@@ -190,7 +190,7 @@ def _start_store(config: RunConfig, job: _Job | None) -> None:
 
 
 def _record_failed_start(run_dir: Path, failure: Failure) -> None:
-    """Write the failure of a start to the run directory. Faulty nodes are excluded from later use."""
+    """Write the failure of a start to the run directory, and exclude faulty nodes from later jobs."""
     write_failure(run_dir, failure, complete=True)
     if failure.excluded_hosts:
         try:
@@ -203,7 +203,7 @@ def _record_failed_start(run_dir: Path, failure: Failure) -> None:
 
 
 def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found, recorded: bool) -> Mesh:
-    """Return the mesh of all ranks after they have agreed. Raises FrontierError if they have not."""
+    """Return the mesh after all ranks have reported equal facts. Raises FrontierError if the facts differ."""
     alone = job is None or job.place.world_size == 1
     report = RankReport(node_name(), found.facts, "" if found.error is None else str(found.error))
     run_dir = Path(config.train.run_dir)
@@ -212,7 +212,7 @@ def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found,
         if recorded:
             _record_failed_start(run_dir, failure)
 
-    if found.error is not None and (alone or config.comm.backend == "mpi"):  # there is no store for an agreement
+    if found.error is not None and (alone or config.comm.backend == "mpi"):  # there is no store to report to
         if job is not None and (failure := judge([report])):
             record(failure)
         raise found.error

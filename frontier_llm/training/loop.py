@@ -1,4 +1,4 @@
-"""The training loop of a rank: join, build, resume, train until the last step or a signal, evaluate, save, leave."""
+"""The training loop of a rank: join the job, resume, train until the last step or a signal, evaluate and save."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-# The first backward imports this module, and sympy with it, which takes seconds. Here no other rank waits yet.
+# The first backward would import this module and sympy, which takes seconds, while other ranks wait. At this point no
+# rank waits.
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from torch import Tensor
 
@@ -53,22 +54,24 @@ from frontier_llm.training.step import StepResult, train_step
 from frontier_llm.training.tasks import evaluate_tasks, open_tasks
 from frontier_llm.units import strict_json
 
-# A rank that has not started after this multiple of train.timeout_s exits. A start may build indices, and ranks may
-# wait for files.
+# A rank whose start takes longer than this multiple of train.timeout_s exits. The limit is long, because a start may
+# build indices of the data or wait for files.
 START_TIMEOUTS = 3
 
 
 def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = AS_BEFORE) -> int:
-    """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal.
+    """Train this rank's part of the run to its end.
 
-    The caller must have entered `signals` as early as possible, so that a signal during start-up is handled too.
+    Returns 0 after the last step, and EXIT_INTERRUPTED if a signal or STOP ended the run after a save.
+    The caller must enter the context of `signals` as early as possible, so that a signal during the start is handled.
     """
     failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0)
     hit("train.start")
     config = resolve_precision(config)
     # TCPStore has no timeout if rank 0 is stopped, and the watchdog is not running yet.
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
-    # Do not draw weights that a checkpoint replaces: 175B on 64 devices is 2.7 billion numbers per device.
+    # Do not draw weights that a checkpoint replaces: for 175B weights on 64 devices, each device would draw 2.7 billion
+    # numbers.
     draws = not is_there(checkpoints_folder(config.train))
     try:
         with joined_state(config, place, draws) as state:
@@ -80,7 +83,7 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
 
 
 class _Session:
-    """State of one process of the run from start to end."""
+    """State of one rank's process during a run: training state, checkpoints, guards and observers."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class _Session:
     ) -> None:
         """`config` is the configuration of the complete run, and `state` is in one of its phases.
 
-        `drawn` is True if the weights are initial ones. Otherwise they have no values yet.
+        `drawn` is True if initial weights have been drawn. Otherwise the weights have no values yet.
         """
         self.state = state
         self.config = config
@@ -126,7 +129,7 @@ class _Session:
         self.skips = Skips(self.config.guard, self.decisions, self.checkpoints)
 
     def run(self) -> int:
-        """Run to the end. Observers are closed in every case."""
+        """Run to the end and return the exit code. Observers are closed, also after an error."""
         try:
             return self._run()
         finally:
@@ -153,7 +156,7 @@ class _Session:
             self.checkpoints.close(verify=finished)
         if self.metrics is not None:
             self.metrics.close()
-        if not finished and not environ("SLURM_JOB_ID"):  # in a Slurm job, the supervisor continues the run
+        if not finished and not environ("SLURM_JOB_ID"):  # Slurm jobs: the supervisor restarts the run
             stop = self.run_dir / STOP_FILE
             first = f"delete {stop}, then " if stop.exists() else ""
             log.info(
@@ -167,7 +170,7 @@ class _Session:
             progress = self.checkpoints.newest(self.resume.strict)
         if progress is not None:
             restore(self.state, progress)
-        # some rank has not drawn its weights, because it found a checkpoint that is gone now
+        # At the start, some rank found a checkpoint that does not exist any more, and drew no weights.
         elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:
             draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
         self._count_durations()
@@ -182,7 +185,7 @@ class _Session:
             log.info(f"after step {self.state.current_step}: {self.resume.leave_out} samples are left out")
 
     def _restart_source(self, path: str) -> None:
-        """Read a dataset from its beginning again. Raises ConfigError if the run does not train on it."""
+        """Read the dataset `path` from its beginning again. Raises ConfigError if the run has no such dataset."""
         if path not in self.datasets:
             raise ConfigError(
                 f"{path!r} is not a dataset of this run", suggest(path, list(self.datasets)), "--restart-source"
@@ -199,7 +202,7 @@ class _Session:
         )
 
     def _train_until_end(self) -> bool:
-        """Train until the last step. Returns False if a signal or STOP ended the run; all ranks agree on the step."""
+        """Train until the last step. Returns False if a signal or STOP ended the run, on all ranks at the same step."""
         state = self.state
         train = self.config.train
         if self.request_collector.stop() or (state.current_step == 0 and not self._evaluate()):
@@ -226,9 +229,7 @@ class _Session:
         return True
 
     def _count_durations(self) -> None:
-        """Convert durations in tokens to steps, counted from the steps done, because the batch size may have changed
-        since.
-        """
+        """Convert durations in tokens to steps, from the current step on, because the batch size may have changed."""
         self.config = resolved(self.config, self.state.position.steps_done)
         self.state.phases = phases_of(self.config)
 
@@ -236,7 +237,7 @@ class _Session:
         return phase_at(self.state.phases, self.state.current_step)
 
     def _follow_phase(self) -> None:
-        """Enter the phase of the next step if the run is in another one."""
+        """If the next step belongs to another phase than the current one, enter that phase."""
         phase = self._next_phase()
         if self.state.config is not phase.config:
             self._announce(phase)
@@ -249,9 +250,7 @@ class _Session:
             log.info(f"after step {self.state.current_step}: {phase.describe()}")
 
     def _enter(self, phase: RunPhase, left_out_samples: int = 0) -> None:
-        """Train in `phase` from now on. Called at the start, at a phase change, and after a rewind, which skips
-        samples.
-        """
+        """Train in `phase` from now on, after skipping `left_out_samples` samples of the data."""
         state = self.state
         dp = self.state.mesh.dp
         position = state.position.enter(wanted(phase.config, self.datasets))
@@ -303,14 +302,14 @@ class _Session:
             restore(self.state, back)
             self._count_durations()
             phase = self._next_phase()
-            # Samples that earlier rewinds have left out since that checkpoint stay left out.
+            # Also leave out again the samples that earlier rewinds have left out after the loaded checkpoint.
             samples = earlier - self.state.position.samples_left_out
             samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
             if self.metrics is not None:
                 self.metrics.go_back(back.step)
             self._enter(phase, samples)
             self.skips.rewound(step, self.state.current_step, self.state.position.samples_left_out, samples)
-            # Save at once, so that a restart after a crash does not reach the spike again.
+            # Save at once. Otherwise a restart after a crash would load an older checkpoint and reach the spike again.
             self._finish_save()
 
     def _look_for_wrong_arithmetic(self, recompute: Recompute) -> None:
@@ -340,7 +339,7 @@ class _Session:
         return True
 
     def _keep_if_best(self, losses: Mapping[str, float]) -> None:
-        """Save this step at once if its held-out loss is the lowest so far. The commit then makes BEST name it."""
+        """Save this step at once if its held-out loss is the lowest so far. The file BEST then names it."""
         state = self.state
         name = self.config.train.keep_best
         loss = losses.get("loss" if name == "validation" else name or "")
@@ -350,7 +349,7 @@ class _Session:
         self._begin_save()
 
     def _begin_save(self) -> None:
-        """Copy the state, and write it while training continues. A first failure in a row is only logged."""
+        """Copy the state, and write it while training continues. The first failure in a row is only logged."""
         with self.checkpoints.tolerating_one_failure():
             self._start_save()
         self._advance_save()
@@ -371,7 +370,7 @@ class _Session:
         self.checkpoints.begin(progress_of(self.state, self.decisions.rewinds))
 
     def _advance_save(self) -> None:
-        """Advance the running save. A first failure in a row is only logged."""
+        """Advance the running save. The first failure in a row is only logged."""
         save = self.checkpoints.under_way
         if save is not None:
             with self.checkpoints.tolerating_one_failure():
@@ -406,7 +405,7 @@ def _local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:
 
 
 def _recompute(state: TrainState) -> Recompute:
-    """Return the check that recomputes the batches of data-parallel rank 0 on every replica."""
+    """Return the check for wrong arithmetic. Every replica computes the batches of data-parallel rank 0."""
     batches = open_run_batches(state.config, state.position, state.current_step, 0, state.mesh.dp.size)
     feed = state.new_feed(batches)
     return Recompute(lambda: _local_gradients(state, feed), state.mesh)
@@ -426,9 +425,9 @@ def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
 
 
 def job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Dataset]) -> JobFacts:
-    """Return the facts of this job for checkpoints.
+    """Return the facts of this job that every checkpoint records.
 
-    Only rank 0, which writes the manifest, records environment and plugins.
+    Only rank 0 records environment and plugins, because it writes the manifest.
     """
     is_first = state.mesh.world.rank == 0
     return JobFacts(
@@ -443,5 +442,5 @@ def job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Datas
 
 
 def _due(step: int, interval: int, last: int) -> bool:
-    """Return True after every `interval` steps, except at the last step, which is handled separately."""
+    """Return True if `step` is a multiple of `interval` and not the last step, which is handled separately."""
     return bool(interval) and step % interval == 0 and step < last

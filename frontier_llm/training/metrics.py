@@ -1,4 +1,4 @@
-"""The records of a run: one JSON line and one log line per logged step. Observers receive the same values."""
+"""Writes the metrics of a run: one JSON line and one log line per logged step. Observers receive the same values."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from frontier_llm.units import GIB, TERA, format_seconds, strict_json
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed of the steps since the last record."""
+    """Average speed of the steps since the last logged step."""
 
     step_time_s: float
-    tokens_per_s: float  # of the whole job
-    model_tflops: float  # per device; counts model FLOPs, without recomputation
-    mfu: float | None  # share of the device's peak; None if the peak is not known
+    tokens_per_s: float  # tokens per second of all ranks together
+    model_tflops: float  # TFLOP/s per device; counts the model's FLOPs without recomputation
+    mfu: float | None  # model_tflops as a share of the device's peak; None if the peak is not known
 
 
 class Metrics:
-    """Writes metrics.jsonl on global rank 0. Lines are only appended, and each has the incarnation that wrote it.
+    """Writes metrics.jsonl on global rank 0. Lines are only appended. Each line has the number of the run's start.
 
-    A line of kind `start` or `rewind` invalidates earlier lines about later steps. `run.run_dir.rows` drops those
-    lines, and observers receive the same line. The line also records the layout of the steps after it, because each
-    attempt may use another layout.
+    A line of kind `start` or `rewind` makes earlier lines about later steps invalid. `run.run_dir.rows` drops these
+    earlier lines. Observers receive the `start` or `rewind` line, too. This line also records the parallel layout of
+    the later steps, because each start may use another layout.
     """
 
     def __init__(
@@ -52,9 +52,7 @@ class Metrics:
         done_steps: int,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """Continue after `done_steps` steps in the run's directory. `config` is the configuration of the complete
-        run.
-        """
+        """Continue metrics.jsonl after `done_steps` steps. `config` is the configuration of the complete run."""
         self._train = config.train
         self._phases = phases_of(config)
         self._world_size = world_size
@@ -68,14 +66,14 @@ class Metrics:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lines = open_lines(run_dir / "metrics.jsonl")
         self._write("start", done_steps, {"layout": self._layout})
-        # start of the steps since the last record; start of `_first_step`
+        # time of the last logged step; start time of `_first_step`
         self._since = self._started = time.perf_counter()
         self._steps_since = 0
         self._first_step = done_steps
         self._last_step = done_steps
 
     def _follow(self, phase: RunPhase) -> None:
-        """Use the sizes of this phase from now on. A record never covers two phases."""
+        """Use the batch size, sequence length and FLOPs of `phase` from now on. No line covers steps of two phases."""
         self._phase = phase
         self._flops_per_token = model_flops_per_token(phase.config.model)
 
@@ -90,17 +88,17 @@ class Metrics:
         )
 
     def enter(self, state: TrainState) -> None:
-        """Follow `state`, which has a new engine and feed."""
+        """Measure `state` from now on, after it has entered a phase with a new pipeline engine and data feed."""
         self._follow(phase_at(self._phases, state.current_step))
         self._clock.attach(state)
 
     def data(self, state: TrainState) -> None:
-        """Record the position in the data from which the run reads from now on, for `data show`."""
+        """Record the position in the data at which the run continues. The command `data show` reads it."""
         position = state.position.model_dump(mode="json")
         self._write("data", state.current_step, {"position": position, "global_batch": state.config.batch.global_batch})
 
     def phase(self, state: TrainState) -> None:
-        """Record that another phase has begun."""
+        """Record that another phase of the run has begun."""
         model = state.config.model
         batch = state.config.batch
         values = {
@@ -131,7 +129,7 @@ class Metrics:
             {
                 **{
                     name: value for name, value in asdict(result).items() if name != "requests" and value != {}
-                },  # fields without values (no further losses, no experts) are left out
+                },  # empty fields are left out: further_losses, or routing of a model without experts
                 **asdict(speed),
                 "consumed_samples": position.samples,
                 "consumed_tokens": position.tokens,
@@ -144,9 +142,9 @@ class Metrics:
         self._print(step + 1, result, speed, eta_s=(train.steps - step - 1) * per_step_s)
 
     def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Record an event that is not a training step: an evaluation, a save, a resume."""
+        """Record an event other than a training step: an evaluation, a save, or a resume."""
         self._write(kind, step, values)
-        if self._steps_since == 0:  # the time of an event does not count for the next step
+        if self._steps_since == 0:  # leave the time of the event out of the next step's time
             self._since = time.perf_counter()
             self._clock.take()
 
@@ -159,7 +157,7 @@ class Metrics:
         self._clock.take()
 
     def communication(self) -> None:
-        """Record the communication so far."""
+        """Record the statistics of this rank's communication so far."""
         moved = self._clock.communication()
         if moved["operations"]:
             self._write("communication", self._last_step, {"rank": 0, **moved})
@@ -172,9 +170,9 @@ class Metrics:
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         row = {"kind": kind, "step": step, "incarnation": self._incarnation, "time": round(time.time(), 3), **values}
         try:
-            # Unbuffered, so that a line is one write: a kill leaves a complete line or none.
+            # The file is unbuffered, so each line is one write. If the process is killed, no partial line remains.
             self._lines.write((strict_json(row, indent=None) + "\n").encode())
-        except OSError as error:  # like a failed save, a full disk does not end the run
+        except OSError as error:  # a full disk does not end the run, like a failed save
             log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
         for observer in self._observers:
             try:
@@ -197,23 +195,23 @@ class Metrics:
 
 
 def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the layout of the run on `world_size` ranks, with the names of the configuration keys."""
+    """Return the parallel layout of the run on `world_size` ranks. The names are those of the configuration keys."""
     parallel = config.parallel
     data = world_size // parallel.model_ranks
     return {**parallel.model_dump(mode="json"), "data": data, "micro_batch": config.batch.micro_batch}
 
 
 def metrics_of(config: RunConfig, state: TrainState, incarnation: int, observers: Sequence[Observer]) -> Metrics:
-    """Return the metrics that continue at the state's current step. The timing of phases starts now."""
+    """Return a `Metrics` that continues at the state's current step. It measures time from this call on."""
     clock = PhaseClock(state.mesh.ledger)
     clock.attach(state)
     return Metrics(config, state.mesh.world.size, clock, incarnation, state.current_step, observers)
 
 
 def peak_tflops(config: RunConfig) -> float | None:
-    """Return one device's peak for MFU: the run's own value, else the value of the machine file.
+    """Return the peak TFLOP/s of one device, for MFU: the run file's value, otherwise the machine file's value.
 
-    None if the machine file's value is only an estimate, as on a laptop.
+    Returns None if the machine file's value is only an estimate, as on a laptop.
     """
     if config.train.peak_tflops is not None:
         return config.train.peak_tflops

@@ -1,4 +1,4 @@
-"""Converts the scalars of a run between the training state and a checkpoint. `checkpoint/` saves the tensors."""
+"""Copies the scalars of a run from the training state to a checkpoint and back. `checkpoint/` saves the tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from frontier_llm.training.build import BestLoss, TrainState
 
 @dataclass(frozen=True)
 class Resume:
-    """The user's choices for a resumed run."""
+    """The user's options for resuming a run."""
 
-    strict: bool = False  # If the newest checkpoint is damaged, stop instead of loading the one before.
+    strict: bool = False  # If the newest checkpoint is damaged, stop instead of loading an older one.
     # Configuration keys that the user allows to change, although this may change the mathematics.
     allow_changes: tuple[str, ...] = ()
     leave_out: int = 0  # samples to skip from the position at which the run continues
@@ -25,7 +25,7 @@ AS_BEFORE = Resume()  # default: continue without changes
 
 
 def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
-    """Return the progress of the run. `rewinds` lists its rewinds so far."""
+    """Return the scalars of the training state for a checkpoint. `rewinds` lists the run's rewinds so far."""
     best = {} if state.best is None else {"best": asdict(state.best)}
     return Progress(
         step=state.current_step,

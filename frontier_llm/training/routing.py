@@ -1,7 +1,7 @@
-"""Router statistics of a step, the update of the selection bias, and the detection of collapsed routers.
+"""Statistics of MoE routers per step, the update of their selection bias, and the detection of collapsed routers.
 
-The selection bias evens the experts' load (arXiv:2408.15664). A router has collapsed if it sends nearly all tokens to
-one expert.
+The selection bias balances the load of the experts (arXiv:2408.15664). A router has collapsed if it sends nearly all
+tokens to one expert.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from frontier_llm.model import Stage
 
 
 def summary(load_LE: NDArray[np.float64], model: ModelConfig) -> dict[str, Any]:
-    """Return the figures of the metrics from `model.experts.Routed.load`, summed over the step and copied to the host.
+    """Return router statistics for the metrics: rows per expert over all layers, and figures of each layer.
 
-    They are the rows of each expert over all layers, and figures of each layer.
+    `load_LE` is `model.experts.Routed.load`, summed over the step's global batch and copied to the host. A row is one
+    token for one expert.
     """
     assert model.moe is not None
     rows_LE = load_LE[:, :-2]
@@ -40,10 +41,10 @@ def summary(load_LE: NDArray[np.float64], model: ModelConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def tell_routers(stages: Iterable[Stage], load_LE: Tensor) -> None:
-    """Update the routers from the load of the step's global batch, which is the same on all replicas.
+    """Update the routers from `load_LE`, the load of the step's global batch. The load is the same on all replicas.
 
-    The next step's balance loss uses this load. The selection bias of each expert moves by `bias_rate`: up if the
-    expert had less than the mean load, down if it had more.
+    The next step's balance loss uses this load. The selection bias of each expert changes by `bias_rate`: up if the
+    expert had less than the mean load, down if the expert had more.
     """
     for stage in stages:
         for layer, router in stage.routers():
@@ -54,8 +55,10 @@ def tell_routers(stages: Iterable[Stage], load_LE: Tensor) -> None:
                 router.bias.add_(torch.sign(rows_E.mean() - rows_E).to(router.bias.dtype), alpha=router.moe.bias_rate)
 
 
-SHARE = 0.8  # share of all tokens that one expert receives
-PATIENCE = 20  # consecutive steps; in early training routers can exceed SHARE for a few steps and recover
+SHARE = 0.8  # a router counts as collapsed if one expert receives at least this share of all tokens
+# Number of consecutive steps before a router counts as collapsed. In early training routers can exceed SHARE for a few
+# steps and recover.
+PATIENCE = 20
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class CollapsedRouter:
 
 
 class RouterWatch:
-    """Detects collapsed routers from the figures of each step. The result is the same on every rank."""
+    """Detects collapsed routers from the router statistics of each step. The result is the same on every rank."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._layers = model.routed_layers
@@ -84,9 +87,9 @@ class RouterWatch:
         self._in_a_row = dict.fromkeys(self._layers, 0)
 
     def step(self, routing: Mapping[str, Any]) -> Sequence[CollapsedRouter]:
-        """Return the routers that count as collapsed from this step on.
+        """Return the routers that have reached PATIENCE steps at this step.
 
-        A router is reported once, and again only after a recovery.
+        A collapsed router is returned once. It is returned again only if it has recovered and collapses again.
         """
         found = []
         for layer, largest in zip(self._layers, routing.get("largest_over_mean", ()), strict=False):

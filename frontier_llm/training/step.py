@@ -20,7 +20,7 @@ from frontier_llm.training.build import TrainState
 from frontier_llm.training.guard import Requests
 from frontier_llm.training.routing import summary, tell_routers
 
-# Keys of the values, besides the losses, that a step sums over all ranks. The prefix keeps them apart from losses.
+# A step sums losses and these further values over all ranks. The prefix distinguishes their keys from names of losses.
 SQUARED_NORM = "step.squared_norm"
 STOP = "step.stop"
 SAVE = "step.save"
@@ -31,13 +31,13 @@ class StepResult:
     """Result of one step. It is the same on every rank."""
 
     loss: float  # mean over the step's global batch, nats per token
-    gradient_norm: float  # before clipping, unscaled
+    gradient_norm: float  # L2 norm before clipping, without the loss scale
     learning_rate: float
     loss_scale: float
-    skipped: bool  # True: no rank has updated. Loss or gradient was not finite, or this is a spike.
+    skipped: bool  # True if no rank has updated its weights: loss or gradient was not finite, or the step is a spike
     # Loss and gradient are finite, but far above the values of the last steps (guard.spike_sigmas).
     spike: bool = False
-    # by name, before multiplication by train.loss_weights
+    # losses besides the language-model loss, by name, before multiplication by train.loss_weights
     further_losses: Mapping[str, float] = field(default_factory=dict)
     routing: Mapping[str, Any] = field(default_factory=dict)  # load of the experts (training.routing.summary)
     requests: Requests = field(default_factory=Requests)  # requests that any rank received
@@ -45,13 +45,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over all ranks. They are the same on every rank."""
+    """Losses, gradient norm, requests and expert load of a step, summed over all ranks. Equal on every rank."""
 
     loss: float  # mean over the global batch, nats per token
     further_losses: Mapping[str, float]  # by name, before multiplication by their weights
     squared_norm: float  # squared norm of the gradient, times the squared loss scale
     requests: Requests  # requests that any rank received
-    # rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load), on device and host
+    # rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load): the sum on the device, and
+    # its copy on the host
     load_LE: Tensor | None
     load_on_host_LE: NDArray[np.float64] | None
 
@@ -61,9 +62,8 @@ def train_step(state: TrainState, requests: Callable[[], Requests] = Requests) -
 
     `requests()` returns the requests that this rank has received.
 
-    A loss or gradient that is not finite on any rank makes the sum over all ranks not finite. All ranks therefore take
-    the same decision. Weights and optimizer state then stay unchanged, and the step counts as skipped. With fp16 the
-    loss scale is halved.
+    If loss or gradient is not finite on any rank, the sum over all ranks is not finite. All ranks therefore skip the
+    same step: weights and optimizer state stay unchanged. With fp16 a skipped step halves the loss scale.
     """
     optimizer = state.optimizer
     scaler = state.scaler
@@ -108,7 +108,7 @@ def train_step(state: TrainState, requests: Callable[[], Requests] = Requests) -
 def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tensor, requests: Requests) -> StepSums:
     """Sum losses, gradient norm, requests and expert load over all ranks in one fp64 collective.
 
-    This is the only place in a step at which the host waits for the device.
+    In a step, the host waits for the device only in this function.
 
     Only last stages have a loss, and the tp ranks of a stage have the same loss. Only tp rank 0's loss is counted. The
     other ranks add 0 × loss, so that a NaN on any rank still reaches the sum. Each rank adds the load of the tokens
@@ -117,7 +117,7 @@ def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tenso
     is_counted = mesh.tp.rank == 0
     addends = {name: loss * is_counted for name, loss in losses.items() if name != LOAD}
     addends[SQUARED_NORM] = squared_norm
-    # Fill on the device, because a copy from the host would wait.
+    # `new_full` fills the value on the device. A copy from the host would make the host wait.
     addends[STOP] = squared_norm.new_full((), float(requests.stop))
     addends[SAVE] = squared_norm.new_full((), float(requests.save))
     numbers = torch.stack(list(addends.values()))
@@ -125,7 +125,7 @@ def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tenso
     if load_LE is not None:
         numbers = torch.cat((numbers, load_LE.flatten()))
     summed = all_reduce_(numbers, mesh.world)
-    on_host = summed.cpu().numpy()  # the only wait: losses, norm, requests and load in one copy
+    on_host = summed.cpu().numpy()  # one copy for all sums, because the host waits for each copy
     load_on_host_LE = None
     if load_LE is not None:
         load_LE = summed[len(addends) :].view_as(load_LE)

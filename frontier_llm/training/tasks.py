@@ -1,6 +1,6 @@
-"""In-context tasks during training: the training stages run forward over the options of the questions.
+"""Evaluates in-context tasks during training. The pipeline stages run forward over the answer options of each question.
 
-The options are packed into samples.
+Several options are packed into one sample.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from frontier_llm.training.build import TrainState
 
 
 class PackedTexts:
-    """A sample stream of (context, continuation) texts, packed into samples.
+    """A sample stream that packs texts of the form (context, continuation) into samples.
 
-    The texts of a sample are separate documents, which do not attend to each other.
+    Each text is a document of its own, so attention does not cross from one text to another.
     """
 
-    masked = True  # only the continuation of a text counts in the loss
+    masked = True  # the loss covers only the continuation of each text
 
     def __init__(self, pairs: Sequence[Pair], sequence_length: int, most: int | None = None) -> None:
         """`most` limits the number of texts in each sample; None means no limit.
@@ -60,8 +60,9 @@ class PackedTexts:
         tokens_S1: NDArray[np.int64],
         learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """Write sample `k` and its mask, and return the lengths of its documents. Samples after the last text are
-        masked.
+        """Write sample `k` and its loss mask, and return the lengths of its documents.
+
+        Samples after the last text are masked completely.
         """
         assert learnt_S1 is not None
         tokens_S1[:] = 0
@@ -78,12 +79,12 @@ class PackedTexts:
         return np.array([*lengths, len(tokens_S1) - end], np.int64)
 
     def origin(self, k: int, place: int) -> None:
-        """Return None, because texts of questions lie in no dataset."""
+        """Return None, because the texts come from no dataset."""
 
     def texts_of_targets(self, k: int) -> NDArray[np.int64]:
-        """Return the number of the text of each target of a sample.
+        """Return, for each target of sample `k`, the number of the text that it belongs to.
 
-        For a target that does not count, the number is any text's.
+        For a masked target the number has no meaning.
         """
         numbers = self._numbers(k)
         texts_S1 = np.zeros(self.sequence_length + 1, np.int64)
@@ -96,7 +97,7 @@ class PackedTexts:
 
 
 def open_tasks(config: RunConfig) -> list[Asked]:
-    """Return the run's tasks as tokens.
+    """Return the run's tasks, converted to tokens.
 
     Raises ConfigError if an option does not fit into the model's context or vocabulary.
     """
@@ -117,7 +118,7 @@ def evaluate_tasks(
     tasks: Sequence[Asked],
     interrupted: Callable[[], bool],
 ) -> dict[str, Mapping[str, float]]:
-    """Return and log accuracies by kind and task. Collective over the world.
+    """Return and log the accuracies of all tasks, by kind of accuracy and task. Collective over the world.
 
     `interrupted()` is called after each global batch. If it returns True, the result is empty.
     """
@@ -149,7 +150,7 @@ def log_likelihoods(state: TrainState, pairs: Sequence[Pair], interrupted: Calla
     """
     batch = state.config.batch
     mesh = state.mesh
-    # the selected op for attention with context parallelism may not support documents
+    # With context parallelism, the selected attention op may not support a mask for documents.
     documents = state.config.data.reset_at_documents or mesh.cp.size == 1
     texts = PackedTexts(pairs, state.config.model.sequence_length, None if documents else 1)
     source = Batches(
@@ -172,6 +173,6 @@ def log_likelihoods(state: TrainState, pairs: Sequence[Pair], interrupted: Calla
         state.evaluator.run(partial(microbatch, step))
         if interrupted():
             return None
-    # the tp ranks of a last stage have equal sums; each cp rank has the sums of its own tokens
+    # All tp ranks of the last stage have equal sums, so only tp rank 0 counts. Each cp rank has the sums of its tokens.
     total_T = all_reduce_(sums_T * (mesh.tp.rank == 0), mesh.world)
     return [-loss for loss in total_T.tolist()]

@@ -34,30 +34,30 @@ from frontier_llm.units import strict_json
 
 @dataclass(frozen=True)
 class CodeObject:
-    """One code object's entry in the manifest: the launcher's input, and the resources that the compiler used."""
+    """Entry of a code object in the manifest: how to launch the kernel, and the resources that the kernel uses."""
 
     kernel: str
     dtype: str
     variant: str
-    aligned: bool  # built for `by16` arguments that are multiples of 16
+    aligned: bool  # True if the code assumes that the `by16` arguments are multiples of 16
     symbol: str
     file: str
     sha256: str
     arguments: list[list[Any]]  # (name, type, by16) in launch order
     constants: dict[str, int]
     warps: int
-    threads: int  # of a block
+    threads: int  # number of threads of a block
     shared_bytes: int
     registers: int  # as in code_object.Declared
     spills: int  # as in code_object.Declared
     abi: int  # as in code_object.Declared
     matrix_instructions: int  # number of MFMA, MMA or WGMMA instructions in the code
-    matrix_flops: int  # flops of these instructions, per warp
+    matrix_flops: int  # FLOPs of these instructions, per warp
 
 
 @dataclass(frozen=True)
 class Build:
-    """One variant of a kernel to compile for one architecture."""
+    """One compilation: a variant of a kernel for one architecture."""
 
     architecture: str
     kernel: str
@@ -72,7 +72,7 @@ class Build:
 
 
 def all_builds(architectures: list[str]) -> list[Build]:
-    """Return everything to build. Raises BackendError for an unknown architecture."""
+    """Return all compilations for the architectures. Raises BackendError for an unknown architecture."""
     for architecture in architectures:
         if architecture not in ARCHITECTURES:
             raise BackendError(
@@ -120,9 +120,9 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         "enable_fp_fusion": True,
         **dict(architecture.options),
     }
-    # Line information contains the folder of the sources, so that each machine would build a different file.
+    # Line information contains the path of the sources, so each machine would build a different file.
     triton.knobs.compilation.disable_line_info = True
-    # Triton's default on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS).
+    # Triton enables this by default on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS).
     triton.knobs.amd.use_in_thread_transpose = amd
     if variant.matrix:
         options["matrix_instr_nonkdim"] = variant.matrix
@@ -169,7 +169,7 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
 
 
 def use_own_assembler() -> None:
-    """Let Triton assemble all NVIDIA code with the `ptxas` of its own wheel, or with that of TRITON_PTXAS_PATH.
+    """Make Triton assemble all NVIDIA code with TRITON_PTXAS_PATH if it is set, otherwise with its wheel's `ptxas`.
 
     Triton 3.9 would assemble sm_90 with the wheel's `ptxas-blackwell` of CUDA 13, whose code objects (ABI 8) need a
     driver of CUDA 13. TRITON_PTXAS_BLACKWELL_PATH overrides this choice.
@@ -194,7 +194,7 @@ _MATRIX = re.compile(
 
 def _flops(amd: str | None, group: str, *nvidia: str) -> int:
     sides = amd.split("x") if amd else nvidia
-    # one WGMMA instruction is executed by a group of four warps
+    # A group of four warps executes one WGMMA instruction.
     return 2 * math.prod(map(int, sides)) // (4 if group == "wgmma.mma_async" else 1)
 
 

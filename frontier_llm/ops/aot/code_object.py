@@ -1,7 +1,7 @@
-"""Reader of a code object's launch requirements, and their comparison with the launcher.
+"""Reads the launch requirements of a code object, and compares them with the launch by csrc/gpu_launcher.cpp.
 
 The requirements are read from the ELF file: AMD's metadata note (msgpack) or NVIDIA's .nv.info sections. This needs
-neither Triton nor a vendor's tool. Only the build and the tests read code objects; a launch uses the manifest.
+neither Triton nor a vendor's tool. Only the build and the tests use this module. A launch uses the manifest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GLOBAL_SPACE = 4
 _BYTES = {"i32": 4, "fp32": 4, "i64": 8}  # a pointer has 8 bytes
 
 
-# Exceptions of the parsers for damaged files. A damaged offset or length can make each of them fail in any of these.
+# Exceptions that the parsers can raise if an offset or a length in the file is damaged.
 _DAMAGED = (
     ELFError,
     ConstructError,
@@ -51,7 +51,7 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of one argument in the buffer that the driver fills."""
+    """Position of an argument in the buffer of kernel arguments."""
 
     offset: int
     size_bytes: int
@@ -65,12 +65,13 @@ class Declared:
     architecture: str
     symbol: str
     parameters: tuple[Slot, ...]
-    # bytes that the driver copies; on AMD without the hidden arguments (hidden_block_count_x …), which the driver fills
+    # bytes of arguments that the driver copies; on AMD without the hidden arguments (hidden_block_count_x …), which the
+    # driver fills itself
     parameters_bytes: int
-    threads: int  # of a block
+    threads: int  # number of threads of a block
     wave: int
-    registers: int  # of a thread; AMD: vector registers with the accumulation registers
-    spills: int  # AMD: registers; NVIDIA: words on a thread's stack
+    registers: int  # registers per thread; on AMD vector registers including the accumulation registers
+    spills: int  # AMD: number of spilled registers; NVIDIA: words on a thread's stack
     abi: int  # version of the ELF ABI: a driver refuses versions that it does not know
 
 
@@ -179,7 +180,7 @@ def _read_nvidia(elf: ELFFile) -> Declared:
     for payload in found[_PARAMETER]:
         _, ordinal, offset, packed = struct.unpack("<IHHI", payload)
         parameters[ordinal] = Slot(offset, packed >> 18, packed >> 8 & 0xF == _GLOBAL_SPACE)
-    # ptxas 12.4 writes an attribute more than once; the last one holds
+    # ptxas 12.4 writes this attribute more than once. The last one is valid.
     (registers,) = struct.unpack("<4xI", found[_REGISTERS][-1])
     (stack,) = struct.unpack("<4xI", found[_STACK][-1])
     x, y, z = struct.unpack("<3I", found[_THREADS][-1])

@@ -1,11 +1,11 @@
-"""Attention with and without context parallelism: the common interface, and the algorithm by heads.
+"""Common interface of attention with and without context parallelism, and context parallelism by heads (Ulysses).
 
 The arguments are this rank's queries, keys and values, and the result is this rank's output.
 
-Context parallelism by heads is DeepSpeed Ulysses (arXiv:2309.14509). For attention each rank has all tokens of some
-heads instead of some tokens of all heads. Forward and backward have two all-to-alls each, which move the queries, keys,
-values and outputs. Attention itself may use any back-end. Each rank needs a key/value head, so cp must divide the
-key/value heads of a tp rank.
+Context parallelism by heads is the method of DeepSpeed Ulysses (arXiv:2309.14509). During attention a rank holds all
+tokens of some heads, instead of some tokens of all heads. Forward and backward have two all-to-alls each: one for
+queries, keys and values, and one for the outputs. Attention itself may use any back-end. Each rank needs at least one
+key/value head, so cp must divide the number of key/value heads on a tp rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def attention_by_heads(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: S
 def _to_heads(x_SBhD: Tensor, cp: Axis) -> Tensor:
     """Exchange this rank's tokens of all heads for all tokens of this rank's heads, in the order of the sequence."""
     sent = x_SBhD.unflatten(2, (cp.size, -1)).movedim(2, 0).contiguous()
-    # first and second chunks of all ranks; the second chunks are in reverse order of the sequence
+    # Each rank holds two chunks. In rank order the first chunks are in the order of the sequence, and the second chunks
+    # are in reverse order.
     front, back = _exchanged(sent, cp).unflatten(1, (2, -1)).unbind(1)
     return torch.cat((front, back.flip(0))).flatten(0, 1)
 

@@ -1,4 +1,4 @@
-"""Division of a rank's queries into contiguous stretches of the sequence, and the scores of a stretch.
+"""Splits a rank's queries into contiguous parts of the sequence, for context parallelism.
 
 With context parallelism a rank holds two chunks of the sequence, which need not be adjacent.
 """
@@ -17,13 +17,13 @@ from frontier_llm.topology.grid import held_positions
 class Query:
     """One contiguous stretch of this rank's tokens."""
 
-    rows: slice  # their rows in this rank's tensors
-    positions: range  # their positions in the sequence
+    rows: slice  # rows of these tokens in this rank's tensors
+    positions: range  # positions of these tokens in the sequence
 
     def scores(self, scores: Scores, keys: range) -> Scores:
-        """Return the scores of these queries for the keys at the positions `keys`.
+        """Return the score settings for these queries and for the keys at the positions `keys`.
 
-        The result has the offset between their positions in the sequence. `scores` has the document ids of the
+        The result has the offset between the positions of queries and keys. `scores` has the document ids of the
         complete sequence.
         """
         documents_BK = scores.documents_BS
@@ -38,7 +38,7 @@ class Query:
 
 
 def queries_of(tokens: int, cp: Axis) -> Iterator[Query]:
-    """Yield the stretches of this rank's `tokens` tokens, in the order of the sequence."""
+    """Yield the contiguous parts of this rank's `tokens` tokens, in the order of the sequence."""
     first = 0
     for positions in held_positions(tokens * cp.size, cp.size, cp.rank):
         yield Query(slice(first, first + len(positions)), positions)

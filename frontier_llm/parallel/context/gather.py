@@ -1,10 +1,10 @@
 """Context parallelism by gathering keys and values (Llama 3, arXiv:2407.21783, section 3.3.2).
 
-It supports any mask, and with grouped queries it moves few bytes. A rank holds two chunks of the sequence. The first
-chunks of all ranks are the front half of the sequence. The second chunks are its back half, in reverse order. So two
-gathers restore the order of the keys. The first chunk of queries sees only the front half, so its attention runs while
-the back half is gathered. Backward gathers again, because otherwise every layer would keep cp times the keys and
-values.
+This method supports any mask, and with grouped-query attention it moves few bytes. A rank holds two chunks of the
+sequence. The first chunks of all ranks are the front half of the sequence. The second chunks are the back half, in
+reverse order. Two all-gathers, one for each half, therefore restore the order of the keys. The first chunk of queries
+attends only to the front half, so its attention runs while the back half is gathered. Backward gathers keys and values
+again, because otherwise every layer would keep cp times the keys and values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Keys:
     """Keys and values of the complete sequence, gathered in two halves."""
 
     def __init__(self, k_SBgD: Tensor, v_SBgD: Tensor, cp: Axis) -> None:
-        """Begin both gathers. Collective over `cp`."""
+        """Start the all-gathers of both halves. Collective over `cp`."""
         both_S2BgD = torch.stack((k_SBgD, v_SBgD), dim=1)
         front, back = both_S2BgD.chunk(2)
         self._size = len(both_S2BgD) // 2 * cp.size  # positions of one half of the sequence
@@ -42,9 +42,9 @@ class _Keys:
         self._cp = cp
 
     def seen_by(self, query: Query) -> tuple[Tensor, ...]:
-        """Return (keys, values) up to the last position of a chunk of queries.
+        """Return (keys, values) from the first position up to the last position of the chunk `query`.
 
-        Chunks must be requested in the order of the sequence.
+        The chunks must be passed in the order of the sequence.
         """
         last = query.positions.stop
         self._arriving[0].wait()
@@ -87,8 +87,8 @@ class _Gathered(Function):
             rows = query.rows
             last = query.positions.stop
             seen_KBgD = keys.seen_by(query)
-            # Only the second chunk sees keys of the back half. They come first, so that their gradients are sent while
-            # the front half is processed.
+            # Only the second chunk of queries attends to the back half. The back half is processed first, so that its
+            # gradients are sent while the front half is processed.
             for seen in (range(half, last), range(half)) if last > half else (range(last),):
                 stretch = slice(seen.start, seen.stop)
                 grad_q_QBaD, *grads = ops.attention_block_backward(

@@ -1,8 +1,9 @@
-"""Context parallelism by a ring (Liu et al. 2023, arXiv:2310.01889).
+"""Context parallelism by ring attention (Liu et al. 2023, arXiv:2310.01889).
 
-Each rank's keys and values are sent from rank to rank during the compute. The outputs for single blocks of keys are
-merged with their log-sum-exp in fp32. Backward has the log-sum-exp over all keys, so the gradients of blocks are only
-added. The gradients of keys and values are sent on with these, and return to their own rank after the last shift.
+The keys and values of each rank are sent around the ring of ranks, while attention to the previous block runs. The
+outputs for single blocks of keys are merged by their log-sum-exp in fp32. Backward uses the log-sum-exp over all keys,
+so the gradients of the blocks are simply added. The gradients of keys and values are sent around the ring together with
+their keys and values. After the last shift they are on the rank of these keys and values.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Ring(Function):
         cp = ctx.cp
         wide = statistics_dtype(q.dtype)
         grad_q = torch.zeros_like(q, dtype=wide)
-        # gradients of the keys that this rank holds now, from the ranks before it
+        # gradients of the block of keys that this rank holds now, summed over the ranks that have used this block
         arriving: tuple[Tensor, Pending] | None = None
         for both_S2BgD, source in _travelling(torch.stack((k, v), dim=1), cp):
             grad_S2BgD = torch.zeros_like(both_S2BgD, dtype=wide)
@@ -80,9 +81,9 @@ class _Ring(Function):
 
 
 def _travelling(both_S2BgD: Tensor, cp: Axis) -> Iterator[tuple[Tensor, int]]:
-    """Yield (keys and values of a rank, that rank), this rank's own first.
+    """Yield (keys and values of a rank, number of this rank in `cp`), beginning with the calling rank.
 
-    The next ones are received while the caller uses these.
+    The next block of keys and values is received while the caller uses the current block.
     """
     for hop in range(cp.size):
         last = hop == cp.size - 1
@@ -94,7 +95,7 @@ def _travelling(both_S2BgD: Tensor, cp: Axis) -> Iterator[tuple[Tensor, int]]:
 
 
 def _seen(query: Query, tokens: int, cp: Axis, source: int) -> Iterator[tuple[slice, range]]:
-    """Yield (rows, positions) of the stretches of rank `source` with keys that the queries may see."""
+    """Yield (rows, positions) of the contiguous parts of rank `source` whose keys the queries may attend to."""
     first = 0
     for keys in held_positions(tokens * cp.size, cp.size, source):
         if keys.start < query.positions.stop:

@@ -1,19 +1,20 @@
-"""Dispatch of tokens to their experts and combination of the results, with one uneven all-to-all in each direction.
+"""Sends tokens to the ranks of their experts and combines the results, with one uneven all-to-all in each direction.
 
 A row is one token for one expert. If etp ranks split an expert's width, the token has one row for each of these ranks.
-Their outputs are summed like the outputs of several experts. Only routed rows are sent. They are sent sorted by rank
-and expert. They arrive sorted by rank, and are then sorted by expert.
+The outputs of these ranks are summed like the outputs of several experts. Rows are sent sorted by rank and expert. They
+arrive sorted by rank, and are then sorted by expert. Dropped choices are not sent.
 
-If two ranks have no rows for each other, they exchange one unused row, because RCCL hangs if a rank receives nothing.
-With a capacity each pair of ranks exchanges the largest possible number of rows. The host then knows the sizes without
-waiting for the device. Unused rows come after the last expert's rows, so they are neither computed nor read.
+If a rank has no rows for another rank, it sends one unused row, because RCCL hangs if a rank receives nothing. With a
+capacity each pair of ranks exchanges the largest possible number of rows. The host then knows the sizes without waiting
+for the device. Unused rows come after the last expert's rows, so they are neither computed nor read.
 
-Dispatch in two stages, if the ranks of experts span nodes.
+If the ranks of experts span nodes, tokens are sent in two stages.
 
-Each token is sent once to every node that has some of its experts, and inside the node to the ranks of these experts.
-Between nodes it stays on its rail, which connects the ranks at the same place of each node. So all NICs work at the
-same time. The outputs are summed inside the node with the router's weights, so one row per node is sent back. X-MoE's
-redundancy bypass (arXiv:2508.13337) sends to the rank of one of the experts instead, which is drawn at random.
+A token is first sent once to every node that has some of its experts, and then inside the node to the ranks of these
+experts. Messages between nodes stay on a rail: it connects the ranks with the same local rank on each node. So all NICs
+work at the same time. The outputs are summed inside the node with the router's weights, so one row per node is sent
+back. X-MoE's redundancy bypass (arXiv:2508.13337) differs: it sends a token to the rank of one of these experts, which
+is drawn at random.
 """
 
 from __future__ import annotations
@@ -37,31 +38,32 @@ class RouterChoice(NamedTuple):
 
     experts_Nk: Tensor
     weights_Nk: Tensor
-    dropped_Nk: Tensor | None  # choices that are not sent, because they exceed the capacity of their expert
-    room: int | None  # capacity: rows that each expert takes from this rank; None = all
+    dropped_Nk: Tensor | None  # True for choices that are not sent, because they exceed the capacity of their expert
+    room: int | None  # capacity: largest number of rows that each expert takes from this rank; None = no limit
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Plan of the rows that one microbatch and layer sends and receives, used forward and backward.
+    """Plan of the rows that one layer sends and receives for one microbatch, used forward and backward.
 
-    A choice is an index of (token, chosen expert, part of the expert), flattened.
+    A choice is one (token, chosen expert, part of the expert). Choices are numbered in this order.
     """
 
-    axis: Axis  # Normally ep. With two stages the rail or node axis.
-    ends_E: Tensor  # int32: for each expert of this rank the end of its rows, in the order of experts.
-    # Rows to and from each rank of the axis, at least one with several ranks. Only these numbers must be on the host.
+    axis: Axis  # Axis of the all-to-all: normally ep, with two stages the rail axis or the node axis.
+    ends_E: Tensor  # int32: for each expert of this rank, the index after its last row, in the order of experts.
+    # Number of rows to and from each rank of the axis, at least one with several ranks. Only these numbers must be on
+    # the host.
     sent: list[int]
     received: list[int]
-    # A choice is one (token, chosen expert, part of the expert); choices are numbered in this order.
     # For each row in the order of sending: the number of its choice, or -1 for an unused row.
     source: Tensor
     # For each choice: its row in the order of sending, or -1 if it is dropped.
     place: Tensor
-    # For each row in the order of experts: its row in the order of arrival. None with one rank: the orders are equal.
+    # For each row in the order of experts: its index in the order of arrival. None if the axis has one rank, because
+    # the orders are then equal.
     arrival: Tensor | None
     homeward: Tensor | None  # Inverse of `arrival`, with -1 for unused rows.
-    fan: int  # Rows per token: number of its experts times etp.
+    fan: int  # Number of rows per token: chosen experts per token times etp.
     ops: Ops
 
 
@@ -90,17 +92,18 @@ def plan_dispatch(
 ) -> Dispatch:
     """Plan the rows of N tokens from their chosen experts (N, k). Dropped choices are left out.
 
-    Collective over the axis. The host waits once for the numbers of rows, after all work is queued that does not need
-    them. In a pair of microbatches the other half runs before this wait.
+    Collective over the axis. The host waits once for the numbers of rows, after it has queued all work that does not
+    need these numbers. If the forward of one microbatch is paired with the backward of another (comm.interleaving), the
+    other one runs before this wait.
     With `room`, each expert takes at most `room` rows of a rank, and all ranks must have the same number of tokens.
-    Then the host does not wait: the largest possible number of rows is sent, and only `ends_E` separates the used rows.
+    The host then does not wait: the largest possible number of rows is sent, and only `ends_E` says which are used.
     """
     device = experts_Nk.device
     ranks = axis.size
     local = experts * etp // axis.size
     part = torch.arange(etp, device=device)
-    # For each choice the index of (rank, expert of the rank). The etp consecutive ranks of a group hold the same
-    # experts. Dropped choices get the index after the last.
+    # For each choice the index of (rank, expert of the rank). Groups of etp consecutive ranks hold the same experts.
+    # Dropped choices get the index after the last one.
     slot_A = (((experts_Nk // local)[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
     if dropped_Nk is not None:
         slot_A = slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
@@ -141,7 +144,7 @@ def plan_dispatch(
     fan = experts_Nk.shape[1] * etp
     if ranks == 1:
         return Dispatch(axis, ends_E, sent, received, source, place, None, None, fan, ops)
-    # Unused rows have the number of an expert after the last, so that they are sorted behind all others.
+    # Unused rows get the number after the last expert, so that they are sorted after all other rows.
     number = torch.arange(local + 1, device=device).repeat(ranks)
     with_unread = torch.cat((arriving_RE, (received_R - arriving_RE.sum(1))[:, None]), 1).flatten()
     arrival = number.repeat_interleave(with_unread, output_size=sum(received)).argsort(stable=True)
@@ -153,7 +156,7 @@ def plan_dispatch(
 def _counts(numbers_A: Tensor, count: int) -> Tensor:
     """Count how often each number below `count` occurs.
 
-    torch.bincount would compute the largest number first, and the host would wait for it.
+    torch.bincount is not used, because it computes the largest number first, and the host waits for the result.
     """
     return numbers_A.new_zeros(count).scatter_add_(0, numbers_A, torch.ones_like(numbers_A))
 
@@ -162,17 +165,17 @@ def _counts(numbers_A: Tensor, count: int) -> Tensor:
 def _stream_aside(device: torch.device) -> torch.cuda.Stream:
     """Return the stream that copies numbers of rows to the host. All layers and microbatches of a rank share it.
 
-    A stream per call would use all hardware queues of the device.
+    With a new stream per call, the streams would use all hardware queues of the device.
     """
     return torch.cuda.Stream(device)
 
 
 class _RowCounts:
-    """Number of rows for each rank and expert, while the numbers are sent to the ranks and to the host.
+    """Sends the number of rows for each rank and expert to the other ranks and to the host.
 
-    In a pair of microbatches the other half runs during this. On a GPU a separate stream copies the numbers to the
-    host, so that the host does not wait for the kernels of the other half. These kernels keep the device busy while the
-    host starts to send the rows.
+    If a forward and a backward run as a pair, the other one of the two runs while the numbers are sent. On a GPU a
+    separate stream copies the numbers to the host, so that the host does not wait for the kernels of the other one.
+    These kernels keep the device busy while the host starts to send the rows.
     """
 
     def __init__(self, leaving_RE: Tensor, axis: Axis, to_host: bool) -> None:
@@ -213,7 +216,7 @@ class _RowCounts:
 
 
 class Travel:
-    """All-to-all of rows to the ranks of their experts, or back."""
+    """A running all-to-all that sends rows to the ranks of their experts, or sends the outputs back."""
 
     def __init__(self, rows: Tensor, plan: Dispatch, back: bool) -> None:
         counts = (plan.sent, plan.received) if back else (plan.received, plan.sent)
@@ -229,7 +232,7 @@ class Travel:
 
 
 def _let_other_half_run(axis: Axis) -> None:
-    """Let the other half of a pair of microbatches run while rows or their numbers are sent."""
+    """Let the other one of a paired forward and backward run while rows or their numbers are sent."""
     if axis.interleaving is not None:
         axis.interleaving.switch_halves()
 
@@ -262,14 +265,14 @@ def _return(y: Tensor, plan: Dispatch) -> Travel:
 
 
 def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
-    """Sum the `fan` rows of each entry in fp32 (fp64), rounded once. The order is the same on all layouts."""
+    """Sum the `fan` rows of each entry in fp32 (fp64) and round once. The order of the sum is equal on all layouts."""
     return _gathered(returned, plan.place.view(-1, fan), plan)
 
 
 class _Depart(Function):
     """Autograd function that starts to send rows in forward, and waits for their gradients in backward.
 
-    Autograd runs the backward of all work between `_Depart` and `_Arrive` while gradients are under way.
+    While the gradients are sent, autograd runs the backward of all work between `_Depart` and `_Arrive`.
     """
 
     @staticmethod
@@ -303,17 +306,19 @@ class _Arrive(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         departure = ctx.departure
         departure.travels = [_return(grad, departure.plan) for grad in grads]
-        # Autograd requires tensors with the shapes of the inputs. The rows that are sent exist anyway.
+        # Autograd requires gradients with the shapes of the inputs, but `_Depart.backward` does not read them. Return
+        # the buffers of the sent rows, which exist anyway.
         return None, *(travel.leaving for travel in departure.travels)
 
 
 class Departure:
-    """Rows under way to their experts.
+    """Handle for rows that are being sent to their experts.
 
-    Work between the constructor and `arrive` overlaps with the rows. Its backward overlaps with their gradients.
+    Work between the constructor and `arrive` overlaps with the transfer of the rows. The backward of this work overlaps
+    with the transfer of the rows' gradients.
     """
 
-    travels: list[Travel]  # the rows of each tensor under way
+    travels: list[Travel]  # the running all-to-all of each tensor
 
     def __init__(self, plan: Dispatch, *tensors: Tensor) -> None:
         """Begin to send the rows of each tensor, which has one or more entries for each token."""
@@ -340,8 +345,8 @@ class _Combine(Function):
         travel = leave(grads[0], ctx.plan)
         _let_other_half_run(ctx.plan.axis)
         rows = arrived(travel, ctx.plan)
-        # While the device sorts these rows, the other half reads its numbers of rows and sends its rows. With this
-        # call forward and backward yield three times each.
+        # While the device sorts these rows, the other one of a paired forward and backward reads its numbers of rows
+        # and sends its rows. With this call forward and backward yield three times each.
         _let_other_half_run(ctx.plan.axis)
         return rows, None
 
@@ -361,7 +366,7 @@ def combine(y_MH: Tensor, plan: Dispatch) -> Tensor:
 
 
 class OnNode(NamedTuple):
-    """Tokens that this rank has received and distributes inside its node."""
+    """Tokens that this rank has received along the rail, and that it sends to experts inside its node."""
 
     x_MH: Tensor
     experts_Mk: Tensor  # numbers of experts inside the node, from 0
@@ -370,7 +375,7 @@ class OnNode(NamedTuple):
 
 
 class ToNodes:
-    """Tokens under way along the rail to the nodes of their experts."""
+    """Sends tokens along the rail to the nodes of their experts: the first of the two stages."""
 
     def __init__(self, x_NH: Tensor, choice: RouterChoice, experts: int, rail: Axis, ops: Ops) -> None:
         """Begin to send. Collective over the rail, which has one rank in each node.
@@ -381,7 +386,7 @@ class ToNodes:
         self._nodes = rail
         self._per_node = experts // rail.size
         if dropped_Nk is not None:
-            experts_Nk = experts_Nk.masked_fill(dropped_Nk, experts)  # the number after the last belongs to no node
+            experts_Nk = experts_Nk.masked_fill(dropped_Nk, experts)  # a number of no expert, and so of no node
         node_R = torch.arange(rail.size, device=x_NH.device)
         needed_NR = (experts_Nk[..., None] // self._per_node == node_R).any(1)
         room = None if room is None else room * self._per_node

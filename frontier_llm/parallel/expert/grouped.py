@@ -1,4 +1,4 @@
-"""Products of experts and routers: a linear layer over rows that are grouped by expert, and the router's logits."""
+"""Matrix products of MoE layers: linear layers over rows that are grouped by expert, and the router's logits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _GroupedLinear(Function):
 class GroupedLinear(nn.Module):
     """Linear layers without bias, one for each expert of this rank: (M, k) → (M, o).
 
-    Rows are in the order of experts.
+    The rows of x must be sorted by expert.
     """
 
     def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
@@ -48,7 +48,7 @@ class GroupedLinear(nn.Module):
         self.weight = declared[f"{name}.weight"].accumulated_by_layer()
 
     def forward(self, x_Mk: Tensor, ends_E: Tensor) -> Tensor:
-        """Multiply. The rows of expert e end before row `ends_E[e]`."""
+        """Multiply the rows of each expert by its weight. The rows of expert e end before row `ends_E[e]`."""
         return _GroupedLinear.apply(x_Mk, self.weight, ends_E, self.context)
 
 
@@ -78,7 +78,7 @@ class _RouterProduct(Function):
 def router_product(x_NH: Tensor, weight_EH: ShardedParameter, context: LayerContext) -> Tensor:
     """Compute the router's logits: (N, H) → (N, E), in fp32 (fp64 under fp64) for every working type.
 
-    In a narrower type rounding would decide between experts with almost equal scores.
+    In bf16 or fp16, rounding would decide between experts with almost equal scores.
     """
     assert weight_EH.dtype == statistics_dtype(context.dtype)
     return _RouterProduct.apply(x_NH, weight_EH, context)

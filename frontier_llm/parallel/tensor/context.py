@@ -24,7 +24,7 @@ class LayerContext:
     ops: Ops
     gradients: WeightGradients
     dtype: torch.dtype  # Type of working weights and activations.
-    tensor_chunks: int = 1  # Chunks in which activations are gathered, scattered and summed during a product.
+    tensor_chunks: int = 1  # Number of chunks of a tp collective that overlaps with its matrix product.
     cp: Axis = field(default_factory=partial(single, "cp"))
     ep: Axis = field(default_factory=partial(single, "ep"))  # Ranks that together hold one copy of all experts.
     etp: int = 1  # Number of consecutive ep ranks that split the width of each expert.
@@ -34,8 +34,8 @@ class LayerContext:
     def declare(self, parameter: Parameter, tied_rank: int = 0) -> ShardedParameter:
         """Return this rank's part of a parameter, on the meta device.
 
-        It gets memory later, as a view of the flat buffer of its stage. `tied_rank` is this rank's coordinate on the
-        axis "tied", for a tied parameter.
+        The parameter gets memory later, normally as a view of a flat buffer. For a tied parameter, `tied_rank` is this
+        rank's coordinate on the axis "tied".
         """
         if "ep" in parameter.axes:
             degrees = {"ep": self.ep.size // self.etp, "etp": self.etp}

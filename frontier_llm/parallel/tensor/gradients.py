@@ -1,10 +1,10 @@
 """Accumulation of weight gradients, in the parameter's `main_grad` or through autograd.
 
-Matrix layers submit a function that adds a microbatch's gradient to a buffer. With `WeightGradients` this buffer is
-the parameter's `main_grad`, an fp32 view of the flat gradients that optim attaches. In zero-bubble schedules the
-function runs later, in the W action. The gradients of other parameters come from autograd through a hook. In both
-cases `on_accumulated` is called. The optimizer uses it to reduce a complete bucket during the backward pass.
-`AutogradGradients` is for engines that read gradients from PyTorch's autograd (FSDP).
+A layer with a matrix submits a function that adds a microbatch's weight gradient to a buffer. With `WeightGradients`
+this buffer is the parameter's `main_grad`: a view of the flat gradients in fp32, which the package `optim` attaches. In
+zero-bubble schedules the function runs later, in the W action. The gradients of other parameters come from autograd
+through a hook. In both cases `on_accumulated` is called. The callback starts the reduction of a complete bucket during
+the backward pass. `AutogradGradients` is for engines that read gradients from PyTorch's autograd (FSDP).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ Accumulate = Callable[[Tensor], None]  # adds one microbatch's gradient to a buf
 
 
 class Factor:
-    """A factor of a weight gradient's product, (S, …).
+    """One of the two factors of a weight gradient (input activation and output gradient), (S, …).
 
-    With `axis` the tensor is this rank's part of the sequence, (s, …), and is gathered for the product. Work that waits
-    for its W action keeps only this part. The gathered inputs and output gradients of a layer would need 2.45 times the
-    memory that the layer keeps from F to I (TP8, docs/benchmarks/log.md). Under ZB-H1 the last of p stages has p - 1
-    microbatches waiting.
+    With `axis` the tensor is this rank's part of the sequence, (s, …), and is gathered for the product. Until the W
+    action only this part is kept. The gathered inputs and output gradients of a layer would need 2.45 times the memory
+    that the layer keeps from F to I (TP8, docs/benchmarks/log.md). With the schedule ZB-H1, p - 1 microbatches wait for
+    their W action on the last of p stages.
     """
 
     def __init__(self, tensor: Tensor, axis: Axis | None = None) -> None:
-        # Detached, because a tensor saved for backward would keep its graph until W. At W autograd records operations
-        # again, and gloo must not write into a tensor that autograd records.
+        # Without `detach`, the tensor would keep its autograd graph until the W action. In the W action autograd
+        # records operations again, and gloo must not write into a tensor that autograd records.
         self.tensor = tensor.detach()
         self._axis = axis
         self._arriving: Pending = DONE
 
     def start(self) -> None:
-        """Begin to gather, unless the tensor is complete or its gather has begun."""
+        """Start the all-gather, unless the tensor is complete or its all-gather is running."""
         if self._axis is not None:
             self.tensor, self._arriving = start_all_gather(self.tensor, self._axis)
             self._axis = None
 
     def whole(self) -> Tensor:
-        """Return the complete factor, (S, …). Waits for its gather."""
+        """Return the complete factor, (S, …). Waits for the all-gather."""
         self.start()
         arriving = self._arriving
         self._arriving = DONE
@@ -65,7 +65,7 @@ class WeightGradients:
 
     @property
     def waits(self) -> bool:
-        """Whether submitted work is kept for a later W action."""
+        """True if submitted work is kept for a later W action."""
         return self._deferred is not None
 
     def submit(
@@ -98,8 +98,8 @@ class WeightGradients:
         return work
 
     def run(self, work: list[Work]) -> None:
-        """Do deferred work and empty the list. The factors of the next product are gathered during each product."""
-        work.reverse()  # pop() then releases the factors of an item before the item after the next one is gathered
+        """Do deferred work and empty the list. During each product, the factors of the next product are gathered."""
+        work.reverse()  # pop() frees the factors of a finished product, so that at most two products' factors exist
         while work:
             parameter, accumulate, factors = work.pop()
             for factor in factors:
@@ -113,8 +113,8 @@ class WeightGradients:
 
     def collect_from_autograd(self, parameter: ShardedParameter, accumulate: Callable[[Tensor, Tensor], None]) -> None:
         """Add autograd's gradient of a non-matrix parameter to main_grad with `accumulate(main_grad, grad)`."""
-        # The reference is weak, because the garbage collector does not see torch's hooks. A strong reference would
-        # keep all objects of the run alive.
+        # Python's garbage collector does not see references from torch's hooks. A strong reference to self would keep
+        # all objects of the run alive.
         weak_self = weakref.ref(self)
 
         def move(tensor: Tensor) -> None:
@@ -124,8 +124,8 @@ class WeightGradients:
             assert owner is not None and grad is not None and isinstance(tensor, ShardedParameter)
             owner.submit(tensor, lambda main_grad: accumulate(main_grad, grad))
 
-        # The gradient keeps the fp32 of its sum. Otherwise autograd would round it to the parameter's type, with one
-        # more kernel.
+        # Let autograd pass the gradient in the dtype of its sum (fp32). Otherwise one more kernel would round it to the
+        # parameter's dtype.
         parameter.grad_dtype = None
         parameter.register_post_accumulate_grad_hook(move)
 

@@ -1,13 +1,14 @@
 """Column- and row-parallel linear layers (arXiv:1909.08053 section 3), with and without sequence parallelism.
 
-Each layer is one autograd function that contains its collective. Gathers, scatters and sums overlap with their product
-chunk by chunk (Wang et al., ASPLOS 2023, "Overlap Communication with Dependent Computation via Decomposition"). The
-backward pass runs the collective of the input gradient while the weight gradient is computed. The weight gradient is
-added to main_grad in fp32, at once or at a later W action.
+Each layer is one autograd function that contains its collective. The collective and the matrix product are split into
+chunks, so that the collective of one chunk overlaps with the product of another (Wang et al., ASPLOS 2023, "Overlap
+Communication with Dependent Computation via Decomposition"). The backward pass runs the collective of the input
+gradient while the weight gradient is computed. The weight gradient is added to main_grad in fp32, at once or in a later
+W action.
 
-A chunk has rows of every rank's part of the sequence. To restore the order of rows the result is copied once, which
-takes about 1/hidden of the product's time. With one chunk nothing is copied. Each chunk's sum has the same order of
-ranks, so only the product's own rounding may differ.
+A chunk has rows of every rank's part of the sequence. One copy of the result restores the order of the rows. The copy
+takes about 1/hidden of the product's time. With one chunk nothing is copied. The order of the sum over ranks does not
+depend on the chunks. So only the rounding inside the products may differ from an unsplit layer.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def gather_and_multiply(x_sBk: Tensor, multiply: Product, axis: Axis, chunks: in
 
 
 def in_sequence(gathered: list[Tensor], axis: Axis) -> Tensor:
-    """Join chunks, each with rows of every rank's part, in the order of the sequence: → (S, …)."""
+    """Join gathered chunks in the order of the sequence: → (S, …). Each chunk has rows of every rank's part."""
     if len(gathered) == 1:
         return gathered[0]
     return torch.cat([chunk.unflatten(0, (axis.size, -1)) for chunk in gathered], dim=1).flatten(0, 1)
@@ -97,9 +98,9 @@ def multiply_and_reduce(x_SBk: Tensor, multiply: Product, axis: Axis, chunks: in
 def _submit_weight_gradient(
     context: LayerContext, weight: ShardedParameter, grad_SBo: Factor, x_SBk: Factor
 ) -> Tensor | None:
-    """Compute gradient += gradᵀ x, now or at the W action.
+    """Add gradᵀ x to the weight's gradient, now or in the W action.
 
-    Rows past the output's width (vocabulary padding) are not changed.
+    If `grad` has fewer features than the weight has rows (vocabulary padding), the other rows are not changed.
     """
 
     def accumulate(gradient: Tensor) -> None:
@@ -117,7 +118,7 @@ def _bias_gradient(grad_SBo: Tensor) -> Tensor:
 def _rows(weight: ShardedParameter, num_rows: int | None) -> Tensor:
     """Return the first rows of the weight as a matrix.
 
-    Backward calls it again, because an engine may release the weight after forward and gather it again.
+    Backward calls this function again, because FSDP may release the weight after forward and gather it again.
     """
     return weight.detach().flatten(0, -2)[:num_rows]
 
@@ -177,7 +178,7 @@ class _ColumnLinear(Function):
 class _RowLinear(Function):
     """y = sum over tp of x_SBk Wᵀ, plus b.
 
-    Each rank gets the complete sum (S), or with sequence parallelism its part of the sequence (s).
+    The result is the complete sum (S) on each rank, or with sequence parallelism the rank's part of the sequence (s).
     """
 
     @staticmethod
@@ -188,7 +189,7 @@ class _RowLinear(Function):
         ctx.weight = weight
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x_SBk)
-        # only rank 0 adds the bias, fused into its product, so that the sum contains it once
+        # Only tp rank 0 adds the bias, fused into its product. The sum over tp then contains the bias once.
         summand = bias if context.tp.rank == 0 else None
 
         def multiply(x_SBk: Tensor) -> Tensor:
@@ -209,14 +210,15 @@ class _RowLinear(Function):
 
         if context.sequence_parallel:
             grad_x, gathered = gather_and_multiply(grad_y, multiply, context.tp, context.tensor_chunks)
-            # a deferred product gathers the gradient again, because keeping it gathered needs more memory
+            # If the weight gradient is deferred, keep only this rank's part of the output gradient, and gather it again
+            # for the product. The gathered gradient would need more memory.
             grad_SBH = (
                 Factor(grad_y, context.tp) if context.gradients.waits else Factor(in_sequence(gathered, context.tp))
             )
         else:
             grad_x = multiply(grad_y)
             grad_SBH = Factor(grad_y)
-        # with sequence parallelism it covers only this rank's part of the sequence
+        # With sequence parallelism, the bias gradient covers only this rank's part of the sequence.
         grad_bias = _bias_gradient(grad_y) if ctx.has_bias else None
         return grad_x, _submit_weight_gradient(context, ctx.weight, grad_SBH, Factor(x_SBk)), grad_bias, None
 
@@ -238,7 +240,7 @@ def column_linear(
 class ColumnLinear(nn.Module):
     """Linear layer with output features split over tp: (S or s, B, H) → (S, B, o).
 
-    All dims of the weight but the last are output features.
+    The last dim of the weight is the input, and all other dims are output features.
     """
 
     def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:

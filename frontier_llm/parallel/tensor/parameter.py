@@ -12,11 +12,11 @@ from frontier_llm.topology.shards import ShardSpec
 
 
 class ShardedParameter(Parameter):
-    """This rank's part of a parameter, with its place in the global tensor (`spec`)."""
+    """This rank's part of a parameter. `spec` describes its place in the global tensor."""
 
     spec: ShardSpec
     main_grad: Tensor  # Fp32 (fp64 under fp64) view of the flat gradient buffer, attached by optim.
-    layer_accumulates: bool  # Whether its layer adds to main_grad. Otherwise a hook adds autograd's gradient.
+    layer_accumulates: bool  # True: the layer adds the gradient to main_grad. False: a hook adds autograd's gradient.
 
     @classmethod
     def create(cls, data: Tensor, spec: ShardSpec, layer_accumulates: bool = False) -> ShardedParameter:

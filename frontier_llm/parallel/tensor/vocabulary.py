@@ -1,11 +1,11 @@
 """Embedding and cross-entropy over a vocabulary that is split over tp.
 
-Embedding: each rank looks up the rows that it holds, and the sum over tp is the result.
+Embedding: each rank looks up the rows that it holds, with zeros for other tokens. The sum over tp is the result.
 
-Cross-entropy: an all-gather of three numbers per token replaces a gather of the logits. Each rank reduces its
-slice to (max, sum of exp, target logit). Every rank computes the same log-sum-exp from all ranks' triples in the same
-order, so the loss is bitwise equal over tp. Backward overwrites the logits with their gradient. The (S·B, v) buffer is
-the largest activation of the last stage. So it exists only once, and never in fp32.
+Cross-entropy: three numbers per token are all-gathered instead of the logits. Each rank reduces its slice of the logits
+to (max, sum of exp, target logit). All ranks combine the triples of all ranks in the same order, so the loss is bitwise
+equal over tp. Backward overwrites the logits with their gradient. The (S·B, v) buffer is the largest activation of the
+last stage. With this method it exists only once, and never in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from frontier_llm.parallel.tensor.parameter import ShardedParameter
 class _Embedding(Function):
     """Looks up the rows of this rank's slice, with zeros for tokens of other slices, and sums over tp.
 
-    The sum covers the sequence (S), or with sequence parallelism this rank's part of it (s).
+    The result covers the sequence (S), or with sequence parallelism this rank's part of the sequence (s).
     """
 
     @staticmethod
@@ -80,7 +80,7 @@ class _CrossEntropy(Function):
         maxima_tN, sums_tN, targets_tN = all_gather(stats_3N[None], context.tp).unbind(1)
         maximum_N = maxima_tN.amax(0)
         logsumexp_N = maximum_N + (sums_tN * (maxima_tN - maximum_N).exp()).sum(0).log()
-        # The logits are not a saved tensor, because backward writes into them.
+        # The logits are not saved by `save_for_backward`, because backward writes into them.
         ctx.context = context
         ctx.first_vocab = first_vocab
         ctx.logits = logits_Nv
@@ -102,7 +102,8 @@ class _CrossEntropy(Function):
             logsumexp_N,
             both_N.contiguous(),
         )
-        # The gradient of a log-sum-exp is the softmax alone, so the op's subtraction at the target is undone.
+        # The op subtracts 1 at the target. The gradient of the log-sum-exp is the softmax without this subtraction, so
+        # add it back.
         if sum_N is not None:
             column_N = targets_N - ctx.first_vocab
             mine_N = (column_N >= 0) & (column_N < grad_Nv.shape[1])

@@ -1,8 +1,8 @@
 """Finds the rank that failed first, from the heartbeats of all ranks, and records it (frontier_llm/run/failure.py).
 
-On the other ranks, a peer that died or stopped shows only as a collective that fails or never ends. A rank whose
-heartbeats have ended is dead or stopped. If all heartbeats continue, the other ranks wait for the rank with the least
-progress.
+If one rank dies or stops, the other ranks see only a collective that fails or never ends. A rank that sends no more
+heartbeats is taken for dead or stopped. If all ranks send heartbeats, the rank with the least progress is taken for the
+cause, because the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from frontier_llm.run.failure import Evidence, Failure, lost_a_peer, read_failur
 from frontier_llm.run.threads import in_daemon
 from frontier_llm.training.guard.suspects import WrongResults
 
-# Shortest period of a rank's heartbeats. It is longer in jobs whose heartbeats would overload the store.
+# Shortest time between two heartbeats of a rank. In very large jobs `period_s` returns a longer time, to limit the load
+# of the store.
 PERIOD_S = 0.25
-SILENT_PERIODS = 3  # If a single rank is silent for this many periods, it is taken for dead.
-# Time until several silent ranks are taken for dead. Live ranks on a busy machine can be late too.
+SILENT_PERIODS = 3  # If a single rank sends no heartbeat for this many periods, it is taken for dead.
+# Time after which several ranks without heartbeats are taken for dead. It is longer, because live ranks on a busy
+# machine can be late too.
 PATIENCE_S = 2.5
 ANSWER_S = 8.0  # Time that a rank waits for rank 0 to find the cause.
 STORE_S = 3.0  # Time that a rank waits for the store, whose process or node may be stopped.
-POLL_S = 0.25  # shortest time between two checks for the answer
+POLL_S = 0.25  # shortest time between two reads of the store by a rank that waits for rank 0's answer
 T = TypeVar("T")
 _FIRST = "first failure"
 _ALARM = "alarm"
@@ -87,12 +89,12 @@ class Inquiry:
             except RuntimeError as error:
                 if self._heartbeat_store.outlives_rank_0:
                     log.warn(f"from now on, the rank that fails first cannot be found: {error}")
-                self._heartbeat_store = None  # if the store's node is gone, the main thread's collectives fail
+                self._heartbeat_store = None  # the main thread's collectives will report the failure
 
     def answer_alarm(self) -> None:
-        """On rank 0, find the cause if another rank has reported a failed collective.
+        """On rank 0, find the cause if another rank has reported a failed collective. Does nothing on other ranks.
 
-        Collectives of rank 0 may fail only much later.
+        Rank 0 does not wait for a failure of its own collectives, which may come much later.
         """
         if self._rank == 0 and self._heartbeat_store is not None:
             try:
@@ -103,8 +105,9 @@ class Inquiry:
                 self._heartbeat_store = None
 
     def explain(self, error: BaseException) -> Failure:
-        """Return and record the first failure, given an error of this rank's main thread. Takes at most a few
-        seconds.
+        """Record and return the first failure of the job, after `error` was raised in this rank's main thread.
+
+        Takes at most a few seconds.
         """
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, RankFailure) or (isinstance(error, RuntimeError) and lost_a_peer(what)):
@@ -124,7 +127,7 @@ class Inquiry:
         If rank 0 sends no heartbeats or does not answer, another rank replaces it. This needs a TCPStore, which
         outlives rank 0.
 
-        The failure is recorded, unless only this rank's own symptom is known.
+        The failure is written to failure.json, unless this rank knows only its own symptom.
         """
         try:
             if self._heartbeat_store is None:
@@ -143,7 +146,7 @@ class Inquiry:
         return failure
 
     def _store_is_gone(self, symptom: str) -> Failure:
-        """Return the failure if the store is gone. It was served on rank 0's node."""
+        """Return the failure for a store that does not respond. Rank 0's node served the store."""
         if self._rank == 0:
             return self._own(f"{symptom}; the store's process on this node has ended or is stopped")
         here = self._own("its node, or the process there that serves the store, has ended or is stopped")
@@ -152,8 +155,8 @@ class Inquiry:
     def accuse(self, error: WrongResults) -> None:
         """Record the ranks with wrong results, and exclude their hosts.
 
-        All ranks call it with the same error, and rank 0 writes the record. The other ranks wait for the record,
-        because a launcher ends all ranks when the first one exits.
+        All ranks call this method with the same error, and rank 0 writes the record. The other ranks wait for the
+        record, because a launcher ends all ranks when the first rank exits.
         """
         if self._rank == 0:
             first = error.suspects[0]
@@ -184,7 +187,7 @@ class Inquiry:
                 self._answer(self._heartbeat_store)
 
     def _claim(self, failure: Failure) -> Failure:
-        """Return the first failure that any rank has claimed, which may be this one."""
+        """Claim `failure` as the first failure of the job. Returns the failure that was claimed first by any rank."""
         if self._heartbeat_store is None:
             return failure
         heartbeat_store = self._heartbeat_store
@@ -201,8 +204,9 @@ class Inquiry:
         return found or self._own(symptom)
 
     def _stand_in(self, heartbeat_store: HeartbeatStore, symptom: str) -> Failure | None:
-        """Replace rank 0, which does not answer. The first rank that claims this role investigates, and the others
-        wait.
+        """Find the cause without rank 0, which does not answer.
+
+        The first rank that claims this role compares the heartbeats, and the other ranks wait for its result.
         """
         chosen = _within(STORE_S, lambda: heartbeat_store.claim(_STAND_IN, str(self._rank)))
         if chosen == str(self._rank):
@@ -247,7 +251,7 @@ class Inquiry:
             if claimed is not None:
                 return Failure.from_json(claimed)
             heard = {rank: heartbeat_store.read(rank) for rank in silent}
-            silent = [rank for rank in silent if heard[rank] == heartbeats[rank]]  # each heartbeat has a new number
+            silent = [rank for rank in silent if heard[rank] == heartbeats[rank]]  # heartbeats are numbered
             heartbeats |= heard
         known = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat is not None}
         if silent:
@@ -267,7 +271,7 @@ class Inquiry:
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return work(). Raises RuntimeError after `limit_s`, because a store whose process is stopped does not answer."""
+    """Return work(). Raises RuntimeError after `limit_s`, because a request to a stopped store process never ends."""
     try:
         return in_daemon(work, "store").result(limit_s)
     except TimeoutError:

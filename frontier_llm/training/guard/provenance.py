@@ -1,4 +1,4 @@
-"""Code, libraries and device of a run. Every checkpoint records them, and a resume compares them."""
+"""Provenance of a run: its code, libraries and device. Every checkpoint records them, and a resume compares them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Detects wrong arithmetic: at intervals, all replicas compute the gradients of one step twice and compare the bits.
+"""Detects wrong arithmetic: at intervals, all replicas compute the gradients of one batch twice and compare the bits.
 
-If the two results of a rank differ, an error was transient, or an op is not deterministic. If they are equal but differ
-from other data-parallel ranks, that rank computes wrongly every time. Llama 3's 54 days on 16,384 GPUs had six silent
-data corruptions (Dubey et al. 2024, table 5). A checksum of weights does not find such errors, because all replicas
-update with the same summed gradient.
+If the two results of a rank differ, an error was transient, or an op is not deterministic. If both results of a rank
+are equal but differ from other data-parallel ranks, this rank computes wrongly every time. In Llama 3's 54 days on
+16,384 GPUs, six silent data corruptions occurred (Dubey et al. 2024, table 5). A comparison of the weights does not
+find such errors, because all replicas update with the same summed gradient.
 
-With tensor or pipeline parallelism a wrong value spreads within its replica. All ranks that show it are named.
+With tensor or pipeline parallelism a wrong value spreads within its replica. Every rank with a wrong gradient is named.
 """
 
 from __future__ import annotations
@@ -49,18 +49,16 @@ class UntrustedRank:
 
 
 class Recompute:
-    """Check of the arithmetic, collective over the world. It changes only the contents of the gradient buffers."""
+    """Computes gradients twice on every rank and compares them. Changes only the contents of the gradient buffers."""
 
     def __init__(self, compute: Callable[[], Mapping[str, torch.Tensor]], mesh: Mesh) -> None:
-        """`compute()` returns this rank's unsummed gradients of one step, which is the same on every data-parallel
-        rank.
-        """
+        """`compute()` returns this rank's unsummed gradients. All data-parallel ranks compute the same batch."""
         self._compute = compute
         self._mesh = mesh
         self._hosts: list[str] = []  # hosts of all ranks
 
     def findings(self) -> list[UntrustedRank]:
-        """Return the ranks with wrong results. The list is the same on every rank."""
+        """Return the ranks with wrong results, the same list on every rank. Collective over the world."""
         first = self._sums()
         again = self._sums()
         mine = torch.stack([*first.values(), *again.values()])
@@ -71,8 +69,9 @@ class Recompute:
         return [UntrustedRank(rank, host, kind, tensor) for rank, (host, kind, tensor) in enumerate(answers) if kind]
 
     def check(self, step: int) -> list[UntrustedRank]:
-        """Return the transient findings, after which the run may continue. Raises WrongArithmetic for persistent
-        ones.
+        """Return the ranks with transient errors, after which the run may continue. Collective over the world.
+
+        Raises WrongArithmetic if a rank has a persistent error.
         """
         findings = self.findings()
         lasting = [finding for finding in findings if finding.kind == PERSISTENT]
@@ -94,10 +93,10 @@ class Recompute:
 
 
 def _judge(own: list[list[int]], table: list[list[list[int]]]) -> tuple[str, int]:
-    """Return (kind of error or '', index of the first sum that differs) of the replica with the two rows `own`.
+    """Return (kind of error or '', index of the first checksum that differs) of the replica with the two results `own`.
 
-    An error is persistent if the result is stable but differs from the result of most replicas with a stable result.
-    Without a majority, no replica can be trusted.
+    A result is stable if both computations of a replica are equal. A stable result is a persistent error if it differs
+    from the stable result of most replicas. Without a majority, every stable result counts as a persistent error.
     """
     first, again = own
     if first != again:

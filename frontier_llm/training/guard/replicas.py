@@ -1,13 +1,14 @@
-"""Compares copies that must stay bit-equal. Without this check, training continues unnoticed after a flipped bit.
+"""Compares tensors that several ranks hold as bit-equal copies. The comparison detects flipped bits in these tensors.
 
+Without this check, training would continue after a flipped bit, with different weights on each replica.
 These tensors have copies:
 
-- weights, on every data-parallel rank (with zero=0 their optimizer state too)
-- shards of FSDP's masters and their state, on every copy (HSDP)
+- weights, on every data-parallel rank (with `parallel.zero=0` their optimizer state too)
+- FSDP's shards of master weights and optimizer state, in every group of replicas (HSDP)
 - norm weights and row-parallel biases with their optimizer state, on every tensor-parallel rank
-- a tied embedding, on two stages
+- a tied embedding, on the first and the last stage
 
-In BLOOM-176B's training, the layer norms of tensor-parallel ranks had drifted apart, which was found after two weeks.
+In BLOOM-176B's training, the layer norms of tensor-parallel ranks had become different. This was found after two weeks.
 
 A tensor's checksum is the sum of its bits read as integers. Any single flipped bit changes it by a power of two.
 """
@@ -42,7 +43,7 @@ class Drift:
 
     tensor: str
     axis: str
-    ranks: tuple[int, ...]  # ranks with another value than most; all ranks if there are two copies or no majority
+    ranks: tuple[int, ...]  # ranks whose value differs from most; all ranks if there are two copies or no majority
 
     def problem(self) -> Problem:
         """Return the difference as a Problem for the user."""
@@ -52,7 +53,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Tensors that are equal on every `apart`-th rank of an axis. The ranks between them hold other shards."""
+    """Tensors with copies on every `apart`-th rank of an axis. The ranks in between hold other shards."""
 
     axis: Axis
     apart: int
@@ -64,7 +65,7 @@ class _Copies:
         ranks = self.axis.ranks[self.axis.rank % self.apart :: self.apart]
         if len(ranks) == 1:
             return
-        # a shard may have no elements of a parameter
+        # Ranks may hold different numbers of tensors, because a shard may have no elements of a parameter.
         width = len(self.tensors) if self.apart == 1 else maximum([len(self.tensors)], self.axis, device)[0]
         if not width:
             return
@@ -77,18 +78,18 @@ class _Copies:
 
 
 class ReplicaCheck:
-    """Compares all copies. Collective over the replicas and over every axis whose ranks hold copies."""
+    """Compares the copies of all tensors. Collective over the replicas and over every axis whose ranks hold copies."""
 
     def __init__(self, optimizer: Optimizer, mesh: Mesh) -> None:
         weights = [(f"weights of {spec.name}", spec, values) for spec, values in optimizer.weights()]
         tensors = [(kind, part, values) for part in optimizer.state() for kind, values in part.tensors.items()]
-        # The owner of a slice has the statistics of its complete bucket. They are equal on all replicas, independent of
-        # the sharding of other state.
+        # Every replica has the optimizer's statistics (Adafactor's means) of complete buckets, also with ZeRO. They
+        # must be equal on all replicas.
         common = weights + [
             (f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind == STATISTIC
         ]
-        # All ranks of a stage, and all replicas with the same shard, hold the same parameters in the same places. Their
-        # rectangles therefore correspond.
+        # All ranks of a stage, and all replicas with the same shard, hold the same parts of the same parameters in the
+        # same order. So their n-th tensors are copies of each other.
         shares = [(f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind != STATISTIC]
         self._copies = [
             _Copies(
@@ -101,7 +102,7 @@ class ReplicaCheck:
         ]
         copied = {axis for _, spec, _ in (*common, *shares) for axis in spec.coordinates if not spec.splits_over(axis)}
         for axis in sorted(copied - {mesh.replicas.name, "edp"}):
-            # "tied" joins ranks of two stages, whose rectangles differ
+            # "tied" joins ranks of two stages. Their shards of the state differ, so only the weights are compared.
             held = weights if axis == mesh.tied.name else common + shares
             copies = [
                 (name, values) for name, spec, values in held if axis in spec.coordinates and not spec.splits_over(axis)
@@ -141,7 +142,8 @@ class ReplicaCheck:
 def checksum(values: Tensor) -> Tensor:
     """Return the sum of the bits modulo 2^64, as 0-dim int64.
 
-    If the tensor is aligned, words of eight bytes are summed, which is four times as fast as single elements.
+    If the tensor is aligned to eight bytes, words of eight bytes are summed. This is four times as fast as a sum of
+    single elements.
     """
     flat = values.reshape(-1)
     narrow = _INTEGERS[values.element_size()]

@@ -1,11 +1,11 @@
 """Detects loss spikes, and handles skipped steps: records them, rewinds the run, and stops it after too many in a row.
 
-A spike is a step with a loss or gradient norm far above the values of the last steps. Mean + 6 standard deviations over
-128 steps is OLMo's rule (2 OLMo 2 Furious, 2025). Loss and gradient norm are equal on every rank, so all ranks decide
-the same without communication. The remembered values are part of the checkpoint, so a resumed run decides like an
-uninterrupted run.
+A spike is a step whose loss or gradient norm is far above the values of the last steps. OLMo's limit is the mean + 6
+standard deviations over 128 steps (2 OLMo 2 Furious, 2025). Loss and gradient norm are equal on every rank, so all
+ranks decide the same without communication. A checkpoint contains the values of the last steps, so a resumed run
+decides like an uninterrupted run.
 
-PaLM's reaction to a spike was to go back some 100 steps and leave out 200-500 batches (Chowdhery et al. 2022).
+After a spike, PaLM was restarted some 100 steps earlier, and 200-500 batches were left out (Chowdhery et al. 2022).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from frontier_llm.units import strict_json
 
 
 class SpikePolicy:
-    """Compares each step with the accepted steps before it."""
+    """Detects loss spikes: compares the loss and gradient norm of each step with the last accepted steps."""
 
     def __init__(self, sigmas: float, window: int) -> None:
-        """`sigmas` = 0 disables the detection. Nothing is a spike until `window` steps have been accepted."""
+        """`sigmas` = 0 disables the detection. No step counts as a spike until `window` steps have been accepted."""
         self._sigmas = sigmas
         self._window = window
         self._losses: deque[float] = deque(maxlen=window)
@@ -39,7 +39,7 @@ class SpikePolicy:
     def is_spike(self, loss: float, gradient_norm: float) -> bool:
         """Return True if either value is more than `sigmas` standard deviations above its mean.
 
-        Values of accepted steps are remembered. Values of spikes are not.
+        The mean covers the last `window` accepted steps. The values of a spike are not added to it.
         """
         if self._sigmas == 0:
             return False
@@ -56,7 +56,7 @@ class SpikePolicy:
         return value > fmean(values) + self._sigmas * pstdev(values)
 
     def state(self) -> dict[str, Any]:
-        """Return the remembered values for Progress.policy. JSON stores the floats exactly."""
+        """Return the values of the last accepted steps, for `Progress.policy`. JSON stores the floats exactly."""
         return {"losses": list(self._losses), "norms": list(self._norms)}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -65,12 +65,16 @@ class SpikePolicy:
         self._norms = deque(state.get("norms", ()), maxlen=self._window)
 
 
-# largest number of rewinds to one checkpoint; by then other data has not helped, and the run would repeat itself
+# Largest number of rewinds to one checkpoint. If the spike appears again with other data each time, more rewinds would
+# not help.
 MOST_REWINDS = 3
 
 
 class Skips:
-    """Counts skipped steps. Decides the same on every rank, because all ranks have the same losses."""
+    """Counts consecutive skipped steps, and decides whether the run continues, rewinds or stops.
+
+    The decision is the same on every rank, because all ranks have the same losses.
+    """
 
     def __init__(self, config: GuardConfig, decisions: Decisions, checkpoints: Checkpoints) -> None:
         self._config = config
@@ -85,8 +89,8 @@ class Skips:
     def skipped(self, step: int, loss: float, gradient_norm: float, spike: bool) -> Progress | None:
         """Handle the skipped step `step`.
 
-        Returns the progress of the checkpoint to which the run goes back, which is then loaded, or None to continue.
-        Raises FrontierError after guard.max_skips_in_row.
+        If the run goes back to a checkpoint, load this checkpoint and return its progress. Return None if the run
+        continues. Raises FrontierError after guard.max_skips_in_row skipped steps in a row.
         """
         self._in_row += 1
         self._decisions.add(
@@ -103,7 +107,10 @@ class Skips:
         return self._rewind(step) if spike and self._config.spike_action == "rewind" else None
 
     def _rewind(self, step: int) -> Progress | None:
-        """Load a checkpoint from before the spike. Returns None if the step is only skipped."""
+        """Load a checkpoint that was written before the spike, and return its progress.
+
+        Returns None if the step is only skipped.
+        """
         target = self._checkpoints.newest_at_most(step - self._config.rewind_steps)
         if target is not None and self._decisions.rewinds_to(target) >= MOST_REWINDS:
             log.info(f"spike at step {step}: after {MOST_REWINDS} rewinds to step {target} it is skipped instead")
@@ -127,15 +134,15 @@ class Skips:
 
 
 class Decisions:
-    """Records the decisions that changed the course of the run, one JSON line each, in `decisions.jsonl`.
+    """Writes `decisions.jsonl`: one JSON line for each skipped step, rewind and similar decision of the run.
 
-    A resume drops the lines of steps that the run repeats. The same decisions write them again.
+    A resume drops the lines of steps that the run repeats. The repeated steps write these lines again.
     """
 
     def __init__(self, path: Path | None) -> None:
         """`path` is None on ranks that do not write the file."""
         self._path = path
-        # Part of the checkpoint, because rewinds belong to its history.
+        # Checkpoints contain this list, because the weights of a checkpoint depend on the rewinds before it.
         self.rewinds: list[dict[str, Any]] = []
 
     def add(self, step: int, action: str, **details: Any) -> None:
@@ -151,11 +158,11 @@ class Decisions:
             run_dir.append_line(self._path, entry)
 
     def rewinds_to(self, step: int) -> int:
-        """Return the number of rewinds to that checkpoint."""
+        """Return the number of rewinds to the checkpoint of step `step`."""
         return sum(entry["step"] == step for entry in self.rewinds)
 
     def resume_at(self, step: int, rewinds: list[dict[str, Any]]) -> None:
-        """Continue from a checkpoint: keep its rewinds, and the other decisions of the steps before it."""
+        """Continue from the checkpoint of step `step`: keep its `rewinds`, and the other decisions of earlier steps."""
         self.rewinds = rewinds
         earlier = [entry for entry in self.entries() if entry["step"] < step and entry["action"] != "rewind"]
         self._write(sorted([*earlier, *rewinds], key=lambda entry: int(entry["step"])))
@@ -165,5 +172,5 @@ class Decisions:
             write_atomically(self._path, "".join(strict_json(entry, indent=None) + "\n" for entry in entries))
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the decisions of all complete lines."""
+        """Return all decisions of the file. A line that was cut off by a crash is left out."""
         return list(run_dir.read_jsonl(self._path)) if self._path is not None else []

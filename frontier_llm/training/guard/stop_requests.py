@@ -1,6 +1,6 @@
 """Stop and save requests of users and the scheduler: a signal to any rank, or a file in the run directory.
 
-The step's sum sends the requests of each rank to all ranks.
+The all-reduce at the end of each step (`training.step.sum_over_world`) sends the requests of each rank to all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from frontier_llm.run.signals import SignalWatcher
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests of one rank, or of all ranks together."""
+    """Stop and save requests that one rank has received, or that all ranks together have received."""
 
     stop: bool = False
     save: bool = False
@@ -34,9 +34,9 @@ class RequestCollector:
         self._device = device
 
     def own(self) -> Requests:
-        """Return the requests of this rank.
+        """Return the requests that this rank has received.
 
-        Rank 0 also checks the files, and deletes SAVE, so that it requests one save only.
+        Rank 0 also checks the files STOP and SAVE. It deletes SAVE, so that the file requests one save only.
         """
         save_file = self._run_dir / SAVE_FILE
         save = self._world.rank == 0 and save_file.exists()

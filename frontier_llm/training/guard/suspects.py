@@ -1,4 +1,4 @@
-"""Ranks with wrong results. Every rank stops, failure.json names the suspects, and their hosts are excluded."""
+"""The error for wrong results. Every rank stops, failure.json names the ranks, and their hosts are excluded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frontier_llm.run.failure import Suspect
 
 
 class WrongResults(FrontierError):
-    """Replicas that must be bit-equal are not. Every rank raises it with the same content."""
+    """Replicas that must be bit-equal differ. Every rank raises this error with the same content."""
 
     exit_code = 1
 
@@ -20,10 +20,10 @@ class WrongResults(FrontierError):
 
     @property
     def hosts_to_exclude(self) -> list[str]:
-        """Hosts of the suspects, to be excluded.
+        """Hosts of the ranks with wrong results, to be excluded from later jobs.
 
-        Empty if they are more than half of the run's hosts. The comparison then cannot tell the wrong hosts from the
-        correct ones.
+        Empty if these are more than half of the run's hosts, because the comparison then cannot tell which hosts are
+        wrong.
         """
         named = sorted({suspect.host for suspect in self.suspects})
         if len(named) == 1 or 2 * len(named) <= len(self._all_hosts):

@@ -1,7 +1,7 @@
-"""A thread in each rank that sends heartbeats, detects that nothing progresses, and finds the rank that failed first.
+"""Watchdog of a rank: a thread that sends heartbeats, detects a stuck rank, and finds the rank that failed first.
 
 Each rank sends (step, section, number of collectives) to the job's store at every step, and at least every 0.25 s. In
-very large jobs the period is longer, to limit the load of the store. `cause` reads these heartbeats.
+very large jobs the period is longer, to limit the load of the store. The module `cause` reads these heartbeats.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from frontier_llm.run.rank_env import node_name
 from frontier_llm.training.guard.cause import Inquiry, period_s
 from frontier_llm.training.guard.suspects import WrongResults
 
-# share of the collectives' own timeout; the watchdog must act while heartbeats of other ranks can still be read
+# The watchdog's timeout as a share of the timeout of collectives. The watchdog must act first, while it can still read
+# the heartbeats of other ranks.
 FIRES_AT = 0.9
-# Share of the watchdog's timeout after which stacks are written. No collective has timed out and unwound its stack by
-# then.
+# Share of the watchdog's timeout after which the stacks of all threads are written. At this time no collective has
+# timed out, so the stacks still show the call that hangs.
 DUMP_AT = 0.75
-# Share of the watchdog's timeout after which C code writes the stacks, if the watchdog thread cannot run. At the
-# timeout the other ranks exit, and the launcher then ends this rank too.
+# Share of the watchdog's timeout after which faulthandler's C thread writes the stacks, if the watchdog thread cannot
+# run. It must come before the timeout, when the other ranks exit and the launcher ends this rank too.
 LATE_AT = 0.9
-# Time that rank 0 stays if its process serves the store (comm.store=authenticated), so that other ranks can read the
-# answer.
+# Time that rank 0 waits before it exits if its process serves the store (comm.store=authenticated). The other ranks
+# read the cause of the failure from the store in this time.
 LINGER_S = 1.0
 SHORTEST_S = 0.05  # shortest time between two heartbeats, if steps are shorter
 
 
 class Watchdog:
-    """Watches this rank's progress inside `guarding`."""
+    """Sends heartbeats of this rank and watches its progress while the body of `guarding` runs."""
 
     def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
-        """A rank is stuck if nothing progresses for FIRES_AT × train.timeout_s."""
+        """A rank counts as stuck if it makes no progress for FIRES_AT × train.timeout_s."""
         self._period_s = min(period_s(mesh.world.size), FIRES_AT * train.timeout_s / 10)
         heartbeat_store = HeartbeatStore(period_s=self._period_s) if has_joined() else None
         self._mesh = mesh
@@ -59,7 +60,7 @@ class Watchdog:
         self._inquiry = Inquiry(heartbeat_store, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
         self._step = 0
         self._section = "start"
-        self._step_began_at = self._per_step = 0  # numbers of collectives
+        self._step_began_at = self._per_step = 0  # collectives before this step; collectives in the last step
         self._moved_s = time.monotonic()
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -83,7 +84,7 @@ class Watchdog:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Record a section of the run (evaluate, save), and return to the section before at its end."""
+        """Record that the run is in the section `name` (evaluate, save). The end restores the previous section."""
         before = self._section
         self.at(self._step, name)
         try:
@@ -93,7 +94,11 @@ class Watchdog:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Watch the body. If it fails, record the rank that failed first before the error is raised."""
+        """Watch this rank while the body runs. If the body fails, record the job's first failure.
+
+        Errors that all ranks raise alike, and errors of a single process, are raised again. After any other error this
+        process exits.
+        """
         if self._rank == 0:
             forget_failure(self._run_dir)
         self._inquiry.post(self._heartbeat())
@@ -114,7 +119,8 @@ class Watchdog:
                 self._inquiry.explain(error)
                 raise
             if time.monotonic() - self._moved_s > DUMP_AT * self._timeout_s:
-                # The watchdog thread is late: on a busy or paused machine the collective may time out first.
+                # The watchdog thread may not have written the stacks yet: on a busy or paused machine the collective
+                # can time out first.
                 self._write_stacks()
             dump_flight_record(self._mesh, self._logs, str(error))
             self._leave(self._inquiry.explain(error))
@@ -137,7 +143,7 @@ class Watchdog:
         os._exit(RankFailure.exit_code)  # Do not wait for the dead rank, not even in the destructors of process groups.
 
     def _write_stacks(self) -> None:
-        """Write the exception's traceback and the stacks of all threads."""
+        """Write the traceback of the current exception and the stacks of all threads."""
         with suppress(OSError):
             traceback.print_exc(file=self._stacks)
             self._stacks.flush()
@@ -164,8 +170,8 @@ class Watchdog:
 
     def _heartbeat(self) -> dict[str, Any]:
         collectives = self._collectives()
-        # Pipeline stages make different numbers of calls. Progress is therefore the share of this rank's calls per
-        # step.
+        # Pipeline stages make different numbers of collectives per step. Progress within a step is therefore the share
+        # of this rank's collectives per step.
         progress = self._step + (collectives - self._step_began_at) / max(self._per_step, 1)
         return {
             "host": node_name(), "pid": os.getpid(), "step": self._step, "section": self._section,
@@ -175,7 +181,7 @@ class Watchdog:
     def _watch(self) -> None:
         seen: tuple[Any, ...] = ()
         while not self._stop.wait(SHORTEST_S):
-            # send a heartbeat at once at a new step, so that the last one shows how far the rank got
+            # `_wake` is set at each new step, so that the last heartbeat of a rank shows the step that it reached
             self._wake.wait(self._period_s)
             self._wake.clear()
             heartbeat = self._heartbeat()

@@ -5,7 +5,7 @@
             ...
     observers.register("plateau", Plateau)               # train.observers: [plateau]
 
-`metrics.jsonl` is the run's own record and not an observer. It is always written, and `status`, `report` and `scaling`
+`metrics.jsonl` is not written by an observer. Every run writes it, and the commands `status`, `report` and `scaling`
 read it.
 """
 
@@ -18,32 +18,33 @@ from typing import TYPE_CHECKING, Any
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import ConfigError, suggest
 
-if TYPE_CHECKING:  # both import metrics, which sends its lines to observers
+if TYPE_CHECKING:  # both modules import `metrics`, which imports this package
     from frontier_llm.training.build import TrainState
     from frontier_llm.training.step import StepResult
 
 
 class Observer:
-    """Base class of observers of one process of a run. Methods that a subclass leaves out do nothing.
+    """Base class of observers, which receive the metrics and steps of one rank. Methods do nothing by default.
 
-    An exception of an observer ends the run, except for OSError in `record`.
+    An exception in an observer ends the run, except for OSError in `record`.
     """
 
     def __init__(self, config: RunConfig) -> None:
         """Called before the first step."""
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Receive a line of metrics.jsonl, on rank 0.
+        """Receive a line of metrics.jsonl. Called on rank 0 only.
 
-        A `start` or `rewind` invalidates earlier lines about steps after `step`.
+        A line of kind `start` or `rewind` makes earlier lines about steps after `step` invalid.
         """
 
     def before_step(self, state: TrainState) -> None:
         """Called before the step with number `state.current_step`, counted from 0."""
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
-        """Called after a step, when `state.current_step` steps are done. Weights and gradients may be read, not
-        changed.
+        """Called after each step, when `state.current_step` steps are done.
+
+        Weights and gradients may be read, but must not be changed.
         """
 
     def close(self) -> None:
@@ -54,21 +55,19 @@ _MAKERS: dict[str, tuple[Callable[[RunConfig], Observer], bool]] = {}
 
 
 def register(name: str, make: Callable[[RunConfig], Observer], *, every_rank: bool = False) -> None:
-    """Register an observer, so that `train.observers: [name]` creates it on rank 0 or on every rank."""
+    """Register an observer. `train.observers: [name]` then creates it on rank 0, or with `every_rank` on all ranks."""
     _MAKERS[name] = make, every_rank
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError with the nearest name if a name of `train.observers` is not registered."""
+    """Raise ConfigError if a name in `train.observers` is not registered. The message suggests a similar name."""
     for name in config.train.observers:
         if name not in _MAKERS:
             raise ConfigError(f"{name!r} is not a registered observer", suggest(name, _MAKERS), "train.observers")
 
 
 def make(config: RunConfig, rank: int) -> list[Observer]:
-    """Return this rank's observers of the run: TensorBoard and the profiler if enabled, then the run file's, in its
-    order.
-    """
+    """Create this rank's observers: TensorBoard and the profiler if enabled, then `train.observers` in its order."""
     check(config)
     wanted = (
         ("tensorboard",) * config.train.tensorboard
@@ -80,7 +79,7 @@ def make(config: RunConfig, rank: int) -> list[Observer]:
 
 
 def scalars(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line under names such as 'step/loss' and 'step/phases_s/forward'."""
+    """Return the numbers in a line of metrics.jsonl by names such as 'step/loss' and 'step/phases_s/forward'."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
         for part, number in (value if isinstance(value, dict) else {"": value}).items():
@@ -90,7 +89,10 @@ def scalars(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _imported(module: str, name: str) -> Callable[[RunConfig], Observer]:
-    """Return a maker that imports its observer only if a run uses it, because its package is not a requirement."""
+    """Return a function that creates the observer `name` of `module`.
+
+    The module is imported only if a run uses the observer, because its package may not be installed.
+    """
     return lambda config: getattr(import_module(f"{__name__}.{module}"), name)(config)
 
 

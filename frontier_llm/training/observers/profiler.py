@@ -1,6 +1,6 @@
 """Observer that writes a torch.profiler trace of some steps, and the device's memory history (`train.profile`).
 
-The trace names the pipeline's actions and the optimizer.
+In the trace, a named range marks each action of the pipeline engine and the optimizer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Profiler(Observer):
-    """Writes a trace such as `profile/steps_10-12_rank_00000.json.gz` on each chosen rank.
+    """Writes a trace such as `profile/steps_10-12_rank_00000.json.gz` on each rank that `train.profile` names.
 
-    Perfetto and chrome://tracing open it.
+    Perfetto and chrome://tracing can open the trace.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -33,10 +33,10 @@ class Profiler(Observer):
         self._directory = Path(config.train.run_dir) / "profile"
         self._profile: torch.profiler.profile | None = None
         self._phase: Any = None
-        self._watched: Any = None  # callback of the engine's actions before this one
+        self._watched: Any = None  # the engine's `on_action` before the trace, also called during it
 
     def before_step(self, state: TrainState) -> None:
-        """Start the trace at the first chosen step, or at the first one after a resume."""
+        """Start the trace at the first step to be profiled, or after a resume at the first such step that is left."""
         if (
             self._profile is not None
             or state.current_step + 1 not in self._chosen.range
@@ -45,19 +45,19 @@ class Profiler(Observer):
             return
         folder_below(self._directory.parent, self._directory.name)
         if self._chosen.memory_snapshot and state.device.type == "cuda":
-            torch.cuda.memory._record_memory_history()  # torch documents this function with its underscore
+            torch.cuda.memory._record_memory_history()  # torch's documentation names this function with the underscore
         activities = [torch.profiler.ProfilerActivity.CPU]
         if state.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._watched = state.pipeline.on_action
         state.pipeline.on_action = self._on_action
-        # the forward of a pair runs in a thread of its own (comm/interleaving.py)
+        # With overlapped forward and backward, the forward runs in a separate thread (comm/interleaving.py).
         threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
         self._profile = torch.profiler.profile(activities=activities, profile_memory=True, experimental_config=threads)
         self._profile.start()
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
-        """Write the trace after the last chosen step."""
+        """Write the trace after the last step to be profiled."""
         if self._profile is None or state.current_step < self._chosen.range[-1]:
             return
         self._enter(None)
@@ -82,7 +82,7 @@ class Profiler(Observer):
             )
 
     def _enter(self, phase: str | None) -> None:
-        """End the previous phase and begin `phase`, if it is not None."""
+        """End the previous named range of the trace. If `phase` is not None, begin a range with this name."""
         if self._phase is not None:
             self._phase.__exit__(None, None, None)
         self._phase = None

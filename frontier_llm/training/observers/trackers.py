@@ -1,6 +1,6 @@
-"""Observers that send a run's numbers to a tracker: TensorBoard, Weights & Biases, MLflow.
+"""Observers that send a run's metrics to an experiment tracker: TensorBoard, Weights & Biases, MLflow.
 
-TensorBoard's events are in the run directory's `events/`.
+TensorBoard's event files are in the folder `events/` of the run directory.
 
 Weights & Biases is offline unless WANDB_MODE sets another mode, because compute nodes have no internet access.
 `wandb sync` uploads the run later.
@@ -25,8 +25,9 @@ from frontier_llm.training.observers import Observer, scalars
 
 
 class Events(Observer):
-    """Writes scalars for TensorBoard. Writes nothing if the package is not installed, which `cli.checks.check`
-    reports.
+    """Writes scalars for TensorBoard.
+
+    If the package `tensorboard` is not installed, nothing is written, and `cli.checks.check` reports it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -34,14 +35,14 @@ class Events(Observer):
         self._writer: Any = None
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write the scalars of a line. After a start or rewind, a new writer purges the events of later steps."""
+        """Write the scalars of a line. After a start or rewind, TensorBoard drops the earlier events of later steps."""
         if kind in ("start", "rewind") and self._directory is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.close()
             folder_below(self._directory.parent, self._directory.name)
             self._writer = SummaryWriter(str(self._directory), purge_step=step + 1)
-        if self._writer is None or "layout" in values:  # a layout has no scalars to plot
+        if self._writer is None or "layout" in values:  # a line with a layout has no scalars
             return
         try:
             for name, number in scalars(kind, values).items():
@@ -59,7 +60,7 @@ class Events(Observer):
 
 
 class WeightsAndBiases(Observer):
-    """One W&B run per run directory, also over resumes."""
+    """Logs to Weights & Biases. A run directory is one W&B run, which a resume continues."""
 
     def __init__(self, config: RunConfig) -> None:
         import wandb
@@ -76,7 +77,7 @@ class WeightsAndBiases(Observer):
             # W&B's console capture would repeat every line of the log
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # W&B's own step may never decrease, but the step of a rewound run does
+        # W&B's own step must never decrease, but a rewind decreases the training step.
         self._run.define_metric("*", step_metric="train_step")
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -89,7 +90,7 @@ class WeightsAndBiases(Observer):
 
 
 class MlflowRun(Observer):
-    """One MLflow run per run directory, also over resumes. `mlflow_run_id` holds its id."""
+    """Logs to MLflow. A run directory is one MLflow run, which a resume continues. `mlflow_run_id` holds its id."""
 
     def __init__(self, config: RunConfig) -> None:
         from mlflow.tracking import MlflowClient
