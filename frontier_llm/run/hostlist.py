@@ -41,7 +41,7 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 def first(text: str) -> str:
-    """Return the first name of a host list. Rank 0 runs on it with Slurm's block and cyclic distributions."""
+    """Return the first name of a host list. Slurm's block and cyclic distributions place rank 0 on that node."""
     hosts = expand(text)
     if not hosts:
         raise FrontierError("the host list is empty", "check SLURM_STEP_NODELIST", "host list")

@@ -82,7 +82,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
     local = read.integer("LOCAL_RANK")
     local_world = read.integer("LOCAL_WORLD_SIZE", default=world)
     port = read.integer("MASTER_PORT")
-    # torchrun's own store uses that port, so the ranks need another port, and a new one after each restart
+    # torchrun's own store listens on MASTER_PORT. So the ranks need another port, and a new one after each restart.
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = FIRST_PORT + (port + read.integer("TORCHELASTIC_RESTART_COUNT", default=0)) % PORT_COUNT
     if "MASTER_ADDR" not in env:
@@ -110,7 +110,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     return _with_rendezvous(env, "slurm", rank, world, local, counts[node])
 
 
-# names of rank, world size, local rank and local world size
+# launcher -> variables with the rank, world size, local rank and local world size; the first one that is set counts
 _MPI_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "openmpi": (
         ("OMPI_COMM_WORLD_RANK",),

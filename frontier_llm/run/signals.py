@@ -1,4 +1,4 @@
-"""Receive signals even while a rank is blocked inside a collective.
+"""Receives signals even while a rank is blocked inside a collective.
 
 A Python signal handler runs between byte codes of the main thread. A rank that waits in gloo for a dead peer does not
 run it (measured: 6.0 s late, when the collective returned). However, CPython's C handler writes the signal's number to
@@ -38,7 +38,7 @@ def heeded() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def held(numbers: Collection[signal.Signals] = HELD) -> Iterator[None]:
-    """Block these signals in the body and in processes started there. Main thread only.
+    """Block these signals in the `with` body and in processes that the body starts. Main thread only.
 
     They stay pending until a SignalWatcher is entered.
     """
