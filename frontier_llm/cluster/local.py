@@ -54,7 +54,7 @@ class RankExit:
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal from outside ended the rank. SIGABRT is torch's reaction to an error, also of a peer."""
+        """Whether a signal from outside ended the rank. Not SIGABRT: torch raises it after any error."""
         return self.signal not in (None, "SIGABRT") and not self.stopped_by_us
 
     @property
@@ -208,7 +208,7 @@ class _Ranks:
 
     def _await_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
-        _signal_group(process.pid, signal.SIGKILL)  # data workers that a killed rank has left
+        _signal_group(process.pid, signal.SIGKILL)  # data workers that a killed rank has left behind
         self.ended.put(rank)
 
     def _wait(self) -> None:
@@ -229,9 +229,11 @@ class _Ranks:
                 self._signal_all(signal.SIGTERM)
 
     def _collect_ended(self) -> None:
-        """Collect the ranks that have ended too before any rank is stopped, and list killed ranks first.
+        """Collect all ranks that have ended before the others are stopped, and list killed ranks first.
 
-        A rank that loses its peer ends a moment after the peer, and the thread that waits for it can be faster.
+        A rank that loses its peer ends a moment after the peer. Its end can still be reported first, because each rank
+        has
+        its own waiting thread.
         """
         collected = {end.rank for end in self.exits}
         ended = {rank for rank, process in enumerate(self.processes) if _has_ended(process)}
@@ -267,9 +269,9 @@ class _Ranks:
     def _report(self, first: RankExit) -> None:
         """Print the failures, the first one last, because users read the end of the output.
 
-        If rank 0 has already printed a refusal, nothing is added. The record of the ranks names the first failed rank.
-        The first rank that ended is named if there is no record, or if the record only reports missing heartbeats and
-        another rank was killed.
+        If rank 0 has already printed a refusal, nothing is added. The ranks' record (failure.json) names the rank that
+        failed first. The rank that ended first is named instead if there is no record, or if the record only reports
+        missing heartbeats and another rank was killed.
         """
         record = read_failure(self.run_dir)
         named = next((end for end in self.exits if record and end.rank == record.rank), None)

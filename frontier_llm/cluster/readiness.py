@@ -1,4 +1,5 @@
-"""Checks that everything a run needs is installed at its site. The ranks' interpreter reports facts, judged here.
+"""Checks that everything a run needs is installed at its site. The ranks' interpreter reports facts about itself, and
+this module judges them.
 
 `submit` starts that interpreter through launch/job.sh, with the site's modules. The batch script and `doctor` start it
 in the environment that job.sh has made. `problems_of` judges: a pure function of the facts, site, machine and run.
@@ -120,7 +121,7 @@ def _ask_here(site: Site, config: RunConfig | None) -> Installation:
 def _problems_as_rank(
     site: Site, config: RunConfig | None, directory: Path, variables: Mapping[str, str]
 ) -> tuple[Problem, ...]:
-    """Collect facts from the interpreter that launch/job.sh of a code copy chooses, and judge them."""
+    """Collect and judge facts from the interpreter that launch/job.sh chooses. job.sh runs in a copy of the code."""
     architecture = load_machine(site.machine).device.architecture
     with tempfile.TemporaryDirectory(prefix="frontier-llm-check-") as folder:
         root = Path(folder) / "code"

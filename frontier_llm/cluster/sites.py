@@ -51,7 +51,7 @@ class Site(Section):
     cpus_per_task: PositiveInt
     account: Literal["required", "optional"] = "optional"
     default_partition: str | None = None
-    # Left out: the bins of the machine file (operations.queue).
+    # If left out, the bins of the machine file (operations.queue) are the partitions.
     partitions: dict[str, tuple[Limit, ...]] = Field(default_factory=dict)
     queue_waits: tuple[Wait, ...] = ()  # empty: the time in the queue is unknown.
     max_queued_jobs: PositiveInt | None = None

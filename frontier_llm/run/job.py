@@ -18,7 +18,7 @@ from frontier_llm.units import strict_json
 FILE = "job.json"
 VERSION = 2
 CONTINUATIONS = ("requeue", "successor", "never")
-FAILED_START_HOURS = 3.0  # default limit, in hours of all nodes: 18 failed starts of ten minutes
+FAILED_START_HOURS = 3.0  # hours × nodes that failed starts may use by default: 18 starts of ten minutes
 _FIX = "correct it, or delete the file: the next start then writes it again with the values of its script"
 
 
