@@ -24,8 +24,8 @@ from frontier_llm.files import write_atomically
 from frontier_llm.units import strict_json
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
-# for the parts of a stacked bar: neighbours differ by at least 30 in CIELAB lightness and any two by 6, so that the
-# parts are distinct in grey too
+# Colours of the parts of a stacked bar. Neighbours differ by at least 30 in CIELAB lightness, and any two colours by 6,
+# so that the parts are also distinct in grey.
 PARTS = (
     "#00427f",
     "#e1843d",

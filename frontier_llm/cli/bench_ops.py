@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     about="Measure each fused op against eager torch, in one interleaved run.",
 )
 def ops(args: argparse.Namespace) -> int:
-    """Measure and print. Bandwidths and FLOP rates belong to the package's ops."""
+    """Measure and print. The bandwidths and FLOP rates in the table are those of the package's ops, not of eager
+    torch."""
     from frontier_llm.config import OpsConfig, load_model
 
     model = load_model(args.model)

@@ -98,7 +98,7 @@ MODEL_OPTIONS = (
 
 @dataclass(frozen=True)
 class Degrees:
-    """Layout of a model that is evaluated or generates. `expert`: tensor ranks that share a mixture's experts."""
+    """Layout of a model for evaluation or generation. `expert` is the number of tensor ranks that share the experts."""
 
     tensor: int = 1
     pipeline: int = 1

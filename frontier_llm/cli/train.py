@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
         set_own_threads()
     if place is None:
         refuse_second_start(Path(config.train.run_dir))
-    if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
+    if place is None or (place.rank == 0 and place.launcher != "local"):  # local ranks: their parent has checked
         check(as_it_stands(config), world_size, position=recorded_position(Path(config.train.run_dir)) or START)
         check_resume(config, args.allow_change)
     if args.dry_run:

@@ -3,9 +3,9 @@
 A step of a phase processes global batch × sequence length tokens. An epoch is every token of data.train once, whatever
 the weights of the blend. Fractions of a step are rounded up.
 
-Steps that a run has done count with their own size. Later steps count with the size of the configuration. A run whose
-batch has changed therefore ends after the number of tokens in its run file. `resolved` converts again after a
-checkpoint is found.
+A step that the run has already trained counts with the number of tokens that it had. A later step counts with the
+number of tokens in the configuration. A run whose batch has changed therefore ends after the number of tokens in its
+run file. If a checkpoint is found, `resolved` converts the durations again.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def plugin_paths(content: Mapping[str, Any], directory: Path, where: str) -> dic
 
 
 def below(names: Iterable[str], directory: Path) -> tuple[str, ...]:
-    """Return the plugins as a run file in `directory` names them. Files inside of it get relative paths."""
+    """Return the plugins as a run file in `directory` would name them. Files below `directory` get relative paths."""
     folder = directory.resolve()
     inside = {name: Path(name) for name in names if name.endswith(".py") and Path(name).is_relative_to(folder)}
     return tuple(str(inside[name].relative_to(folder)) if name in inside else name for name in names)

@@ -1,7 +1,7 @@
-"""Destination of a new dataset.
+"""Guards the path of a new dataset.
 
-An existing dataset is replaced only on request. One process at a time writes to a destination. Errors name the file
-that cannot be written.
+An existing dataset is replaced only on request. Only one process at a time writes a dataset to the path. Errors name
+the file that cannot be written.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ PACKAGES = {
 }
 PACKAGES |= dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs")
 AGAIN = "check the address, the network and the credentials, then run the same command again: finished parts are kept"
-# names that stores use for a mark of a file's content, strictest first; the first one present is used
+# keys under which stores report a checksum, version or time of a file, strictest first; the first one present is used
 VERSIONS = ["sha256", "Content-MD5", "md5Hash", "md5", "ETag", "etag", "blob_id", "generation", "crc32c", "checksum"]
 VERSIONS += ["mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"]
 
@@ -41,7 +41,7 @@ class UnreachableError(FrontierError):
 
 
 class Stat(NamedTuple):
-    """Size of a remote file, and `version`, a mark of its content as provided by the store."""
+    """Size of a remote file, and `version`: a checksum, version or time that the store reports for its content."""
 
     st_size: int
     version: str

@@ -56,11 +56,11 @@ class SampleStream(Protocol):
         """
 
     def origin(self, k: int, place: int) -> Origin | None:
-        """Return the place in a dataset of token `place` of sample k; None for synthetic tokens."""
+        """Return the origin of the token at index `place` of sample k. None for synthetic tokens."""
 
 
 class Origin(NamedTuple):
-    """Place of a sample's token in its dataset."""
+    """Origin of a token of a sample: its dataset and its index there."""
 
     dataset: IndexedDataset
     token: int  # index in the dataset's tokens
@@ -267,7 +267,7 @@ class DocumentSamples:
             token = 0
 
     def origin(self, k: int, place: int) -> Origin:
-        """Return the place in the dataset of token `place` of sample k."""
+        """Return the origin of the token at index `place` of sample k."""
         epoch, token = self.cut(k)
         while True:
             pieces = self.index.pieces(epoch, token, place + 1)
@@ -285,7 +285,7 @@ class BlendedSamples:
     """Samples of one or several streams."""
 
     def __init__(self, streams: Sequence[SampleStream], locate: Callable[[int], tuple[int, int]]) -> None:
-        """`locate(k)` returns the place in `streams` of sample k's stream, and the index in that stream."""
+        """`locate(k)` returns (index in `streams` of the stream that holds sample k, index in that stream)."""
         self.streams = streams
         self.masked = any(stream.masked for stream in streams)
         self.locate = locate
@@ -302,7 +302,7 @@ class BlendedSamples:
         return self.streams[place].fill(index, tokens_S1, learnt_S1)
 
     def origin(self, k: int, place: int) -> Origin | None:
-        """Return the place of token `place` of sample k in its dataset; None for synthetic tokens."""
+        """Return the origin of the token at index `place` of sample k. None for synthetic tokens."""
         stream, index = self.locate(k)
         return self.streams[stream].origin(index, place)
 

@@ -1,4 +1,4 @@
-"""Attention with a key/value cache, so that a new token costs one row of work.
+"""Attention with a key/value cache. With the cache, only the new token of each row passes through the model.
 
 `RememberingAttention` replaces the attention op of the model (`Ops.attention`), so the transformer is the same as in
 training. Slot t of a row holds the token at position t. Prompts of unequal length are padded on the right. The causal
@@ -43,7 +43,9 @@ class KeyValueCache:
         self._biases: dict[int, Tensor] = {}  # by window size
         low, high = (int(place) for place in positions_SB.aminmax())
         self._length = max(self._length, high + 1)
-        # rows at equal positions fill one block of the store; a single last token attends to all filled slots
+        # if all rows have equal positions, the tokens fill one block of the store. If there is one token per row, and
+        # it is
+        # the last one, it attends to all filled slots, so that no mask is needed.
         self._block = slice(low, high + 1) if high - low + 1 == len(positions_SB) else None
         self._sees_all = self._block is not None and low == high == self._length - 1
 

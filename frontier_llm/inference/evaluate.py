@@ -1,4 +1,4 @@
-"""Evaluate a task. The model's answer is the option with the highest log-probability."""
+"""Evaluates a multiple-choice task. The model's answer is the option with the highest log-probability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of another program's configuration, which collects problems instead of raising at the first."""
+"""Reads another program's configuration. Collects all problems instead of raising an error at the first one."""
 
 from __future__ import annotations
 

@@ -384,8 +384,8 @@ FAMILIES = [
         fixed={"attention_bias": True},
     ),
     Family("MptForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, read_mpt, write_mpt, (), "transformer."),
-    # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; written as transformers' own
-    # class
+    # MPT as written by LLM Foundry's convert_composer_to_hf.py and in the hub's mosaicml/mpt-*. It is exported with
+    # the keys of transformers' own class.
     Family("MPTForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, read_foundry_mpt, write_mpt, (), "transformer."),
 ]
 
