@@ -213,7 +213,7 @@ class Position(_Record):
     def sample(self, offset: int) -> tuple[int, int]:
         """Return (index of its stream in `blend`, index in that stream) of a sample.
 
-        `offset` is the number of samples between the next sample and this one.
+        `offset` is counted from the next sample of the run, which has offset 0.
         """
         blend = blend_of(self.weights)
         place, count = blend.locate(self.dealt + offset)
