@@ -1,5 +1,4 @@
-"""The HTML pages that this program writes: one style sheet with a light and a dark theme, tables, and interactive
-figures.
+"""Writes HTML pages with tables and interactive figures, in one style with a light and a dark theme.
 
 A page is one self-contained file. Plotly draws its figures, and the page contains Plotly's script (4.8 MB). Without the
 `plotly` package a page has only texts and tables and states that figures are missing. A figure is written as JSON

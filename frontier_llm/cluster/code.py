@@ -1,4 +1,4 @@
-"""The code that a job runs: a copy of the package and of its start scripts, made when the job is queued."""
+"""Copies the code that a job will run: the package and its start scripts, at the time when the job is queued."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class History:
     last: Attempt | None = None  # the newest start.
     is_own: bool = False  # whether `last` belongs to this start of the supervisor.
     recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts, without node failures and failed starts.
-    failed_starts: tuple[Attempt, ...] = ()  # starts since the last finished step that failed before a step.
+    failed_starts: tuple[Attempt, ...] = ()  # starts since the last finished step that finished no step.
     crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash.
     bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other is left.
     untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.

@@ -1,4 +1,4 @@
-"""Notices of a run's events to its operator: a command and a webhook, which the supervisor starts on the batch host.
+"""Sends notices of a run's events to its operator. The supervisor runs a command and calls a webhook on the batch host.
 
 Notices cannot delay the supervisor: each one has its own thread and a time limit. A failed notice is only logged.
 The address of a webhook is a secret. It comes from an environment variable or from a file that only its owner can read,

@@ -76,7 +76,7 @@ def why_not_here(site: Site) -> str:
 
 
 def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: Mapping[str, str]) -> Readiness:
-    """Check what the job will find, through launch/job.sh of a copy of the code.
+    """Check the environment that the job will have, with launch/job.sh of a copy of the code.
 
     `variables` are the variables that sbatch will pass to the job.
     """
@@ -100,7 +100,8 @@ def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: 
 
 
 def installation_problems(site: Site, config: RunConfig | None, directory: Path) -> Readiness:
-    """Return the result for `doctor`: in the environment that launch/job.sh has made, or else through job.sh."""
+    """Check the installation for `doctor`: in this environment if launch/job.sh has made it, otherwise through
+    job.sh."""
     if reason := why_not_here(site):
         return Readiness(open_points=(f"the installation is {reason}",), is_checkable=False)
     if environ("FRONTIER_LLM_SITE") != site.name or environ("FRONTIER_LLM_ROOT") is None:

@@ -1,4 +1,4 @@
-"""The environment variables that the supervisor sets for the ranks: from the machine, the run, and the site's file."""
+"""Collects the environment variables of the ranks from the machine, the run and the site's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status of runs, from their directories and from Slurm."""
+"""Collects the status of runs from their directories and from Slurm."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The supervisor in the batch shell of a job, which launch/job.sh starts. `cluster.decide` makes its decisions.
+"""The supervisor: the program in the batch shell of a job. launch/job.sh starts it.
 
-One attempt is one srun of all ranks. `decide` returns the next action. This module reads the records from Slurm, the
-clock and the run directory, starts the ranks, and executes the final decision.
+It starts all ranks with one srun (an attempt), and decides after each attempt whether to start again, to continue in
+another job, or to end. `cluster.decide` makes the decisions. This module reads the records from Slurm, the clock and
+the run directory, starts the ranks, and executes the final decision.
 """
 
 from __future__ import annotations

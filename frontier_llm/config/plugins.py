@@ -99,7 +99,9 @@ def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], o
     `given` are the plugins named with --plugin. A file that differs from the recorded one is used, with a warning.
     `own` are the plugins in the run file of the user's own run directory. They must equal the recorded ones.
 
-    Raises ConfigError, before anything of `own` is imported, if a recorded plugin is in neither or has changed.
+    Raises ConfigError if a recorded plugin is in neither `given` nor `own`, or if a plugin of `own` has changed.
+    Nothing
+    of `own` is imported in this case.
     """
     import_plugins(given)
     supplied = records_of(given)

@@ -226,7 +226,7 @@ class DocumentSamples:
         """Build and cache the epochs' indices for the first `samples` samples."""
         if self.dataset.document_count >= CACHE_FROM_DOCUMENTS:
             after = self.first_of_epoch(self.epoch_of(max(samples - 1, 0)) + 1)
-            # the epoch's last cut extends into the next epoch, and the shuffle can place it anywhere
+            # the last sample of an epoch extends into the next epoch, and the shuffle can place it anywhere
             for epoch in range(after * self.sequence_length // self.dataset.token_count + 1):
                 self.index.prefix(epoch)
 

@@ -30,12 +30,12 @@ class RankEnv:
 
     rank: int  # 0 … world_size - 1.
     world_size: int
-    local_rank: int  # among the ranks of this node.
+    local_rank: int  # number of this rank among the ranks of its node.
     local_world_size: int
     hostname: str
     master_addr: str  # name or address where rank 0 listens.
     master_port: int | None  # None: the launcher gave no job identity from which a port is derived (one rank only).
-    launcher: str  # a key of LAUNCHERS, or 'local'.
+    launcher: str  # name of the launcher: a key of LAUNCHERS.
 
     def describe(self) -> str:
         """Return text such as 'rank 12 of 32 (local 4 of 8 on n1), rendezvous n0:23456, started by slurm'."""

@@ -82,13 +82,13 @@ def discover(variables: Mapping[str, str] | None = None) -> RankEnv | None:
 
 
 def _detect(env: Mapping[str, str]) -> str | None:
-    """Return the innermost launcher: inside an srun step, mpirun or torchrun can start ranks with other numbers."""
+    """Return the innermost launcher. Inside an srun step, mpirun or torchrun can start ranks and number them anew."""
     signs = (
         ("torchrun", "TORCHELASTIC_RUN_ID" in env),
         ("openmpi", "OMPI_COMM_WORLD_RANK" in env),
         ("slurm", _in_slurm_step(env)),
         ("pmi", "PALS_RANKID" in env or "PMI_RANK" in env),
-        # the convention of torch's env:// method; WORLD_SIZE alone is often left over in a shell
+        # the variables of torch's env:// method; WORLD_SIZE alone is often left over in a shell
         ("torchrun", "RANK" in env and "WORLD_SIZE" in env),
     )
     return next((launcher for launcher, seen in signs if seen), None)

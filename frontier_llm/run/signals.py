@@ -25,7 +25,7 @@ from typing import Any
 
 # Exit code of a rank that saved because of a signal: the batch script then requeues (75 = EX_TEMPFAIL, "try again")
 EXIT_INTERRUPTED = 75
-# blocked while a command checks its run, so that Slurm's warning stays pending until ranks can save
+# signals that a command blocks while it checks its run, so that Slurm's warning stays pending until ranks can save
 BEFORE_RANKS = (signal.SIGUSR1, signal.SIGHUP)
 HELD = (*BEFORE_RANKS, signal.SIGTERM)
 SIGNALS = (*HELD, signal.SIGINT)  # SIGINT is not blocked: nothing is lost yet, and the user expects an immediate end
