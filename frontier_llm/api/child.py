@@ -16,7 +16,7 @@ from frontier_llm.machine.processor import limit_instruction_set
 from frontier_llm.run.rank_env import environ
 from frontier_llm.units import strict_json
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # option of prctl(2), from linux/prctl.h
 
 
 def end_with(parent: int) -> None:

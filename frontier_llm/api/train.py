@@ -128,7 +128,7 @@ class _Child:
                 time.sleep(POLL_S)
             except KeyboardInterrupt:
                 if interrupted:
-                    self.process.send_signal(SIGKILL)  # its ranks end with it
+                    self.process.send_signal(SIGKILL)  # the ranks end with this child process
                     self.process.wait()
                     raise
                 interrupted = True

@@ -273,7 +273,7 @@ LOG_BYTES = 2**20  # space for logs
 def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """Return a problem if the disk has too few bytes or files for logs and the first checkpoints of this start.
 
-    These are the checkpoints that it writes before it can delete an old one.
+    The first checkpoints are those that the start writes before it can delete an old one.
     """
     from frontier_llm.blueprint.optimizers import state_bytes
 

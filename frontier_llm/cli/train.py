@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
     if config.train.device == "cpu":
         log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     if place is not None:
-        set_rank_variables(config, place)  # before torch is imported
+        set_rank_variables(config, place)  # must precede the import of torch
     world_size = place.world_size if place else local_world_size(config)
     if place is None and world_size == 1:
         set_own_threads()

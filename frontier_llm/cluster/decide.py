@@ -1,4 +1,4 @@
-"""The decisions of the supervisor. `decide` maps records to one decision. It does no I/O and reads no clock.
+"""Decides what the supervisor does next. `decide` maps records to one decision, without I/O and without a clock.
 
 `decide` is called before and after each start of the ranks. `cluster.supervisor` reads the records from Slurm, the
 clock and the run directory, and executes the decision. A simulation makes its own records (`History.after`).
@@ -113,7 +113,7 @@ class Requeue:
 
 @dataclass(frozen=True)
 class Successor:
-    """Ensure that exactly one new job is queued. It excludes the bad hosts."""
+    """Ensure that exactly one new job is queued. The new job excludes the run's bad hosts."""
 
     reason: str
     avoid: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ from frontier_llm.units import GIB, format_bytes, plural
 
 MAX_SKEW_S = 2.0  # largest allowed clock difference; srun's own delay is below 0.3 s, and locks compare seconds.
 MIN_GCD_GIB = 60.0  # a GCD has 64 GiB; one with less has lost memory or is in use.
-SLOW_WRITE_S = 5.0  # time to write 1 MiB.
+SLOW_WRITE_S = 5.0  # a longer time to write 1 MiB gives a warning.
 TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
 SRUN_GRACE_S = 5.0
 NO_GCD = (
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def shared_fault(self) -> bool:
-        """Whether all hosts have the same fatal finding. It is a fault of the site, and no node can be used."""
+        """Whether all hosts have the same fatal finding. The fault is then one of the site, and no node is usable."""
         return any(finding.fatal and len(finding.hosts) == len(self.hosts) for finding in self.findings)
 
     @property

@@ -38,7 +38,7 @@ from frontier_llm.run.signals import EXIT_INTERRUPTED, heeded
 from frontier_llm.topology.rank_variables import ORIGINS
 from frontier_llm.units import printable, strict_json
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # option of prctl(2), from linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def run_local_ranks(
 ) -> int:
     """Run `program + argv` as `num_ranks` ranks. Return the exit code of the first rank that failed, or 0.
 
-    Each rank's stdout and stderr go to `log_dir/rank_N.log`. Those of rank 0 also go to this terminal.
+    Each rank's stdout and stderr go to `log_dir/rank_N.log`. Rank 0's output also goes to this terminal.
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks. If the caller blocks them (`signals.held`), they are
     forwarded after all ranks are started, and the ranks block them until they have handlers.
     After the first failure the other ranks get SIGTERM, and SIGKILL `grace_s` later. failure.json in `run_dir`
@@ -318,7 +318,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
         return process.returncode is not None
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the thread has just collected it
+    except ChildProcessError:  # the waiting thread has just collected the process
         return True
 
 

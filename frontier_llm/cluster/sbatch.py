@@ -30,7 +30,7 @@ class JobScript:
     """One job script: the program that it starts and the resources that it requests from Slurm."""
 
     name: str
-    about: str  # one comment line.
+    about: str  # text of the script's comment line.
     config: str = ""  # path of the run file in a script under slurm/.
     nodes: int = 1
     site: str = "frontier"

@@ -74,7 +74,7 @@ class Site(Section):
     network_plugin: str | None = None  # library that RCCL must be able to load.
     libfabric_provider: str | None = None
     unset: tuple[str, ...] = ()  # variables of modules that ranks must not have; a user's own exports stay.
-    proxy: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+:[0-9]+$")] | None = None  # to the internet.
+    proxy: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+:[0-9]+$")] | None = None  # proxy to the internet.
     environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded.
 
     def scratch_dir(self, account: str, user: str) -> Path | None:

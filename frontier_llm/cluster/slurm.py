@@ -137,7 +137,7 @@ def unhealthy(nodes: Sequence[str]) -> list[str]:
     """
     text = ask(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
     states = [line.strip().split("|") for line in text.splitlines() if "|" in line]
-    bad = set(hostlist.expand(environ("FRONTIER_LLM_BROKEN_NODES") or ""))  # launch/job.sh
+    bad = set(hostlist.expand(environ("FRONTIER_LLM_BROKEN_NODES") or ""))  # set by launch/job.sh
     bad |= {name for name, state in states if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES)}
     return [node for node in nodes if node in bad]
 

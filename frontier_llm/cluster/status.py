@@ -53,7 +53,7 @@ class Status:
     step_time_s: float | None
     eta_s: float | None  # time of training until the last step.
     walltime_left_s: float | None
-    slices_left: int | None  # further jobs of the same length.
+    slices_left: int | None  # number of further jobs of this length that the run needs.
     checkpoint_step: int
     checkpoint_age_s: float | None
     restarts: int
@@ -349,7 +349,7 @@ def _job(ids: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 def _walltime_left_s(fields: dict[str, str]) -> float | None:
-    limit_s = walltime_s(fields.get("TimeLimit", ""))  # None: UNLIMITED, Partition_Limit
+    limit_s = walltime_s(fields.get("TimeLimit", ""))  # None for UNLIMITED and Partition_Limit
     if fields.get("JobState") != "RUNNING" or limit_s is None:
         return None
     return limit_s - (walltime_s(fields.get("RunTime", "")) or 0)

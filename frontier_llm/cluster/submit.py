@@ -275,7 +275,7 @@ def submit(request: JobRequest) -> Submission:
 def _frozen(request: JobRequest, code: Path) -> RunConfig:
     """Return the configuration that the job reads.
 
-    It has the absolute run directory, and the paths of copied plugin files relative to that directory.
+    The configuration has the absolute run directory, and paths of copied plugin files relative to that directory.
     """
     copies = {
         name: str(code.relative_to(request.job.directory) / place)

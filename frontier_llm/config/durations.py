@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)([kmbt]?) ?(steps?|tokens?|epochs?)", re.IGNORECASE)
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# These are counted from the run's first step.
+# Keys whose durations are counted from the run's first step.
 _FROM_START = (("train", "steps"), ("optimizer", "warmup_steps"), ("optimizer", "decay_steps"))
 _INTERVALS = (
     ("train", "eval_interval"),
@@ -133,7 +133,8 @@ def _of_run(
     the plan.
     """
     for section, key in _FROM_START:
-        from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"  # a length, not a step
+        # with wsd, decay_steps is the length of the decay and not the step at which it ends
+        from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"
         content = _resolved(
             content,
             section,

@@ -1,8 +1,8 @@
 """Imports plugins: a user's Python modules that register schedules, optimizers, losses and so on (docs/extending.md).
 
 A plugin is code and part of a run's identity. A checkpoint records each plugin's name, path and digest as data. Code is
-imported only from files that the user named. They are named in the run file that is started, in the run file of the
-user's own run directory, or with `--plugin`.
+imported only from files that the user named: in the run file that is started, in the run file of the user's own run
+directory, or with `--plugin`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], o
 
 
 def plugin_paths(content: Mapping[str, Any], directory: Path, where: str) -> dict[str, Any]:
-    """Return a run file's content with the paths of its .py plugins made absolute. They are relative to `directory`,
+    """Return a run file's content with the paths of its .py plugins made absolute. Relative paths count from
+    `directory`,
     the folder of the file.
 
     A path that exists only relative to the working directory, as in earlier versions, is accepted with a notice.

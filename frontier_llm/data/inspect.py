@@ -189,9 +189,9 @@ def _sample(dataset: IndexedDataset, document: int, codec: Tokenizer | None, cha
 class ReadSample:
     """One sample of a run."""
 
-    number: int  # number in the run, counted from 0
+    number: int  # number of the sample in the run, counted from 0
     source: str
-    index: int  # index in its stream
+    index: int  # index of the sample in its stream
     sequence_length: int
     documents: tuple[int, ...]
     text: str | None  # its first characters; None without the tokenizer that made the data

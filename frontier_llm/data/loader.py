@@ -46,7 +46,7 @@ class SampleBatch:
 
     With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0; otherwise it is None. Queries
     attend only to keys with an equal number. `loss_mask_BS` is False for targets that belong to another document than
-    the input, and for targets that are read and not learnt. It is None if all targets count in the loss.
+    the input, and for targets that are read and not learnt. `loss_mask_BS` is None if all targets count.
     """
 
     tokens_BS1: NDArray[np.int64]

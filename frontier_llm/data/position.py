@@ -54,7 +54,7 @@ Range = tuple[Count, Size]
 class Source:
     """A dataset as one member of a blend."""
 
-    dataset: str  # identity of its tokens, or SYNTHETIC
+    dataset: str  # digest that identifies the dataset's tokens, or SYNTHETIC
     path: str
     tokens: int  # 0 for synthetic data
     weight: float

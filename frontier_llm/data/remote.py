@@ -36,7 +36,7 @@ VERSIONS += ["mtime", "LastModified", "Last-Modified", "last_modified", "updated
 class UnreachableError(FrontierError):
     """A remote file cannot be read now.
 
-    This never counts as damage, so that --skip-damaged does not leave data out because of a network failure.
+    This error never counts as damage, so that --skip-damaged does not leave data out because of a network failure.
     """
 
 

@@ -4,7 +4,7 @@ Epoch e is the concatenation of all documents in the order of a permutation keye
 its end-of-document token. The stream of epochs is cut every S tokens. A sample is the S + 1 tokens from one cut on, so
 its last token is the first token of the next sample. Every token of an epoch is therefore an input exactly once and a
 target exactly once. A sample can span documents and epochs. A second permutation keyed by (seed, e) shuffles the
-samples that begin in epoch e. This separates the samples of one long document.
+samples that begin in epoch e. The shuffle separates the samples of one long document.
 
 With T tokens per epoch, epoch e owns samples ceil(e T / S) ... ceil((e+1) T / S) - 1. These formulas make resuming at
 any k possible without a scan. Both permutations are computed on the fly. The only stored table is the running token

@@ -40,7 +40,7 @@ class KeyValueCache:
         self.is_prefill = self.is_empty  # the tokens have positions 0, 1, … and attend only to each other
         self._positions_SB = positions_SB
         self._layer = 0
-        self._biases: dict[int, Tensor] = {}  # by window size
+        self._biases: dict[int, Tensor] = {}  # biases of this pass by window size
         low, high = (int(place) for place in positions_SB.aminmax())
         self._length = max(self._length, high + 1)
         # if all rows have equal positions, the tokens fill one block of the store. If there is one token per row, and

@@ -24,7 +24,7 @@ class Allocated:
 
     job_id: str
     restarts: int  # number of times that Slurm had requeued the job
-    nodes: int  # spares included
+    nodes: int  # number of nodes, spares included
     started_unix_s: float
     seen_unix_s: float  # time until which the allocation is known to have existed
 

@@ -1,6 +1,6 @@
 """Parse and write Slurm's host list syntax: `frontier[00001-00003,00010]` ↔ four names. Calls no `scontrol` and no DNS.
 
-It does not use a library, because python-hostlist has the GPL license and ClusterShell is a complete administration
+The module uses no library, because python-hostlist has the GPL license and ClusterShell is a complete administration
 framework.
 """
 

@@ -88,7 +88,7 @@ class JobSecret:
         if self._place.rank == 0 and not self._given:
             self._path.unlink(missing_ok=True)
             if self._made_folder:
-                with suppress(OSError):  # the folder is not empty
+                with suppress(OSError):  # the folder may still contain other files
                     self._path.parent.rmdir()
 
     def _write(self) -> None:

@@ -58,7 +58,7 @@ class Attempt:
     started_unix_s: float = 0.0
     ended_unix_s: float = field(default_factory=time.time)
     last_step: int | None = None  # last finished step, saved or not. None: not recorded.
-    fault: str = ""  # failure.Failure.program_fault
+    fault: str = ""  # error text of the program (failure.Failure.program_fault)
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Attempt:
@@ -335,7 +335,7 @@ class Slow:
     host: str
     times: int  # number of steps at which it was reported
     last_step: int
-    slowdown: float  # value at `last_step`
+    slowdown: float  # slowdown that was reported at `last_step`
 
 
 def slow_hosts(run_dir: Path) -> list[Slow]:

@@ -5,7 +5,8 @@ run it (measured: 6.0 s late, when the collective returned). However, CPython's 
 the wakeup descriptor at once. A thread reads it here and sets a flag. The training loop checks the flag between steps.
 
 Before the handlers exist, which takes at least 0.5 s after the start, a signal would kill the process. Therefore the
-process that starts ranks blocks these signals (`held`). They stay pending in the kernel, also across exec, until a
+process that starts ranks blocks these signals (`held`). The signals stay pending in the kernel, also across exec, until
+a
 SignalWatcher is entered. Before any rank starts, a command checks its run and has nothing to save, so SIGTERM ends it
 at once.
 """
@@ -85,7 +86,7 @@ class SignalWatcher:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
         with contextlib.suppress(OSError):
-            self._write.shutdown(socket.SHUT_WR)  # end of file wakes the thread
+            self._write.shutdown(socket.SHUT_WR)  # the thread reads an end of file and ends
         self._thread.join()
         self._read.close()
         self._write.close()

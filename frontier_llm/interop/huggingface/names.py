@@ -32,7 +32,7 @@ class TensorRule:
     # Rows of our first dim that the other format also has. Our padding rows of the vocabulary are zeros.
     rows: int
     stacked: bool  # their fused tensor stacks our pieces, instead of having rows in our order
-    turned: bool  # their tensor is stored as (in, out)
+    turned: bool  # their matrix is stored as (in, out), ours as (out, in)
 
     def experts(self, first: int, stop: int) -> tuple[str, ...]:
         """Return the names of their tensors that hold our experts [first, stop)."""

@@ -2,8 +2,8 @@
 
 Megatron-LM writes one file per (tensor rank, pipeline rank): `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`. Layers
 are numbered within the rank. Megatron-DeepSpeed writes one file per (layer, tensor rank):
-`global_step1000/layer_LL-model_TT-model_states.pt`. The arguments are in `mp_rank_TT_model_states.pt`. Its layer
-numbers differ between versions, so the kind of a layer is derived from its tensors.
+`global_step1000/layer_LL-model_TT-model_states.pt`. The arguments are in `mp_rank_TT_model_states.pt`. The layer
+numbers differ between versions of Megatron-DeepSpeed, so the kind of a layer is derived from its tensors.
 """
 
 from __future__ import annotations
