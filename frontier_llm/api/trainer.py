@@ -1,5 +1,5 @@
-"""`Trainer`, for a training loop that the user writes: step, optimizer and checkpoints are those of `train`, the tokens
-come from the caller.
+"""`Trainer`, for a training loop that the user writes. Step, optimizer and checkpoints are the same as in `train`. The
+tokens come from the caller.
 """
 
 from __future__ import annotations

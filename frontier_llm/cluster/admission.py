@@ -29,7 +29,7 @@ from frontier_llm.units import format_bytes, plural
 
 BENCHMARK_STEPS = 100  # a run with more steps that costs more than CHEAP_NODE_HOURS needs data.allow_synthetic
 CHEAP_NODE_HOURS = 10.0
-MANY_NODES = 8  # on this number of nodes OLCF measured a slow import of torch; more nodes get a warning
+MANY_NODES = 8  # OLCF measured a slow import of torch on 8 nodes; more nodes get a warning
 UNSAVED_STEPS = 20  # steps of the longest run on synthetic data that is accepted without a checkpoint
 
 

@@ -35,8 +35,8 @@ _AWAY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|did not respond "
     r"within"
 )
-# time for which a command is repeated: Slurm's controller restarts within minutes, which must not end a run of 384
-# nodes
+# Time for which a command is repeated. Slurm's controller restarts within minutes. A restart must not end a run of
+# 384 nodes.
 PATIENCE_S = 900.0
 PAUSE_S = 10.0
 _BAD_STATES = ("down", "drain", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")

@@ -60,9 +60,8 @@ class Status:
     causes: tuple[str, ...]  # how each earlier attempt ended.
     bad_hosts: tuple[str, ...]
     slow_hosts: tuple[Slow, ...]  # hosts that were reported as stragglers.
-    # axis (dp, tp, …) → number of calls, and median and 99th percentile of the time that one blocked rank 0 (µs), at
-    # the
-    # last save
+    # axis (dp, tp, …) → number of calls, and time that a call blocked rank 0 in µs (median and 99th percentile), as
+    # recorded at the last save
     blocked: dict[str, dict[str, int]]
     last_failure: str | None
     epochs: dict[str, float] = field(default_factory=dict)  # path of each source → epochs at the newest checkpoint.

@@ -1,8 +1,8 @@
 """The supervisor: the program in the batch shell of a job. launch/job.sh starts it.
 
-It starts all ranks with one srun (an attempt), and decides after each attempt whether to start again, to continue in
-another job, or to end. `cluster.decide` makes the decisions. This module reads the records from Slurm, the clock and
-the run directory, starts the ranks, and executes the final decision.
+The supervisor starts all ranks with one srun. This is an attempt. After each attempt `cluster.decide` decides whether
+to start again, to continue in another job, or to end. This module reads the records from Slurm, the clock and the run
+directory, starts the ranks, and executes the final decision.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Caches arrays in files: one process computes an array, and all other processes memory-map its file.
 
-A file is written under a temporary name, then renamed, and never pickled.
+A file is written under a temporary name and then renamed. Arrays are never pickled.
 
 Correctness depends only on the atomic rename. The lock file only saves work: of thousands of ranks one computes and the
 others wait. If the lock's time stamp does not change for `STALE_S`, its holder counts as dead, and a waiting rank
@@ -65,8 +65,8 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 def held(lock: Path, purpose: str = "") -> Iterator[bool]:
     """Hold the lock file and touch it every few seconds. Yield True, or False if another process holds the lock.
 
-    A background thread touches the file. It also runs while this process executes compiled code, which releases the
-    GIL.
+    A background thread touches the file. It also runs during compiled code of this process, because such code releases
+    the GIL.
     """
     try:
         write_durably(lock, f"{socket.gethostname()} {os.getpid()} {purpose}\n".encode())

@@ -101,8 +101,7 @@ class Batches:
         self.masks_targets = reset_at_documents or samples.masked
         self._read_ahead = range(read_ahead + 1)
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
-        # further virtual stages of this rank request the same microbatches again, so up to KEPT_BYTES of them are
-        # cached
+        # further virtual stages of this rank request the same microbatches again, so they are cached up to KEPT_BYTES
         capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
         self._prepared = functools.lru_cache(capacity)(self._submit)
 

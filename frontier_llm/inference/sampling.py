@@ -82,8 +82,7 @@ class Sampler:
             order_BK = _likeliest(scaled_BV, min(width, V))
             ordered_BK = scaled_BV.gather(1, order_BK)
             probabilities_BK = keep_likely(ordered_BK, sampling.top_k, sampling.top_p, sampling.min_p, log_total_B1)
-            # otherwise the filters may also keep tokens beyond K, or the first token beyond K may equal the last kept
-            # one
+            # otherwise the filters may keep tokens beyond K too, or a token beyond K may equal the last kept one
             if width >= V or bool((ordered_BK.gather(1, _last(probabilities_BK)) > ordered_BK[:, -1:]).all()):
                 return order_BK, probabilities_BK
             width *= 16

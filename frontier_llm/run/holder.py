@@ -5,7 +5,7 @@ The functions return the newest start of the run, the holder, and whether the ho
 * `incarnation.json`: number and job of the newest start, written by the supervisor.
 * `submit.lock`: reserves the directory for a process that queues a job or writes job.json.
 * `checkpoints/incarnations/NNNNNNNN.json`: lock of start N, taken by its rank 0 (checkpoint.lock). A later start can
-take its own lock only if this holder is dead.
+  take its own lock only if this holder is dead.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 * `checkpoints/step_NNNNNNNN/`: `complete.py` decides which one is the newest complete checkpoint.
 * `metrics.jsonl`: one line per training step, evaluation, test of in-context tasks, save, start, and rewind (return to
-an older checkpoint). Lines of starts and rewinds contain the layout.
+  an older checkpoint). Lines of starts and rewinds contain the layout.
 * `attempts.jsonl`: one line per start of the ranks: nodes, steps and how the start ended.
 * `incarnation.json`: the newest start and its job (`holder.py`).
 * `bad_nodes.json`: hosts that failed. The next submission excludes them. They are used only if no other is left.

@@ -5,10 +5,9 @@ run it (measured: 6.0 s late, when the collective returned). However, CPython's 
 the wakeup descriptor at once. A thread reads it here and sets a flag. The training loop checks the flag between steps.
 
 Before the handlers exist, which takes at least 0.5 s after the start, a signal would kill the process. Therefore the
-process that starts ranks blocks these signals (`held`). The signals stay pending in the kernel, also across exec, until
-a
-SignalWatcher is entered. Before any rank starts, a command checks its run and has nothing to save, so SIGTERM ends it
-at once.
+process that starts ranks blocks these signals (`held`). The signals stay pending in the kernel, also across exec,
+until a SignalWatcher is entered. Before any rank starts, a command checks its run and has nothing to save, so SIGTERM
+ends it at once.
 """
 
 from __future__ import annotations
