@@ -39,7 +39,7 @@ class Cost:
 
     config: RunConfig
     directory: Path  # run directory
-    done: int  # saved steps
+    done: int  # number of steps done at the newest checkpoint
     step_s: float
     nodes: int  # nodes that Slurm charges, spares included
     slice_hours: float | None  # walltime of one job; None: the site has no limit

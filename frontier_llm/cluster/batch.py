@@ -104,7 +104,7 @@ class _Setting:
 
     name: str
     variable: str  # older environment variable for the setting, which is still read; '' if there is none
-    parse: Callable[[str, str], Any]  # takes (text, name for error messages)
+    parse: Callable[[str, str], Any]  # function of (text, name for error messages)
 
 
 _SETTINGS = (

@@ -57,7 +57,7 @@ class Report:
     findings: tuple[NodeFinding, ...]
     seconds: float
     installation: tuple[Problem, ...] = ()  # problems of the ranks' interpreter, data and run directory
-    variables: tuple[Setting, ...] = ()  # environment that ranks would get
+    variables: tuple[Setting, ...] = ()  # environment variables that the ranks would get
 
     @property
     def bad_hosts(self) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ class _Ranks:
             self._wait()
         finally:
             self._signal_all(signal.SIGKILL)  # ranks are still alive only if an exception ended the wait
-            shutil.rmtree(folder_of(self.secret.encode()), ignore_errors=True)  # killed ranks leave it behind
+            shutil.rmtree(folder_of(self.secret.encode()), ignore_errors=True)  # killed ranks leave the folder behind
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in old.items():
                 signal.signal(number, handler)

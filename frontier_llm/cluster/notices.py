@@ -142,7 +142,7 @@ class Notifier:
             log.warn(f"the webhook answered {error.code}; the notice {notice.event!r} is lost")
         except FrontierError as error:
             log.warn(f"the webhook is not used: {error}")
-        except (OSError, ValueError) as error:  # their texts can contain the address
+        except (OSError, ValueError) as error:  # the error's text can contain the address
             log.warn(f"the webhook does not answer ({type(error).__name__}); the notice {notice.event!r} is lost")
 
 

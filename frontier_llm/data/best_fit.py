@@ -35,9 +35,9 @@ class _Window(NamedTuple):
     """Pieces of a window's sequences. Sequence i has pieces starts[i] … starts[i + 1] − 1."""
 
     starts: NDArray[np.int64]
-    offsets: NDArray[np.int64]  # first token of each piece in its document
+    offsets: NDArray[np.int64]  # index in its document of each piece's first token
     lengths: NDArray[np.int64]
-    tokens: NDArray[np.int64]  # first token of each piece in .bin
+    tokens: NDArray[np.int64]  # index in .bin of each piece's first token
 
 
 class PackedSamples:

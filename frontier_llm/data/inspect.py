@@ -98,10 +98,8 @@ def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str,
     """Return the number of tokens that lose the beginning of their document if sequences have this length.
 
     Training concatenates documents and cuts every S tokens. All places of a cut are equally likely. Token p of a
-    document
-    is therefore separated from the beginning with probability p / S (`expected_tokens`). With any packing, the tokens
-    of
-    a document after the first S lose its beginning (`unavoidable_tokens`).
+    document is therefore separated from the beginning with probability p / S (`expected_tokens`). With any packing, the
+    tokens of a document after the first S lose its beginning (`unavoidable_tokens`).
     """
     S = sequence_length
     lengths = lengths.astype(np.float64)

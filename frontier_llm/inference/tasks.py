@@ -96,9 +96,8 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1
     """Return every option of every question, after `shots` solved examples.
 
     The examples come from `pool`, or from the task itself without the current question. Examples are drawn as in
-    lm_eval:
-    one generator for the complete task, and one additional example if the question itself must be left out. Equal files
-    and seeds therefore give equal prompts. Raises DataError if there are too few examples.
+    lm_eval: one random generator for the complete task, and one additional example if the question itself must be left
+    out. Equal files and seeds therefore give equal prompts. Raises DataError if there are too few examples.
     """
     examples = (pool or task).prompts
     if shots and len(examples) < shots + (pool is None):

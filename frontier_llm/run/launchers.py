@@ -194,7 +194,7 @@ def _address(env: Mapping[str, str], launcher: str, one_node: bool) -> str:
     return hostlist.first(nodes)
 
 
-# variables whose values differ between jobs, steps or restarts
+# variables that identify a job, a step or a restart; the rendezvous port is derived from their values
 _IDENTITY = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",

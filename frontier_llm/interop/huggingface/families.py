@@ -75,7 +75,7 @@ class Family:
     keys: Mapping[str, tuple[Any, ...]]
     # reads further fields of ours; refuses values that our model does not compute
     read: Callable[[ConfigJson], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]  # writes further keys of theirs
+    write: Callable[[ModelConfig], dict[str, Any]]  # returns further keys of config.json
     ignored: tuple[str, ...]  # endings of tensors in older files that are buffers, not weights
     prefix: str  # prefix of tensor names; files saved from the bare model lack it
     # our fields for which the architecture supports only these values
