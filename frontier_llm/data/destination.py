@@ -41,7 +41,7 @@ def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> Datase
 
 @contextlib.contextmanager
 def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
-    """Hold the prefix's lock.
+    """Hold the lock file of `prefix`, so that no other process writes a dataset to it.
 
     Raises a DataError that names the live process if another process holds the lock. An OSError inside becomes a
     DataError with this `fix`.

@@ -13,7 +13,7 @@ from frontier_llm.interop.huggingface.llama import ConfigJson, read_llama_like, 
 
 # transformers' MPT has no key for the largest ALiBi bias. Its slopes always end at 2^-8.
 MPT_ALIBI_MAX_BIAS = 8.0
-# transformers' MPT ignores expansion_ratio. Its MLP is always four times as wide.
+# transformers' MPT ignores expansion_ratio. Its MLP is always four times as wide as the residual stream.
 MPT_EXPANSION = 4
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"

@@ -1,7 +1,7 @@
-"""Tensor names of each family of Hugging Face models for our parameters, and the layout of their values.
+"""Maps our parameters to the tensors of each family of Hugging Face models: names, and layout of the values.
 
-Our model has few, fused parameters (blueprint/parameters.py). Other formats have separate names for their pieces. A `*`
-stands for the layer's number.
+Our model has few, fused parameters (blueprint/parameters.py). Other formats have a tensor for each piece of a fused
+parameter. In a name, `*` stands for the layer's number.
 """
 
 from __future__ import annotations
