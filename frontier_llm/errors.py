@@ -1,4 +1,4 @@
-"""Errors for users: the fault, its reason and the repair. One error can hold several problems."""
+"""Exceptions with messages for users: the fault, its place and its repair. One exception can hold several problems."""
 
 from __future__ import annotations
 

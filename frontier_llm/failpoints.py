@@ -1,4 +1,6 @@
-"""Named places in the code at which a test can inject a fault. If none is armed, a place costs one truth test.
+"""Fault injection for tests: named places in the code at which a test can cause a fault.
+
+A place without an armed rule costs one truth test.
 
 `arm("checkpoint.shard_written@1#2=kill")` kills rank 1 at its second call of `hit("checkpoint.shard_written")`.
 A specification is a comma-separated list of `name[@rank][#nth][%]=action[:argument]`. With `%` the action repeats from

@@ -1,4 +1,4 @@
-"""Find, load and check the shared libraries that setup.py builds from csrc/. This module compiles nothing."""
+"""Finds, loads and checks the shared libraries that setup.py builds from csrc/. This module compiles nothing."""
 
 from __future__ import annotations
 

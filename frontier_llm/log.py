@@ -1,4 +1,4 @@
-"""Log messages, one line each, on stderr. Rank 0 logs for the run, and each rank can log for itself.
+"""Writes log messages to stderr, one line each. `info` prints on rank 0 only, `warn` on every rank.
 
 A message that cannot be written (full disk, closed terminal) must not raise an error that hides the logged event.
 """

@@ -1,5 +1,4 @@
-"""The HTML pages that this program writes: one style sheet with a light and a dark theme, tables, and interactive
-figures.
+"""Writes HTML pages with tables and interactive figures, in one style with a light and a dark theme.
 
 A page is one self-contained file. Plotly draws its figures, and the page contains Plotly's script (4.8 MB). Without the
 `plotly` package a page has only texts and tables and states that figures are missing. A figure is written as JSON
@@ -24,8 +23,8 @@ from frontier_llm.files import write_atomically
 from frontier_llm.units import strict_json
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
-# for the parts of a stacked bar: neighbours differ by at least 30 in CIELAB lightness and any two by 6, so that the
-# parts are distinct in grey too
+# Colours of the parts of a stacked bar. Neighbours differ by at least 30 in CIELAB lightness, and any two colours by 6,
+# so that the parts are also distinct in grey.
 PARTS = (
     "#00427f",
     "#e1843d",

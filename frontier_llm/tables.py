@@ -1,5 +1,5 @@
-"""Tables for a terminal and for Markdown. A column whose heading begins with '>' is aligned to the right, as numbers
-usually are.
+"""Formats tables for a terminal and for Markdown. A column is aligned to the right if its heading begins with '>', as
+for numbers.
 """
 
 from collections.abc import Iterable, Sequence

@@ -63,7 +63,7 @@ class Model(torch.nn.Module):
         """Continue one prompt, or several at once. Returns the new text, or a list of texts.
 
         `sampling` has the fields of `inference.sampling.Sampling`: max_new_tokens, temperature, top_k, top_p, min_p,
-        repetition_penalty, seed. Raises FrontierError for invalid values and for prompts that are too long.
+        repetition_penalty, seed, stop_tokens. Raises FrontierError for invalid values and for too long prompts.
         """
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         done = complete(self._inference, self.tokenizer, several, Sampling(**sampling), stops)

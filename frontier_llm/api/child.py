@@ -1,4 +1,4 @@
-"""The child process of `frontier_llm.train`: runs one command, and ends with the process that started it."""
+"""The child process of `frontier_llm.train`: runs one command, and ends when the process that started it ends."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from frontier_llm.machine.processor import limit_instruction_set
 from frontier_llm.run.rank_env import environ
 from frontier_llm.units import strict_json
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # option of prctl(2), from linux/prctl.h
 
 
 def end_with(parent: int) -> None:
     """Receive SIGTERM when the process `parent` dies. A training run then saves and ends within a step."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call of prctl
         sys.exit(128 + signal.SIGTERM)
 
 

@@ -1,7 +1,7 @@
 """Training from Python, in child processes.
 
-Ranks have watchdogs and signal handlers of their own and can be killed. The calling process, for example a notebook,
-has none of these and survives every failure of a rank.
+Ranks install watchdogs and signal handlers and can be killed. In child processes they do not affect the calling
+process, for example a notebook, which survives every failure of a rank.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Child:
                 time.sleep(POLL_S)
             except KeyboardInterrupt:
                 if interrupted:
-                    self.process.send_signal(SIGKILL)  # its ranks end with it
+                    self.process.send_signal(SIGKILL)  # the ranks end with this child process
                     self.process.wait()
                     raise
                 interrupted = True
@@ -160,7 +160,7 @@ class _Child:
 
 
 class _Rows:
-    """The new rows of a metrics file that another process writes. Rows that were there before are left out."""
+    """The new rows of a metrics file that another process writes. Rows that it had at the beginning are left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

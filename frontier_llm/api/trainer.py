@@ -1,4 +1,6 @@
-"""A training loop of one's own: the step, the optimizer and the checkpoints of `train`, with tokens from the caller."""
+"""`Trainer`, for a training loop that the user writes. Step, optimizer and checkpoints are the same as in `train`. The
+tokens come from the caller.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands are declared: arguments, work and examples. Also shared options, parsers of values, and usage errors.
+"""Declares commands: arguments, function and examples. Also has shared options, parsers of values, and usage errors.
 
 argparse is used directly: typer or click would need as much code for the errors, help and `key=value` words below, and
 would start more slowly.
@@ -74,13 +74,15 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def unknown_options(self, words: Sequence[str]) -> list[str]:
-        """Return the words before a `--` that look like long options and are none of this command."""
+        """Return the words before a `--` that look like long options but are no options of this command."""
         before = words[: words.index("--")] if "--" in words else words
         flags = [word for word in before if re.match(r"--[\w.-]+(=|$)", word)]
         return [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
 
     def move_settings(self, parsed: argparse.Namespace) -> None:
-        """Move a key=value word from the place of an argument that was left out, such as RUN, to the settings."""
+        """If a positional argument such as RUN was left out, move the key=value word that argparse took for it to the
+        settings.
+        """
         for action in self._actions:
             value = getattr(parsed, action.dest, None)
             is_setting = isinstance(value, str) and re.match(r"[\w.]+=", value) and not Path(value).exists()
@@ -134,7 +136,7 @@ def one_of(*options: Option) -> Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A command or one of its actions: arguments and work. A command with `actions` has no work of its own.
+    """A command or one of its actions: arguments and function. A command with `actions` has no function of its own.
 
     `line` is its line in the list of actions. As a sentence it is also the description if `about` is empty. Users must
     be able to run the examples unchanged.
@@ -171,7 +173,7 @@ class Command:
 def command(
     *options: Option, line: str = "", about: str = "", examples: Sequence[str] = ()
 ) -> Callable[[Callable[..., int]], Command]:
-    """Return a decorator that makes a function the work of a `Command`.
+    """Return a decorator that makes a `Command` of a function.
 
     The function takes the parsed arguments and returns the exit code.
     """

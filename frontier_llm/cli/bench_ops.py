@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     about="Measure each fused op against eager torch, in one interleaved run.",
 )
 def ops(args: argparse.Namespace) -> int:
-    """Measure and print. Bandwidths and FLOP rates belong to the package's ops."""
+    """Measure and print. The bandwidths and FLOP rates in the table are those of the package's ops, not of eager
+    torch."""
     from frontier_llm.config import OpsConfig, load_model
 
     model = load_model(args.model)
@@ -60,7 +61,7 @@ def ops(args: argparse.Namespace) -> int:
         fix = "check the module, the container and ROCR_VISIBLE_DEVICES, or use --device cpu"
         raise BackendError("torch sees no GPU", fix, "--device cuda")
     if args.device == "cpu":
-        keep_freed_memory()  # as in training
+        keep_freed_memory()  # training keeps freed memory, too
     dtype = working_dtype(args.dtype)
     timings = list(compare(select_ops(OpsConfig(), args.device, dtype), model, args.micro_batch, dtype, args.device))
     copy_bytes_per_s = copy_bandwidth(args.device)

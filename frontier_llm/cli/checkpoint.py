@@ -118,7 +118,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import compare, find
 
-    first = find(args.first)[-1]  # the newest
+    first = find(args.first)[-1]  # the newest checkpoint
     second = find(args.second)[-1]
     result = compare(first, second)
     show(args, {**asdict(result), "same_state": result.same_state}, lambda: "\n".join(_difference_lines(result, args)))

@@ -1,4 +1,4 @@
-"""Checks in one process, within seconds, before any rank starts: layout, data, run directory, disk."""
+"""Checks a run in one process, within seconds, before any rank starts: layout, data, run directory, disk."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def _profile_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _best_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if `keep_best` names an unknown held-out set, or if no step is evaluated before the end."""
+    """Yield a problem if `keep_best` is set and names an unknown held-out set, or no step is evaluated before the
+    end."""
     best = config.train.keep_best
     sets = list(config.data.held_out)
     if best is not None and best not in sets:
@@ -272,7 +273,7 @@ LOG_BYTES = 2**20  # space for logs
 def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """Return a problem if the disk has too few bytes or files for logs and the first checkpoints of this start.
 
-    These are the checkpoints that it writes before it can delete an old one.
+    The first checkpoints are those that the start writes before it can delete an old one.
     """
     from frontier_llm.blueprint.optimizers import state_bytes
 

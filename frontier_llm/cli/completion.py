@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from frontier_llm.cli.arguments import command, option
 
-# `path` is the command and action typed so far. A word that belongs to neither is a value. Without a match the shell
+# In the script, `path` is the command and action typed so far. Any other word is a value. Without a match the shell
 # completes file names.
 _BASH = """_frontier_llm() {{
     local path="" i

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def hang_test(args: argparse.Namespace) -> int:
     """Return exit code 0 if a mode is safe.
 
-    Without --mode, each mode is tried in local ranks. With --mode, this process is one of these ranks or starts them.
+    Without --mode, each mode of comm.in_flight is tried in local ranks. With --mode, only this mode is run. This
+    process is then one of its ranks, or starts them.
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.ranks import local_world_size, start_local_ranks
@@ -36,7 +37,7 @@ def hang_test(args: argparse.Namespace) -> int:
     if args.mode:
         if place is None:
             return start_local_ranks(config, world_size, args.typed)
-        set_rank_variables(config, place)  # before torch is imported
+        set_rank_variables(config, place)  # must precede the import of torch
         hang.run_steps(config, place, args.steps, Path(config.train.run_dir) / "progress")
         return 0
     if place is not None:

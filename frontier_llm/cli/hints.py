@@ -1,4 +1,4 @@
-"""What to write instead of an option that a command does not have."""
+"""Suggests what to write instead of an option that a command does not have."""
 
 from __future__ import annotations
 

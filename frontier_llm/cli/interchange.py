@@ -74,7 +74,7 @@ def import_hf(args: argparse.Namespace) -> int:
     f"running anything that its files contain; {_THEN}",
 )
 def import_megatron(args: argparse.Namespace) -> int:
-    """Import a Megatron checkpoint. The run's vocabulary size separates the embedding's rows from its padding."""
+    """Import a Megatron checkpoint. The run's vocabulary size determines which rows of the embedding are padding."""
     from frontier_llm.interop.megatron.weights import MegatronModel
 
     return _import(

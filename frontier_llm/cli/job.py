@@ -1,6 +1,6 @@
 """The module that launch/job.sh runs in the batch shell of a training job.
 
-It makes the checks of `frontier-llm submit` and then supervises the ranks.
+It runs the checks of `frontier-llm submit` and then the supervisor (`cluster.supervisor`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optional packages: which commands and options need one. Checked before a command starts."""
+"""Lists the commands and options that need an optional package, and checks it before a command starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frontier_llm.errors import ConfigError, not_installed
 class Need:
     """A package that is no requirement of `frontier_llm`.
 
-    `option` is '' if the command always needs the package. With the option `unless` it does not.
+    `option` is '' if the command always needs the package. If the option `unless` is given, the package is not needed.
     """
 
     command: str

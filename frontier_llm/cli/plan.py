@@ -310,7 +310,7 @@ def _global_batch(settings: Mapping[str, Any]) -> int:
 
 
 def _state_choices(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the typed precision and optimizer, as the search takes them."""
+    """Return the typed precision and optimizer as arguments of the search."""
     from frontier_llm.config import OptimizerConfig, PrecisionConfig, build
 
     precision = build(PrecisionConfig, settings.get("precision", {}), where="command line: precision")

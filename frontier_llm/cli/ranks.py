@@ -56,7 +56,7 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     config = resolve_precision(load_run(args.run, args.overrides))
     place = discover()
     if place is not None:
-        set_rank_variables(config, place)  # before torch is imported
+        set_rank_variables(config, place)  # must precede the import of torch
     world_size = place.world_size if place else local_world_size(config)
     if place is None and world_size == 1:
         set_own_threads()
@@ -98,7 +98,7 @@ MODEL_OPTIONS = (
 
 @dataclass(frozen=True)
 class Degrees:
-    """Layout of a model that is evaluated or generates. `expert`: tensor ranks that share a mixture's experts."""
+    """Layout of a model for evaluation or generation. `expert` is the number of tensor ranks that share the experts."""
 
     tensor: int = 1
     pipeline: int = 1

@@ -1,4 +1,4 @@
-"""Which key=value words a command uses. A word that would have no effect is an error."""
+"""Refuses key=value words that have no effect in a command."""
 
 from __future__ import annotations
 

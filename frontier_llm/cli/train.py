@@ -81,13 +81,13 @@ def _run(args: argparse.Namespace) -> int:
     if config.train.device == "cpu":
         log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     if place is not None:
-        set_rank_variables(config, place)  # before torch is imported
+        set_rank_variables(config, place)  # must precede the import of torch
     world_size = place.world_size if place else local_world_size(config)
     if place is None and world_size == 1:
         set_own_threads()
     if place is None:
         refuse_second_start(Path(config.train.run_dir))
-    if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
+    if place is None or (place.rank == 0 and place.launcher != "local"):  # local ranks: their parent has checked
         check(as_it_stands(config), world_size, position=recorded_position(Path(config.train.run_dir)) or START)
         check_resume(config, args.allow_change)
     if args.dry_run:

@@ -1,4 +1,4 @@
-"""The vocabulary of all commands: one name per thing, and the former names that are still accepted.
+"""Lists the options and arguments of all commands with one meaning each, and former names that are still accepted.
 
 A setting of a run has the name of its key in every command: `parallel.tensor=8`, `batch.global_batch=512`,
 `train.steps=100`. Everything else has one option.

@@ -1,5 +1,5 @@
-"""The predicted cost of a start on a site, and the checks before it. `submit`, a bare `sbatch` and a scaling series run
-the same checks.
+"""Predicts the cost of a run's jobs on a site, and checks a job before it starts. `submit`, a bare `sbatch` and a
+scaling series run the same checks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from frontier_llm.tables import aligned
 from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_bytes, plural
 
-BENCHMARK_STEPS = 100  # more steps on synthetic data need data.allow_synthetic above CHEAP_NODE_HOURS
+BENCHMARK_STEPS = 100  # a run with more steps that costs more than CHEAP_NODE_HOURS needs data.allow_synthetic
 CHEAP_NODE_HOURS = 10.0
-MANY_NODES = 8  # the number of nodes whose start OLCF has measured
-UNSAVED_STEPS = 20  # longest run on synthetic data that need not save
+MANY_NODES = 8  # OLCF measured a slow import of torch on 8 nodes; more nodes get a warning
+UNSAVED_STEPS = 20  # steps of the longest run on synthetic data that is accepted without a checkpoint
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cost:
 
     config: RunConfig
     directory: Path  # run directory
-    done: int  # saved steps
+    done: int  # number of steps done at the newest checkpoint
     step_s: float
     nodes: int  # nodes that Slurm charges, spares included
     slice_hours: float | None  # walltime of one job; None: the site has no limit
@@ -138,7 +138,7 @@ def cost_of(request: submit.JobRequest) -> Cost:
 def compare_nodes(request: submit.JobRequest, node_counts: Sequence[int]) -> str:
     """Return a table of the same run on other node counts: steps, jobs, days, node-hours and time in the queue.
 
-    Node counts on which the layout does not divide are left out with a reason.
+    A node count whose ranks the layout does not divide is left out, with the reason.
     """
     rows = []
     refused = []
@@ -280,7 +280,7 @@ def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
     if quota_tb is None or not request.saves or saves_nothing(train):
         return ""
     forever = train.steps // train.keep_every if train.keep_every else 0
-    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # + 1: the one in progress
+    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # + 1: the one being written
     if held_tb <= 0.8 * quota_tb:  # 20 % stay for data, logs and other runs
         return ""
     return (
@@ -316,7 +316,7 @@ def device_note(request: submit.JobRequest) -> str:
             f"train.device=cpu leaves the GPUs of {request.site.name} idle, and the job is charged for them; remove "
             f"the key, or set train.device=auto"
         )
-    if dtype in ("fp32", "fp64"):  # MI250X: 95.7 TFLOP/s of matrices in both, 383 in bf16 (AMD's data sheet)
+    if dtype in ("fp32", "fp64"):  # matrix peak of the MI250X: 95.7 TFLOP/s in both, 383 in bf16 (AMD)
         return (
             f"precision.dtype={dtype} has a quarter of the matrix rate of bf16 on {request.site.name}, and needs "
             f"more memory for activations; set precision.dtype=bf16"

@@ -1,4 +1,4 @@
-"""One srun of all ranks: its command line, how it ended, the rank that failed first, and its line in attempts.jsonl."""
+"""Starts all ranks with one srun, finds the rank that failed first, and records the attempt in attempts.jsonl."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class JobStep:
     log_dir: Path
     variables: Mapping[str, str]
     deadline_s: float | None  # time limit of the step; None: no limit
-    save_after_s: float = math.inf  # signal the ranks to save and end after this time
+    save_after_s: float = math.inf  # seconds after which the ranks get the signal to save and end
 
     def srun(self) -> list[str]:
         """Return the command line: one task per GCD. If one task fails, srun ends all tasks."""
@@ -79,7 +79,7 @@ class Outcome:
 
     exit_code: int
     failure: Failure | None = None  # None: finished or stopped on request
-    peers_only: bool = False  # only surviving ranks reported: a node may be dead before Slurm has noticed
+    peers_only: bool = False  # only surviving ranks reported: a node may be dead, unnoticed by Slurm
 
     @property
     def cause(self) -> str:
@@ -169,7 +169,7 @@ def run_step(step: JobStep) -> Outcome:
     """Start the ranks and wait. Return how they ended. The traceback of the first failed rank is printed last."""
     run_dir.make_log_dir(step.log_dir, step.run.directory)
     variables = {
-        # the allocation survives a dead node, but the step must end, because the other ranks would only wait
+        # without SLURM_NO_KILL, srun ends the step if a node dies; otherwise the other ranks would wait for it
         **{name: value for name, value in environment().items() if name not in ("SLURM_NO_KILL", WEBHOOK_VARIABLE)},
         **step_variables(step.run.config, len(step.nodes), step.run.site, step.run.allocation.cpus_per_task),
         **step.variables,

@@ -1,4 +1,4 @@
-"""A job as its batch shell opens it: the record `job.json`, and the configuration, site and allocation.
+"""Opens a job in its batch shell: reads the record `job.json`, the configuration, the site and Slurm's allocation.
 
     python -m frontier_llm.cli.job --run-dir=DIR [WORD …]          for a script of `submit`: the record exists
     python -m frontier_llm.cli.job RUN [WORD …]                    for a shipped script: the words define the record
@@ -44,7 +44,7 @@ class BatchRun:
     site: Site
     allocation: slurm.Allocation
     program: tuple[str, ...] = TRAIN
-    more_words: tuple[str, ...] = ()  # only for this start, after the job's words
+    more_words: tuple[str, ...] = ()  # overrides for this start only; they follow the job's words
     more_flags: tuple[str, ...] = ()
 
     @property
@@ -73,7 +73,7 @@ def _continuation(text: str, where: str) -> str:
 def _positive(text: str) -> float | None:
     with suppress(ValueError):
         number = float(text)
-        if math.isfinite(number) and number > 0:  # nan would never be exceeded
+        if math.isfinite(number) and number > 0:  # a limit of nan would never be exceeded
             return number
     return None
 
@@ -104,7 +104,7 @@ class _Setting:
 
     name: str
     variable: str  # older environment variable for the setting, which is still read; '' if there is none
-    parse: Callable[[str, str], Any]  # takes (text, name for error messages)
+    parse: Callable[[str, str], Any]  # function of (text, name for error messages)
 
 
 _SETTINGS = (
@@ -183,7 +183,7 @@ def open_batch(words: Sequence[str], program: tuple[str, ...] = TRAIN, continuat
             return run
         words = (str(directory / RUN_FILE), "ops.no_jit=true", *words[1:])
     words, flags = split_flags(words)
-    words = (words[0], f"machine={site.machine}", *words[1:])  # the run file can name the machine of another site
+    words = (words[0], f"machine={site.machine}", *words[1:])  # the run file may name the machine of another site
     config = resolve_precision(as_it_stands(load_run(words[0], words[1:])))
     chosen = {**settings_of_variables(), **settings}
     if continuation is not None:

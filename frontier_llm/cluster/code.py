@@ -1,4 +1,4 @@
-"""The code that a job runs: a copy of the package and of its start scripts, made when the job is queued."""
+"""Copies the code that a job will run: the package and its start scripts, at the time when the job is queued."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def snapshot(target: Path, site: Site, plugins: Sequence[str] = (), *, compiled:
         if content.startswith(b"#!"):
             (partial / relative).chmod(0o755)
     if compiled:
-        compileall.compile_dir(partial, quiet=2)  # here, because ranks write no bytecode (launch/rank.sh)
+        compileall.compile_dir(partial, quiet=2)  # now, because ranks write no bytecode (launch/rank.sh)
     partial.rename(target)

@@ -1,4 +1,4 @@
-"""The decisions of the supervisor. `decide` maps records to one decision. It does no I/O and reads no clock.
+"""Decides what the supervisor does next. `decide` maps records to one decision, without I/O and without a clock.
 
 `decide` is called before and after each start of the ranks. `cluster.supervisor` reads the records from Slurm, the
 clock and the run directory, and executes the decision. A simulation makes its own records (`History.after`).
@@ -34,7 +34,7 @@ class History:
     last: Attempt | None = None  # the newest start.
     is_own: bool = False  # whether `last` belongs to this start of the supervisor.
     recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts, without node failures and failed starts.
-    failed_starts: tuple[Attempt, ...] = ()  # starts since the last finished step that failed before a step.
+    failed_starts: tuple[Attempt, ...] = ()  # starts since the last finished step that finished no step.
     crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash.
     bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other is left.
     untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
@@ -97,9 +97,9 @@ class Start:
     """Start the ranks on `nodes`."""
 
     nodes: tuple[str, ...]
-    wait_s: float = 0.0  # before the start, until the lock of the last start is stale
-    deadline_s: float | None = None  # end the ranks after this time; None: never
-    save_after_s: float = math.inf  # signal the ranks to save and end after this time, because the budget ends
+    wait_s: float = 0.0  # time to wait before the start, until the lock of the last start is stale
+    deadline_s: float | None = None  # time after which the ranks are ended; None: never
+    save_after_s: float = math.inf  # when the budget ends: signal the ranks to save and end
     avoid: tuple[str, ...] = ()  # hosts to add to the run's bad hosts
 
 
@@ -113,7 +113,7 @@ class Requeue:
 
 @dataclass(frozen=True)
 class Successor:
-    """Ensure that exactly one new job is queued. It excludes the bad hosts."""
+    """Ensure that exactly one new job is queued. The new job excludes the run's bad hosts."""
 
     reason: str
     avoid: tuple[str, ...] = ()
@@ -193,7 +193,8 @@ def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
 
 
 def _short_walltime(job: Job, left_s: float) -> Problem:
-    """Return the problem of a job whose warning is already due. Its ranks would only load and save again."""
+    """Return the problem of a job that starts after its warning time began. Its ranks would only load and save
+    again."""
     what = f"only {left_s:.0f} s are left, but ranks are warned to save {job.warning_s:.0f} s before its end"
     minutes = -(-2 * int(job.warning_s) // 60)
     fix = f"sbatch --time={minutes} or more; or, if a step and a save take less, lower both --signal and job.warning_s"
@@ -221,7 +222,7 @@ def _failed_start_problem(job: Job, history: History) -> Problem | None:
     """Return the problem of starts that never reach a step. None if another start may still succeed.
 
     A start on many nodes often fails although nothing is wrong with the run. The number of failed starts is therefore
-    not limited, but their node-hours are. An error that the program repeats is not a matter of luck.
+    not limited, but their node-hours are. If the program repeats the same error, another start cannot succeed.
     """
     see = job.directory / FAILURE_FILE
     count = len(history.failed_starts)
@@ -289,4 +290,4 @@ def _lock_wait_s(last: Attempt | None, first_node: str, unix_s: float) -> float:
     if last is None or not last.failed or last.nodes[0] == first_node:
         return 0.0
     left_s = last.ended_unix_s + LOCK_STALE_S - unix_s
-    return min(max(0.0, left_s), LOCK_STALE_S)  # the clock may have been set back in the meantime
+    return min(max(0.0, left_s), LOCK_STALE_S)  # never longer, even if the clock was set back after the last start

@@ -1,4 +1,4 @@
-"""Pre-flight check: collect facts from every node of an allocation and judge them. Each finding has a remedy."""
+"""Checks the nodes of an allocation before a run: collects facts from each node, and reports faults with a remedy."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from frontier_llm.run import hostlist
 from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.units import GIB, format_bytes, plural
 
-MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and locks compare clocks to the second.
+MAX_SKEW_S = 2.0  # largest allowed clock difference; srun's own delay is below 0.3 s, and locks compare seconds.
 MIN_GCD_GIB = 60.0  # a GCD has 64 GiB; one with less has lost memory or is in use.
-SLOW_WRITE_S = 5.0  # time to write 1 MiB.
+SLOW_WRITE_S = 5.0  # a longer time to write 1 MiB gives a warning.
 TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
 SRUN_GRACE_S = 5.0
 NO_GCD = (
@@ -57,7 +57,7 @@ class Report:
     findings: tuple[NodeFinding, ...]
     seconds: float
     installation: tuple[Problem, ...] = ()  # problems of the ranks' interpreter, data and run directory
-    variables: tuple[Setting, ...] = ()  # environment that ranks would get
+    variables: tuple[Setting, ...] = ()  # environment variables that the ranks would get
 
     @property
     def bad_hosts(self) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def shared_fault(self) -> bool:
-        """Whether all hosts have the same fatal finding. It is a fault of the site, and no node can be used."""
+        """Whether all hosts have the same fatal finding. The fault is then one of the site, and no node is usable."""
         return any(finding.fatal and len(finding.hosts) == len(self.hosts) for finding in self.findings)
 
     @property
@@ -164,7 +164,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
 
     Raises FrontierError if no host replies.
     """
-    python = rank_python()  # in a container, so that libfabric and the plugin are found as the ranks find them
+    python = rank_python()  # can lie in a container, so that the probe finds the same libfabric and plugin as the ranks
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     count = len(nodes)
     with (
@@ -207,14 +207,14 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         message = complaints.read().strip()[-500:]
     if not facts:
         raise FrontierError(f"no node responded: {message}", f"try srun {python} -V on the nodes", "doctor")
-    middle = statistics.median(offsets.values())  # the delay of the output, and the error of this host's own clock
+    middle = statistics.median(offsets.values())  # common to all: output delay and the error of this host's clock
     return facts, {host: offset - middle for host, offset in offsets.items()}
 
 
 def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, float]]:
-    """Return facts by host, and each host's clock minus this host's clock at the arrival of a time stamp.
+    """Return facts by host, and clock offsets by host: a node's time stamp minus this host's time when it arrives.
 
-    The stamp with the smallest delay counts, which has the largest difference.
+    A delay makes the offset smaller. Therefore the largest offset of each host is kept, which has the smallest delay.
     """
     facts: dict[str, Facts] = {}
     offsets: dict[str, float] = {}

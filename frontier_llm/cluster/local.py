@@ -38,7 +38,7 @@ from frontier_llm.run.signals import EXIT_INTERRUPTED, heeded
 from frontier_llm.topology.rank_variables import ORIGINS
 from frontier_llm.units import printable, strict_json
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # option of prctl(2), from linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RankExit:
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal from outside ended the rank. SIGABRT is torch's reaction to an error, also of a peer."""
+        """Whether a signal from outside ended the rank. Not SIGABRT: torch raises it after any error."""
         return self.signal not in (None, "SIGABRT") and not self.stopped_by_us
 
     @property
@@ -98,7 +98,7 @@ def run_local_ranks(
 ) -> int:
     """Run `program + argv` as `num_ranks` ranks. Return the exit code of the first rank that failed, or 0.
 
-    Each rank's stdout and stderr go to `log_dir/rank_N.log`. Those of rank 0 also go to this terminal.
+    Each rank's stdout and stderr go to `log_dir/rank_N.log`. Rank 0's output also goes to this terminal.
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks. If the caller blocks them (`signals.held`), they are
     forwarded after all ranks are started, and the ranks block them until they have handlers.
     After the first failure the other ranks get SIGTERM, and SIGKILL `grace_s` later. failure.json in `run_dir`
@@ -146,7 +146,7 @@ class _Ranks:
             self._wait()
         finally:
             self._signal_all(signal.SIGKILL)  # ranks are still alive only if an exception ended the wait
-            shutil.rmtree(folder_of(self.secret.encode()), ignore_errors=True)  # killed ranks leave it behind
+            shutil.rmtree(folder_of(self.secret.encode()), ignore_errors=True)  # killed ranks leave the folder behind
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in old.items():
                 signal.signal(number, handler)
@@ -208,7 +208,7 @@ class _Ranks:
 
     def _await_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
-        _signal_group(process.pid, signal.SIGKILL)  # data workers that a killed rank has left
+        _signal_group(process.pid, signal.SIGKILL)  # data workers that a killed rank has left behind
         self.ended.put(rank)
 
     def _wait(self) -> None:
@@ -229,9 +229,11 @@ class _Ranks:
                 self._signal_all(signal.SIGTERM)
 
     def _collect_ended(self) -> None:
-        """Collect the ranks that have ended too before any rank is stopped, and list killed ranks first.
+        """Collect all ranks that have ended before the others are stopped, and list killed ranks first.
 
-        A rank that loses its peer ends a moment after the peer, and the thread that waits for it can be faster.
+        A rank that loses its peer ends a moment after the peer. Its end can still be reported first, because each rank
+        has
+        its own waiting thread.
         """
         collected = {end.rank for end in self.exits}
         ended = {rank for rank, process in enumerate(self.processes) if _has_ended(process)}
@@ -267,9 +269,9 @@ class _Ranks:
     def _report(self, first: RankExit) -> None:
         """Print the failures, the first one last, because users read the end of the output.
 
-        If rank 0 has already printed a refusal, nothing is added. The record of the ranks names the first failed rank.
-        The first rank that ended is named if there is no record, or if the record only reports missing heartbeats and
-        another rank was killed.
+        If rank 0 has already printed a refusal, nothing is added. The ranks' record (failure.json) names the rank that
+        failed first. The rank that ended first is named instead if there is no record, or if the record only reports
+        missing heartbeats and another rank was killed.
         """
         record = read_failure(self.run_dir)
         named = next((end for end in self.exits if record and end.rank == record.rank), None)
@@ -316,7 +318,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
         return process.returncode is not None
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the thread has just collected it
+    except ChildProcessError:  # the waiting thread has just collected the process
         return True
 
 

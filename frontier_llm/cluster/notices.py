@@ -1,8 +1,8 @@
-"""Notices of a run's events to its operator: a command and a webhook, which the supervisor starts on the batch host.
+"""Sends notices of a run's events to its operator. The supervisor runs a command and calls a webhook on the batch host.
 
-Neither can hold the supervisor: each notice has a thread of its own and a time limit. A failed notice is only logged.
+Notices cannot delay the supervisor: each one has its own thread and a time limit. A failed notice is only logged.
 The address of a webhook is a secret. It comes from an environment variable or from a file that only its owner can read,
-and is in no record and no message.
+and is written to no record and no message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from frontier_llm.units import strict_json
 
 WEBHOOK_VARIABLE = "FRONTIER_LLM_WEBHOOK"
 LIMIT_S = 30.0  # time limit of one notice
-POLL_S = 20.0  # time between looks at metrics.jsonl while the ranks run
+POLL_S = 20.0  # time between two readings of metrics.jsonl while the ranks run
 WATCHED = {"rewind": "rewind", "straggler": "straggler"}  # kind of a line of metrics.jsonl -> event
 
 
@@ -142,7 +142,7 @@ class Notifier:
             log.warn(f"the webhook answered {error.code}; the notice {notice.event!r} is lost")
         except FrontierError as error:
             log.warn(f"the webhook is not used: {error}")
-        except (OSError, ValueError) as error:  # their texts can contain the address
+        except (OSError, ValueError) as error:  # the error's text can contain the address
             log.warn(f"the webhook does not answer ({type(error).__name__}); the notice {notice.event!r} is lost")
 
 
@@ -158,7 +158,7 @@ class Watch:
     """Sends a notice for each line of metrics.jsonl that reports a rewind or a straggler while the ranks run."""
 
     def __init__(self, notifier: Notifier, directory: Path, poll_s: float = POLL_S) -> None:
-        """Begin after the present end of the file."""
+        """Skip the lines that metrics.jsonl has now; only later lines are reported."""
         self._notifier = notifier
         self._path = directory / "metrics.jsonl"
         self._poll_s = poll_s

@@ -27,7 +27,7 @@ from frontier_llm.units import GIB
 
 TIME_MARK = "probe-time "
 FACTS_MARK = "probe-facts "
-# On a busy node a stamp can be late by seconds. That all stamps are late is unlikely.
+# Number of further time stamps. On a busy node one stamp can be seconds late, but all stamps are hardly ever late.
 MORE_STAMPS = 3
 PAUSE_S = 0.2
 NO_FI_INFO = "fi_info is not on PATH"
@@ -135,7 +135,8 @@ def provider_error(provider: str | None) -> str:
 def plugin_error(plugin: str | None) -> str:
     """Return the dynamic loader's error for RCCL's network plugin. '' if the plugin can be loaded.
 
-    The error names a missing dependency. As in RCCL, NCCL_NET_PLUGIN, which Frontier's module sets, comes first.
+    The error names a missing dependency. A library in the variable NCCL_NET_PLUGIN takes precedence over `plugin`, as
+    in RCCL. Frontier's module sets this variable.
     """
     if plugin is None:
         return ""

@@ -15,9 +15,9 @@ _TRACEBACK = "Traceback (most recent call last)"
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _REFUSAL = re.compile(r"frontier-llm [a-z]+: error")  # printed by cli.main above a FrontierError
 _HEADING = re.compile(rf"({re.escape(_TRACEBACK)}|{_REFUSAL.pattern}$)")
-TAIL_LINES = 40  # lines that are kept of a log without a traceback and a refusal
+TAIL_LINES = 40  # last lines that are returned for a log that has neither a traceback nor a refusal
 KEPT_STARTS = 20  # newest starts of which the logs of all ranks are kept
-TAIL_BYTES = 1 << 20  # searched of each log, because thousands of ranks' logs lie on the parallel file system
+TAIL_BYTES = 1 << 20  # only the log's last bytes are searched: thousands of logs lie on the parallel file system
 
 
 def failure_lines(log: Path) -> list[str]:
@@ -53,9 +53,9 @@ def conclusion(message: Sequence[str]) -> Sequence[str]:
 
 
 def first_traceback(log_dir: Path) -> tuple[int | None, bool, tuple[str, ...]]:
-    """Return (rank, whether it only lost a peer, its last traceback).
+    """Return (rank, whether its error only reports a lost peer, its last traceback) of the rank that failed first.
 
-    The earliest traceback of a cause takes precedence over any traceback of a lost peer.
+    The rank with the earliest other error is returned. If all errors report lost peers, it is the earliest of these.
     """
     tracebacks: list[tuple[bool, int, int, tuple[str, ...]]] = []
     for path in log_dir.glob("rank_*.log"):

@@ -1,4 +1,5 @@
-"""Checks that everything a run needs is installed at its site. The ranks' interpreter reports facts, judged here.
+"""Checks that everything a run needs is installed at its site. The ranks' interpreter reports facts about itself, and
+this module judges them.
 
 `submit` starts that interpreter through launch/job.sh, with the site's modules. The batch script and `doctor` start it
 in the environment that job.sh has made. `problems_of` judges: a pure function of the facts, site, machine and run.
@@ -75,7 +76,7 @@ def why_not_here(site: Site) -> str:
 
 
 def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: Mapping[str, str]) -> Readiness:
-    """Check what the job will find, through launch/job.sh of a copy of the code.
+    """Check the environment that the job will have, with launch/job.sh of a copy of the code.
 
     `variables` are the variables that sbatch will pass to the job.
     """
@@ -99,7 +100,8 @@ def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: 
 
 
 def installation_problems(site: Site, config: RunConfig | None, directory: Path) -> Readiness:
-    """Return the result for `doctor`: in the environment that launch/job.sh has made, or else through job.sh."""
+    """Check the installation for `doctor`: in this environment if launch/job.sh has made it, otherwise through
+    job.sh."""
     if reason := why_not_here(site):
         return Readiness(open_points=(f"the installation is {reason}",), is_checkable=False)
     if environ("FRONTIER_LLM_SITE") != site.name or environ("FRONTIER_LLM_ROOT") is None:
@@ -120,7 +122,7 @@ def _ask_here(site: Site, config: RunConfig | None) -> Installation:
 def _problems_as_rank(
     site: Site, config: RunConfig | None, directory: Path, variables: Mapping[str, str]
 ) -> tuple[Problem, ...]:
-    """Collect facts from the interpreter that launch/job.sh of a code copy chooses, and judge them."""
+    """Collect and judge facts from the interpreter that launch/job.sh chooses. job.sh runs in a copy of the code."""
     architecture = load_machine(site.machine).device.architecture
     with tempfile.TemporaryDirectory(prefix="frontier-llm-check-") as folder:
         root = Path(folder) / "code"

@@ -69,7 +69,7 @@ def before_step(run_dir: Path, step: int) -> tuple[Position, int]:
 
 
 def steps_done(run_dir: Path) -> Stretches:
-    """Return the steps that a run has done, with their sizes in tokens. () if that is not known."""
+    """Return pairs (number of steps, tokens per step) of the steps that a run has done. () if they are not known."""
     position = recorded_position(run_dir)
     if position is not None:
         return position.steps_done
@@ -84,7 +84,7 @@ def steps_done(run_dir: Path) -> Stretches:
 def as_it_stands(config: RunConfig) -> RunConfig:
     """Return a run's configuration in which durations in tokens are converted to steps.
 
-    The steps that the run in its directory has already done keep their sizes.
+    Steps that the run directory records as done keep their number of tokens per step.
     """
     return resolved(config, steps_done(Path(config.train.run_dir)))
 

@@ -3,8 +3,8 @@
     python -m frontier_llm.cluster.sbatch          rewrite slurm/*.sbatch, slurm/sites/*.sh and launch/bind_gcd.sh
     python -m frontier_llm.cluster.sbatch --check  exit 1 if a committed file differs
 
-No text of a user gets into a script: overrides arrive as "$@", and account, partition and the like are arguments of
-sbatch.
+A script contains no text that a user typed: overrides arrive as "$@", and account, partition and similar options are
+arguments of sbatch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class JobScript:
     """One job script: the program that it starts and the resources that it requests from Slurm."""
 
     name: str
-    about: str  # one comment line.
+    about: str  # text of the script's comment line.
     config: str = ""  # path of the run file in a script under slurm/.
     nodes: int = 1
     site: str = "frontier"
     minutes: int | None = None  # None: the longest walltime that the site allows for `nodes`.
     program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs.
     words: tuple[str, ...] = ()  # arguments between the module and the run file.
-    warning_s: int | None = None  # None: the site's.
+    warning_s: int | None = None  # None: the site's warning time.
     run_dir: str = ""  # set for a script of `submit`: its job.json contains all other settings.
 
     def command(self, site: Site) -> str:
@@ -54,13 +54,13 @@ class JobScript:
         return self.warning_s or site.warning_time_s
 
 
-BENCHMARK_WARNING_S = 60  # nothing is saved before the walltime
+BENCHMARK_WARNING_S = 60  # a benchmark saves nothing before its walltime
 
-# The walltime of a benchmark is about twice its start (10 minutes, assumed) and five steps at ORNL's published
-# throughput. A step of the largest two takes longer than the site's warning time: ORNL's 48 (175B) and 7.5 (1T)
-# tokens/s per GCD make 427 s and 853 s for these batches. A save has 12 bytes per parameter. For 175B
-# that is 2.1 TB at BLOOM's measured 0.06 TB/s. For 1T it is 12 TB at twice this rate, because three times the number of
-# GPUs write (assumed).
+# The walltime of a benchmark is about twice the sum of its start (10 minutes, assumed) and five steps. The time of a
+# step follows from the throughput that ORNL published. For the two largest models a step takes longer than the site's
+# warning time. For 175B it takes 427 s (48 tokens/s per GCD), for 1T 853 s (7.5 tokens/s per GCD). A checkpoint has 12
+# bytes per parameter. For 175B it is 2.1 TB, written at BLOOM's measured 0.06 TB/s. For 1T it is 12 TB. It is written
+# at twice this rate (assumed), because three times the number of GPUs write.
 JOBS: tuple[JobScript, ...] = (
     JobScript(
         "train_22b",
@@ -113,7 +113,7 @@ JOBS: tuple[JobScript, ...] = (
         "One point of the weak series: sbatch -N NODES; the global batch grows with the nodes",
         "configs/runs/weak_scaling.yaml",
         128,
-        minutes=120,  # ten steps of at most 427 s each; the site's limit for small jobs
+        minutes=120,  # the site's limit for small jobs, enough for ten steps of at most 427 s each
         program="frontier_llm.experiments.scaling.point",
         words=("weak",),
     ),

@@ -1,4 +1,4 @@
-"""The environment variables that the supervisor sets for the ranks: from the machine, the run, and the site's file."""
+"""Collects the environment variables of the ranks from the machine, the run and the site's file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def expected_settings(wanted: Sequence[Variable], site: Site) -> list[Setting]:
 def job_settings(
     wanted: Sequence[Variable], site: Site, cpus_per_task: int, exported: Mapping[str, str]
 ) -> list[Setting]:
-    """Return the variables that the ranks of a job get if their parent has the environment `exported`.
+    """Return the settings of network and GPUs that the ranks of a job get from a parent with the environment
+    `exported`.
 
     `wanted` are the variables that the machine and the run need.
     """

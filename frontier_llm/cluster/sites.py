@@ -1,4 +1,4 @@
-"""Sites as data: `slurm/sites/*.yaml` → `Site`, and the checks of its limits before a job is queued.
+"""Reads site files (`slurm/sites/*.yaml`) as `Site`, and checks a job against its site's limits before it is queued.
 
 A site file holds the settings of an administrator: partitions with their limits by node count, account, modules,
 network flags, paths. `configs/machines` describes the hardware, and `machine.env` the variables of RCCL and libfabric.
@@ -51,7 +51,7 @@ class Site(Section):
     cpus_per_task: PositiveInt
     account: Literal["required", "optional"] = "optional"
     default_partition: str | None = None
-    # Left out: the bins of the machine file (operations.queue).
+    # If left out, the bins of the machine file (operations.queue) are the partitions.
     partitions: dict[str, tuple[Limit, ...]] = Field(default_factory=dict)
     queue_waits: tuple[Wait, ...] = ()  # empty: the time in the queue is unknown.
     max_queued_jobs: PositiveInt | None = None
@@ -73,8 +73,8 @@ class Site(Section):
     modules: tuple[str, ...] = ()
     network_plugin: str | None = None  # library that RCCL must be able to load.
     libfabric_provider: str | None = None
-    unset: tuple[str, ...] = ()  # unwanted variables of the modules; values that the user has exported stay.
-    proxy: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+:[0-9]+$")] | None = None  # to the internet.
+    unset: tuple[str, ...] = ()  # variables of modules that ranks must not have; a user's own exports stay.
+    proxy: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+:[0-9]+$")] | None = None  # proxy to the internet.
     environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded.
 
     def scratch_dir(self, account: str, user: str) -> Path | None:

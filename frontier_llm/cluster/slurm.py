@@ -35,7 +35,8 @@ _AWAY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|did not respond "
     r"within"
 )
-# a controller restarts within minutes, which must not end a run of 384 nodes
+# Time for which a command is repeated. Slurm's controller restarts within minutes. A restart must not end a run of
+# 384 nodes.
 PATIENCE_S = 900.0
 PAUSE_S = 10.0
 _BAD_STATES = ("down", "drain", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
@@ -136,7 +137,7 @@ def unhealthy(nodes: Sequence[str]) -> list[str]:
     """
     text = ask(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
     states = [line.strip().split("|") for line in text.splitlines() if "|" in line]
-    bad = set(hostlist.expand(environ("FRONTIER_LLM_BROKEN_NODES") or ""))  # launch/job.sh
+    bad = set(hostlist.expand(environ("FRONTIER_LLM_BROKEN_NODES") or ""))  # set by launch/job.sh
     bad |= {name for name, state in states if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES)}
     return [node for node in nodes if node in bad]
 

@@ -1,4 +1,4 @@
-"""The status of runs, from their directories and from Slurm."""
+"""Collects the status of runs from their directories and from Slurm."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Status:
     """The current status of one run."""
 
     run_dir: str
-    state: str  # Slurm's state of the job that holds it, 'running', 'finished', 'stopped' or 'not queued'.
+    state: str  # Slurm's state of the run's job, or 'running', 'finished', 'stopped' or 'not queued'.
     job_id: str | None
     reason: str | None  # Slurm's reason for waiting.
     nodes: str | None
@@ -53,22 +53,23 @@ class Status:
     step_time_s: float | None
     eta_s: float | None  # time of training until the last step.
     walltime_left_s: float | None
-    slices_left: int | None  # further jobs of the same length.
+    slices_left: int | None  # number of further jobs of this length that the run needs.
     checkpoint_step: int
     checkpoint_age_s: float | None
     restarts: int
     causes: tuple[str, ...]  # how each earlier attempt ended.
     bad_hosts: tuple[str, ...]
     slow_hosts: tuple[Slow, ...]  # hosts that were reported as stragglers.
-    # axis → calls, p50_us and p99_us of the time that a call blocked rank 0, at the last save
+    # axis (dp, tp, …) → number of calls, and time that a call blocked rank 0 in µs (median and 99th percentile), as
+    # recorded at the last save
     blocked: dict[str, dict[str, int]]
     last_failure: str | None
     epochs: dict[str, float] = field(default_factory=dict)  # path of each source → epochs at the newest checkpoint.
     job: Job | None = None  # the record: nodes, spares, continuation, budget.
-    node_hours: float = 0.0  # of all jobs, as Slurm charges them.
-    node_hours_left: float | None = None  # of the budget.
-    node_hours_needed: float | None = None  # until the last step, without starts and saves.
-    expected_end_unix_s: float | None = None  # of a running job's run, without waiting in the queue.
+    node_hours: float = 0.0  # of all jobs of the run, as Slurm charges them.
+    node_hours_left: float | None = None  # rest of the budget.
+    node_hours_needed: float | None = None  # for training until the last step, without starts and saves.
+    expected_end_unix_s: float | None = None  # end of the run if its job is running, without time in the queue.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
 
@@ -347,7 +348,7 @@ def _job(ids: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 def _walltime_left_s(fields: dict[str, str]) -> float | None:
-    limit_s = walltime_s(fields.get("TimeLimit", ""))  # None: UNLIMITED, Partition_Limit
+    limit_s = walltime_s(fields.get("TimeLimit", ""))  # None for UNLIMITED and Partition_Limit
     if fields.get("JobState") != "RUNNING" or limit_s is None:
         return None
     return limit_s - (walltime_s(fields.get("RunTime", "")) or 0)

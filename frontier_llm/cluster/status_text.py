@@ -1,4 +1,4 @@
-"""The status of runs as text for a terminal."""
+"""Writes the status of runs as text for a terminal."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_seconds, plural
 
 SCRIPT = "job.sbatch"
-QUEUE_SLACK_MINUTES = 5  # a job that waits longer starts only after the maintenance
+QUEUE_SLACK_MINUTES = 5  # a job that waits this long can still end before the maintenance
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class JobRequest:
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
-    minutes: int | None = None  # the user's; None: predicted, at most the longest that the site allows.
+    minutes: int | None = None  # walltime that the user gave; None: predicted, at most the site's longest.
     shortened_minutes: int | None = None  # walltime of the first job if it ends before a maintenance.
     dependency: str | None = None
     exclude: tuple[str, ...] = ()
     name: str | None = None
     saves: bool = True  # False: a run that is never continued, and so needs no time to save.
-    step_s: float = 0.0  # predicted; 0: not predicted yet.
+    step_s: float = 0.0  # predicted time of a step; 0: not predicted yet.
     job_s: float | None = None  # seconds for which the rest of the run requests walltime; None: not predicted yet.
     job_tasks_per_node: int | None = None  # ranks per node if Slurm already runs the job; None: not queued yet.
 
@@ -178,8 +178,8 @@ def problems(request: JobRequest) -> Iterator[Problem]:
 def before_maintenance(request: JobRequest, now_unix_s: float, maintenance: slurm.Maintenance | None) -> JobRequest:
     """Return the request with a first job that ends before the maintenance, if it would otherwise cross its start.
 
-    Slurm starts a job only if its walltime ends before. The request is unchanged if the user gave the walltime, or if
-    the remaining time is too short to train.
+    Slurm starts a job only if its walltime ends before the maintenance. The request is unchanged if the user gave the
+    walltime, or if the time until the maintenance is too short to train.
     """
     minutes = request.slice_minutes
     if maintenance is None or minutes is None or request.minutes is not None:
@@ -224,7 +224,7 @@ def prepare(request: JobRequest) -> Submission:
         "qos": request.qos,
         "dependency": request.dependency,
         "exclude": hostlist.compress(exclude),
-        # not in the script, which a successor uses after the maintenance
+        # an option and not part of the script, because a successor uses the script after the maintenance
         "time": str(request.shortened_minutes or ""),
     }
     variables = {
@@ -275,7 +275,7 @@ def submit(request: JobRequest) -> Submission:
 def _frozen(request: JobRequest, code: Path) -> RunConfig:
     """Return the configuration that the job reads.
 
-    It has the absolute run directory, and the paths of copied plugin files relative to that directory.
+    The configuration has the absolute run directory, and paths of copied plugin files relative to that directory.
     """
     copies = {
         name: str(code.relative_to(request.job.directory) / place)

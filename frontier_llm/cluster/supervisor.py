@@ -1,7 +1,8 @@
-"""The supervisor in the batch shell of a job, which launch/job.sh starts. `cluster.decide` makes its decisions.
+"""The supervisor: the program in the batch shell of a job. launch/job.sh starts it.
 
-One attempt is one srun of all ranks. `decide` returns the next action. This module reads the records from Slurm, the
-clock and the run directory, starts the ranks, and executes the final decision.
+The supervisor starts all ranks with one srun. This is an attempt. After each attempt `cluster.decide` decides whether
+to start again, to continue in another job, or to end. This module reads the records from Slurm, the clock and the run
+directory, starts the ranks, and executes the final decision.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ def queue_successor(run: BatchRun) -> None:
         "signal": f"USR1@{warning_s}",
         "exclude": hostlist.compress(bad),
     }
-    # a script that is older than job.json reads the variable
+    # a script from before job.json existed reads its warning time from this variable
     variables = {OLD_WARNING_VARIABLE: str(warning_s)} if environ(OLD_WARNING_VARIABLE) else {}
     job_id = queue(run.directory, sbatch_command(run.directory, options), variables)
     write_job(replace(run.job, warning_s=float(warning_s)))
@@ -249,7 +250,7 @@ def queue_successor(run: BatchRun) -> None:
 def refuse_second_holder(run: BatchRun) -> None:
     """Raise FrontierError if another live job holds the run directory."""
     living = living_holder(run.directory)
-    if living is not None and not living.job:  # for a holder with a job, Slurm is queried instead
+    if living is not None and not living.job:  # if the holder has a job, Slurm is queried below
         refuse_second_start(run.directory)
     other = last_start(run.directory)
     if not other or other["job_id"] == run.allocation.job_id:

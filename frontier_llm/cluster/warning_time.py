@@ -1,6 +1,6 @@
-"""The warning time: seconds before the walltime at which Slurm signals the ranks to save.
+"""Computes the warning time: the seconds before the walltime at which Slurm signals the ranks to save.
 
-It is measured from earlier steps and saves if possible, else estimated.
+It follows from the measured times of earlier steps and saves, or else from an estimate.
 """
 
 from __future__ import annotations

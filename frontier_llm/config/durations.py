@@ -3,9 +3,9 @@
 A step of a phase processes global batch × sequence length tokens. An epoch is every token of data.train once, whatever
 the weights of the blend. Fractions of a step are rounded up.
 
-Steps that a run has done count with their own size. Later steps count with the size of the configuration. A run whose
-batch has changed therefore ends after the number of tokens in its run file. `resolved` converts again after a
-checkpoint is found.
+A step that the run has already trained counts with the number of tokens that it had. A later step counts with the
+number of tokens in the configuration. A run whose batch has changed therefore ends after the number of tokens in its
+run file. If a checkpoint is found, `resolved` converts the durations again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)([kmbt]?) ?(steps?|tokens?|epochs?)", re.IGNORECASE)
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# These are counted from the run's first step.
+# Keys whose durations are counted from the run's first step.
 _FROM_START = (("train", "steps"), ("optimizer", "warmup_steps"), ("optimizer", "decay_steps"))
 _INTERVALS = (
     ("train", "eval_interval"),
@@ -133,7 +133,8 @@ def _of_run(
     the plan.
     """
     for section, key in _FROM_START:
-        from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"  # a length, not a step
+        # with wsd, decay_steps is the length of the decay and not the step at which it ends
+        from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"
         content = _resolved(
             content,
             section,

@@ -76,7 +76,7 @@ ExpertCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
 Width = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]
 OptionalWidth = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1 << 24)]  # 0 = the layer has no such part
 VocabularySize = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=(1 << 31) - 1)]  # token ids are int32
-SequenceLength = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 30)]  # tokens
+SequenceLength = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 30)]  # number of tokens
 GlobalBatch = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]  # sequences
 MicroBatch = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 20)]  # sequences
 Degree = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 20)]  # ranks along an axis of the mesh
@@ -86,8 +86,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 def _path(text: str) -> str:
-    """Replace `~` by the home directory, as a shell does. Raises ValueError for variables: the same record would name
-    different files for different users.
+    """Replace `~` by the home directory, as a shell does.
+
+    Raises ValueError for environment variables, because a record with them would name different files for different
+    users.
     """
     if "$" in text:
         raise ValueError("must be a path without variables (on the command line the shell replaces them)")
@@ -142,7 +144,7 @@ def _values_in(value: Any) -> Iterator[Any]:
 
 
 def _is_quoted_number(value: Any) -> bool:
-    """Return True for text that pydantic would convert to a number, unless YAML makes text of that number."""
+    """Return True for text that pydantic would convert to a number. False for spellings that YAML loads as text."""
     if not isinstance(value, str) or _EXPONENT.fullmatch(value):
         return False
     try:

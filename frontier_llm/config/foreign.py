@@ -1,4 +1,4 @@
-"""Names of other frameworks' options and keys, and what they are called here: the tables of docs/coming_from.md."""
+"""Translates options and keys of other frameworks to names of this project, by the tables of docs/coming_from.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _plain_name(text: str) -> str:
 
 @cache
 def _names() -> dict[str, str]:
-    """Return the name here of each name there. Empty if the page is not installed."""
+    """Return name in another framework → name in this project. Empty if docs/coming_from.md is not installed."""
     page = configs_dir().parent / PAGE
     if not page.is_file():
         return {}
@@ -38,5 +38,5 @@ def _names() -> dict[str, str]:
 
 
 def name_here(name: str) -> str:
-    """Return what another framework's option or key is called here. '' if the page does not list it."""
+    """Return this project's name of another framework's option or key. '' if docs/coming_from.md does not list it."""
     return _names().get(_plain_name(name), "")

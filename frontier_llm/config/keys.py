@@ -11,7 +11,7 @@ from frontier_llm.errors import ConfigError, Problem
 
 
 def is_key(name: str) -> bool:
-    """Return whether a run has this key or section. A key in a section that may be absent counts as one."""
+    """Return whether a run has this key or section. Names in an optional section count as keys."""
     section: Any = RunConfig
     for part in name.split("."):
         fields = getattr(section, "model_fields", None)

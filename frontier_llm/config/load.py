@@ -30,7 +30,7 @@ from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
 
-# Bytes of a YAML file or value. This size takes a second or two to parse. The largest shipped file has 10 KB.
+# Bytes of a YAML file or value. A file of this size takes a second or two to parse. The largest shipped file has 10 KB.
 MAXIMUM_BYTES = 1 << 17
 MAXIMUM_NODES = 100_000  # Values in a YAML file with aliases expanded. The shipped files have fewer than 1,000.
 
@@ -377,10 +377,10 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def own_run_file(run_dir: Path) -> Path | None:
-    """Return the run file in a run directory, if it belongs to this user. This is config.yaml of a started run, else
-    run.yaml.
+    """Return the run file in a run directory: config.yaml if the run was started, otherwise run.yaml.
 
-    Its plugins may be imported. Returns None if there is no run file or if it belongs to another user.
+    The caller may import the plugins that the file names. Returns None if there is no run file or if it belongs to
+    another user.
     """
     for name in ("config.yaml", "run.yaml"):
         path = run_dir / name

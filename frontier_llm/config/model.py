@@ -57,7 +57,7 @@ class MoeConfig(Section):
     # Add a bias for each expert to the scores that choose the experts; training moves it towards an even load.
     selection_bias: bool = False
     bias_rate: NonNegativeFloat = 1e-3  # Step size of the selection bias.
-    # Most rows of a rank's microbatch that an expert processes, relative to an even share; None = no limit.
+    # Most tokens of a rank's microbatch that an expert processes, relative to an even share; None = no limit.
     capacity: PositiveFloat | None = None
     # Set of tokens over which the load is balanced: docs/moe.md.
     balance: Literal["sequence", "microbatch", "global"] = "sequence"

@@ -4,7 +4,7 @@ A phase is the run's configuration with a few keys changed. Mesh and weights sta
 is one phase.
 
 Steps are counted over the whole run, so learning rate, checkpoints and intervals do not depend on phases. The position
-in the data is not computed from phases. It is recorded (`data/position.py`).
+in the data is not computed from phases. Checkpoints record it (`data/position.py`).
 
 This module also counts the checkpoints that a run writes.
 """

@@ -1,8 +1,8 @@
 """Imports plugins: a user's Python modules that register schedules, optimizers, losses and so on (docs/extending.md).
 
 A plugin is code and part of a run's identity. A checkpoint records each plugin's name, path and digest as data. Code is
-imported only from files that the user named. They are named in the run file that is started, in the run file of the
-user's own run directory, or with `--plugin`.
+imported only from files that the user named. The user can name a file in the run file that is started, in the run file
+of the user's own run directory, or with `--plugin`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], o
     `given` are the plugins named with --plugin. A file that differs from the recorded one is used, with a warning.
     `own` are the plugins in the run file of the user's own run directory. They must equal the recorded ones.
 
-    Raises ConfigError, before anything of `own` is imported, if a recorded plugin is in neither or has changed.
+    Raises ConfigError if a recorded plugin is in neither `given` nor `own`, or if a plugin of `own` has changed. In
+    this
+    case nothing of `own` is imported.
     """
     import_plugins(given)
     supplied = records_of(given)
@@ -137,8 +139,9 @@ def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], o
 
 
 def plugin_paths(content: Mapping[str, Any], directory: Path, where: str) -> dict[str, Any]:
-    """Return a run file's content with the paths of its .py plugins made absolute. They are relative to `directory`,
-    the folder of the file.
+    """Return a run file's content with the paths of its .py plugins made absolute.
+
+    Relative paths count from `directory`, the folder of the run file.
 
     A path that exists only relative to the working directory, as in earlier versions, is accepted with a notice.
     """
@@ -149,7 +152,7 @@ def plugin_paths(content: Mapping[str, Any], directory: Path, where: str) -> dic
 
 
 def below(names: Iterable[str], directory: Path) -> tuple[str, ...]:
-    """Return the plugins as a run file in `directory` names them. Files inside of it get relative paths."""
+    """Return the plugins as a run file in `directory` would name them. Files below `directory` get relative paths."""
     folder = directory.resolve()
     inside = {name: Path(name) for name in names if name.endswith(".py") and Path(name).is_relative_to(folder)}
     return tuple(str(inside[name].relative_to(folder)) if name in inside else name for name in names)

@@ -36,7 +36,7 @@ class ParallelConfig(Section):
     """Degrees of the mesh, pipeline schedule, and sharding of the optimizer state."""
 
     tensor: Degree = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs).
-    # Permit tensor groups larger than a node, for measurements; every layer then waits for the network.
+    # Permit tensor-parallel groups that span nodes, for measurements; every layer then waits for the network.
     cross_node_tensor: bool = False
     pipeline: Degree = 1  # pp, pipeline ranks that split the layers.
     data: Degree | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp).
@@ -46,7 +46,7 @@ class ParallelConfig(Section):
     expert: Degree = 1
     # etp, ranks that split each expert's width; independent of tensor, which splits attention.
     expert_tensor: Degree = 1
-    # Rows sent to other nodes: one per expert (flat), or one per node (hierarchical).
+    # Copies of a token sent to another node: one for each of its experts there (flat), or one in all (hierarchical).
     expert_all_to_all: Literal["auto", "flat", "hierarchical"] = "auto"
     # Virtual stages per pipeline rank. More than 1 needs a schedule that supports it: interleaved, or a V schedule
     # (always 2).
@@ -205,7 +205,7 @@ class OpsConfig(Section):
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # Adds gradients to the gradient buffers.
     # Attention kernels that `auto` selects: a table's name in configs/attention, or a file written by `ops tune`.
     attention_table: str = "shipped"
-    # Ops whose results are equal to the bit in two runs. `auto`: true if guard.recompute_interval is set.
+    # Use ops whose results are bitwise equal in two runs. `auto`: true if guard.recompute_interval is set.
     deterministic: Literal["auto"] | bool = "auto"
     # GPU: let `auto` use far slower ops if the prebuilt kernels are missing.
     allow_fallback: bool = False
@@ -238,7 +238,7 @@ class CommConfig(Section):
     overlap_messages: bool = True
     # Elements in a bucket of gradients or weights; Megatron-LM's default, 160 MB of fp32.
     bucket_elements: PositiveInt = 40_000_000
-    # Let ZeRO's gather of a bucket's weights end at their first use in the next forward; False: within the step.
+    # Let ZeRO's all-gather of updated weights end at their first use in the next forward; False: within the step.
     overlap_weights: bool = False
     # Overlap expert communication with another microbatch, in schedules that pair microbatches (dualpipe-v).
     overlap_experts: bool = True
@@ -372,7 +372,7 @@ class TrainConfig(Section):
     save_interval: NonNegativeInt = 0  # Steps between checkpoints; 0 = only at the end.
     # Save after the last step; False with save_interval=0: a stopped run saves no checkpoint either.
     save_final: bool = True
-    # Steps after a save's copy before training waits until the save is on disk; None = save_interval / 10.
+    # Steps that training continues after a save's copy, before it waits for the disk; None = save_interval / 10.
     save_lag_steps: NonNegativeInt | None = None
     keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 2  # Number of newest checkpoints that stay on disk.
     # Steps; never delete checkpoints at multiples of this number; 0 = delete all old ones.
@@ -402,13 +402,13 @@ class GuardConfig(Section):
     spike_window: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     spike_action: Literal["skip", "rewind"] = "skip"  # Skip the update, or return to a checkpoint and leave data out.
     rewind_steps: PositiveInt = 100  # Return to a checkpoint at least this number of steps before the spike.
-    rewind_skip_steps: PositiveInt = 200  # Steps' worth of data to leave out, counted from the checkpoint.
+    rewind_skip_steps: PositiveInt = 200  # Number of steps whose data is left out, counted from the checkpoint.
     max_skips_in_row: PositiveInt = 100  # Consecutive skipped steps after which the run stops.
     # Steps between computing one step twice on all replicas, to detect wrong arithmetic; 0 = never.
     recompute_interval: NonNegativeInt = 0
     # Most steps between comparisons of the ranks' compute times; 0 = never.
     straggler_interval: NonNegativeInt = 25
-    # Most seconds between these comparisons. A rank is reported after two slow intervals.
+    # Most seconds between comparisons of the ranks' compute times. A rank is reported after two slow intervals.
     straggler_seconds: PositiveFloat = 300.0
     # Steps between comparisons of all weight copies, also before each save; 0 = never.
     replica_check_interval: NonNegativeInt = 100

@@ -1,6 +1,6 @@
-"""Reads the header of a Megatron `.idx` file and counts the tokens beside it.
+"""Counts the tokens of a Megatron dataset from the header of its `.idx` file and the size of its `.bin` file.
 
-A configuration can count tokens with it without opening the dataset.
+So a duration in epochs can be converted to steps without opening the dataset.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks of the model's shape and of the optimizer that do not depend on the world size. `topology.plan` checks the
-layout.
+"""Checks the model's shape and the optimizer's settings, as far as they do not depend on the world size.
 
-Also contains notes on a configuration that is valid but probably a mistake.
+`topology.plan` checks the layout. The functions whose names end in `_note` return warnings about a configuration that
+is valid but probably a mistake.
 """
 
 from __future__ import annotations

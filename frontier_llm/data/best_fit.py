@@ -1,11 +1,12 @@
-"""Samples of whole documents, packed best-fit into sequences (arXiv:2404.10830). Only longer documents are cut.
+"""Packs whole documents best-fit into sequences (arXiv:2404.10830). Only documents longer than a sequence are cut.
 
-A sequence has S + 1 tokens, of which S are inputs. A document that fits is one piece. A longer one is cut into pieces
-of S + 1 tokens that overlap by one. Each of its tokens is then a target once.
+A sequence has S + 1 tokens, of which S are inputs. A document that fits is one piece. A longer document is cut into
+pieces of S + 1 tokens that overlap by one token. Each token of the document is then a target once.
 
-The pieces are ordered by a permutation keyed by the seed and divided into windows of 65,536. Each window is packed by
-itself (csrc/sample_index.cpp). The longest piece comes first, and each piece goes into the fullest sequence that has
-space for it. The remaining space is padding, which repeats the sequence's last token and is never learnt.
+The pieces are ordered by a permutation keyed by the seed and divided into windows of 65,536 pieces. Each window is
+packed separately (csrc/sample_index.cpp). The pieces are placed from the longest to the shortest, each into the fullest
+sequence that has space for it. The remaining space is padding. Padding repeats the sequence's last token and is never
+learnt.
 
 The packing is the same in every epoch. Each epoch has its own order of windows and of the sequences inside each. So
 sample k is a pure function of (seed, k) for any layout. A rank stores one window: 2 MB, and 0.125 byte per document.
@@ -34,9 +35,9 @@ class _Window(NamedTuple):
     """Pieces of a window's sequences. Sequence i has pieces starts[i] … starts[i + 1] − 1."""
 
     starts: NDArray[np.int64]
-    offsets: NDArray[np.int64]  # first token of each piece in its document
+    offsets: NDArray[np.int64]  # index in its document of each piece's first token
     lengths: NDArray[np.int64]
-    tokens: NDArray[np.int64]  # first token of each piece in .bin
+    tokens: NDArray[np.int64]  # index in .bin of each piece's first token
 
 
 class PackedSamples:
@@ -87,7 +88,7 @@ class PackedSamples:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of sequences that hold all documents."""
+        """Number of sequences of one epoch, which together hold all documents."""
         return int(self.packed.sum())
 
     def _cached(self, purpose: str, length: int, function: str, *arguments: object) -> NDArray[np.uint64]:
@@ -173,7 +174,7 @@ class PackedSamples:
             tokens_S1[filled : filled + length] = self.dataset.read(start, length)
             if learnt_S1 is not None:
                 learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
-                # after a cut, this token was already a target of the piece before
+                # the first token after a cut was already a target of the previous piece
                 learnt_S1[filled] &= window.offsets[piece] == 0
             filled += length
             lengths.append(length)
@@ -185,8 +186,9 @@ class PackedSamples:
         return np.array(lengths, np.int64)
 
     def origin(self, k: int, place: int) -> Origin:
-        """Return the place in the dataset of token `place` of sample k. Padding has the place of the token that it
-        repeats.
+        """Return the origin of the token at index `place` of sample k: its dataset and its index there.
+
+        Padding has the origin of the token that it repeats.
         """
         number, sequence = self.locate(k)
         window = self._window(number)

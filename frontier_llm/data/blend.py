@@ -1,4 +1,5 @@
-"""Blends: the source of sample k of the run, and the index in that source, as a pure function of k.
+"""Assigns the samples of a run to the datasets of a blend (its sources). The source of sample k, and the index in that
+source, are a pure function of k.
 
 After n samples of the blend, each source has given n * weight samples, with an error of less than one. Weights become
 integers whose sum is the period. The compiled scheduler (csrc/sample_index.cpp, fl_blend) lays out one period, which
@@ -70,7 +71,7 @@ class Blend:
         self._source = np.zeros(self.period, np.uint16)
         if len(counts) > 1:
             call("fl_blend", np.array(self.counts, np.uint64), len(self.counts), self.period, self._source)
-        # slots of each source within the period, in rising order
+        # for each source, the positions of its samples within the period, in ascending order
         self._slots = [np.flatnonzero(self._source == source).astype(np.uint32) for source in range(len(counts))]
 
     def before(self, k: int, source: int) -> int:

@@ -1,9 +1,11 @@
-"""Arrays that one process computes and all others map. They are written under a temporary name and never pickled.
+"""Caches arrays in files: one process computes an array, and all other processes memory-map its file.
+
+A file is written under a temporary name and then renamed. Arrays are never pickled.
 
 Correctness depends only on the atomic rename. The lock file only saves work: of thousands of ranks one computes and the
 others wait. If the lock's time stamp does not change for `STALE_S`, its holder counts as dead, and a waiting rank
-computes instead. If two ranks take over the same lock, work is repeated but the result stays correct. The file system
-must only support exclusive creation and rename, so this also works on Lustre without flock.
+computes instead. If two ranks take over the same lock, both compute, but the result stays correct. The file system
+needs only exclusive creation and rename, so the cache also works on Lustre without flock.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 def held(lock: Path, purpose: str = "") -> Iterator[bool]:
     """Hold the lock file and touch it every few seconds. Yield True, or False if another process holds the lock.
 
-    A thread touches the file. It also runs during compiled code, which releases the GIL.
+    A background thread touches the file. It also runs during compiled code of this process, because such code releases
+    the GIL.
     """
     try:
         write_durably(lock, f"{socket.gethostname()} {os.getpid()} {purpose}\n".encode())
@@ -71,7 +74,7 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
         yield False
         return
     except OSError:
-        lock.unlink(missing_ok=True)  # all processes would wait for a lock without its holder's name
+        lock.unlink(missing_ok=True)  # a lock file without its holder's name would let all processes wait
         raise
     heartbeat = Heartbeat(lock, HEARTBEAT_S)
     try:

@@ -1,7 +1,7 @@
-"""Destination of a new dataset.
+"""Guards the path of a new dataset.
 
-An existing dataset is replaced only on request. One process at a time writes to a destination. Errors name the file
-that cannot be written.
+An existing dataset is replaced only on request. Only one process at a time writes a dataset to the path. Errors name
+the file that cannot be written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> Datase
 
 @contextlib.contextmanager
 def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
-    """Hold the prefix's lock.
+    """Hold the lock file of `prefix`, so that no other process writes a dataset to it.
 
     Raises a DataError that names the live process if another process holds the lock. An OSError inside becomes a
     DataError with this `fix`.

@@ -1,4 +1,4 @@
-"""Read the documents of one piece of an input.
+"""Reads the documents of one piece of an input (inputs.py cuts inputs into pieces).
 
 Damage is a line that is not JSON, bytes that are not UTF-8, or a stream that ends too early. Damage is yielded in
 order, with its file and line. The caller decides how to treat it.
@@ -30,7 +30,7 @@ DAMAGE_FIX = (
     "--skip-damaged"
 )
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# A parquet row group or page may hold this many times the largest value. A page is decoded as one unit.
+# Size limit of a parquet row group or page, as a multiple of `max_bytes`. A page is decoded as one unit.
 GROUP_OF_LARGEST = 8
 PASSED_BYTES = MAXIMUM_BYTES  # Bytes read past a too long line of a packed file to find its end.
 # A longer text file becomes one document of several sequences, so that memory stays bounded.
@@ -246,7 +246,7 @@ def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[by
     """
     if piece.start:
         content.seek(piece.start - 1)
-        _end_line(content, b"")  # the line that began before this piece belongs to the piece before
+        _end_line(content, b"")  # the line that began before this piece belongs to the previous piece
     unpacked = content.raw if isinstance(content, io.BufferedReader) and isinstance(content.raw, _Unpacked) else None
     while (unpacked or content.tell() < piece.stop) and (line := _line(content, max_bytes)):
         ends = len(line) <= max_bytes or _end_line(content, line, PASSED_BYTES if unpacked else None)

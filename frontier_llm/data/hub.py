@@ -30,7 +30,7 @@ PARTS = ("subset", "split", "revision")
 def dataset_files(url: str) -> list[str]:
     """Return the paths and URLs of a split's files, at the commit that `revision` is now.
 
-    `datasets` maps a subset and a split to files. This package's readers then read the files, within their size limits.
+    The library `datasets` maps a subset and a split to files. This package's own readers read them within size limits.
     Raises DataError for a missing split or subset, UnreachableError if the Hub cannot be reached, and FrontierError if
     `datasets` is not installed.
     """

@@ -1,6 +1,6 @@
-"""Identify a run's datasets by content, and compute the data positions that the run will reach.
+"""Identifies a run's datasets by content, and computes the data positions that the run will reach.
 
-The same tokens at another path are the same dataset. Other tokens at the same path are another dataset.
+If a dataset moves to another path, it stays the same dataset. Other tokens at the same path are another dataset.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The token ids of a dataset: its largest id, and the first id outside a vocabulary."""
+"""Finds the largest token id of a dataset, and the first id outside of a vocabulary."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Megatron's indexed dataset, `.bin` + `.idx`: the file format and a memory-mapped reader.
 
 indexed_writer.py writes the format. Files are byte-compatible with Megatron's in both directions. `.bin` holds the
-tokens in C order without a header. `.idx` is little-endian. Its layout was read from megatron-core 0.16.1's
-indexed_dataset.py, and the tests compare files byte for byte with it:
+tokens in C order without a header. `.idx` is little-endian. The layout below was read from megatron-core 0.16.1's
+indexed_dataset.py. The tests compare our files byte for byte with files that its builder writes:
 
     offset  type     content
     0       9 bytes  magic "MMIDIDX\\0\\0"

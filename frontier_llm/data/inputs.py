@@ -173,7 +173,8 @@ def open_parquet(path: str | Path) -> Any:
 
 
 def open_packed(path: Path | RemoteFile) -> Any:
-    """Return the content of a compressed file as a binary file. It may have several gzip members or zstd frames."""
+    """Return the content of a compressed file as a binary file. The file may have several gzip members or zstd
+    frames."""
     if path.suffix == ".gz":
         return gzip.open(_readable(path))
     return _pyarrow("pyarrow", path).input_stream(_readable(path), compression="zstd")

@@ -95,11 +95,11 @@ def inspect(
 
 
 def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
-    """Return the number of tokens that sequences of this length separate from the beginning of their document.
+    """Return the number of tokens that lose the beginning of their document if sequences have this length.
 
-    Training concatenates documents and cuts every S tokens. A cut falls at any place, so token p of a document has lost
-    its beginning with probability p / S (`expected_tokens`). With any packing, the tokens of a document after the first
-    S lose its beginning (`unavoidable_tokens`).
+    Training concatenates documents and cuts every S tokens. All places of a cut are equally likely. Token p of a
+    document is therefore separated from the beginning with probability p / S (`expected_tokens`). With any packing, the
+    tokens of a document after the first S lose its beginning (`unavoidable_tokens`).
     """
     S = sequence_length
     lengths = lengths.astype(np.float64)
@@ -119,10 +119,10 @@ def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str,
 
 
 def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
-    """Return the same counts for `data.packing: best-fit`, which cuts only documents longer than a sequence, and its
-    padding.
+    """Return the counts of `truncation` for `data.packing: best-fit`, and its padding.
 
-    One seed is counted. Other seeds give almost the same values.
+    Best-fit packing cuts only documents longer than a sequence. The counts are of one seed. Other seeds give almost the
+    same values.
     """
     if not dataset.token_count:
         return {}
@@ -188,9 +188,9 @@ def _sample(dataset: IndexedDataset, document: int, codec: Tokenizer | None, cha
 class ReadSample:
     """One sample of a run."""
 
-    number: int  # number in the run, counted from 0
+    number: int  # number of the sample in the run, counted from 0
     source: str
-    index: int  # index in its stream
+    index: int  # index of the sample in its stream
     sequence_length: int
     documents: tuple[int, ...]
     text: str | None  # its first characters; None without the tokenizer that made the data

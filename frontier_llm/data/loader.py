@@ -46,7 +46,7 @@ class SampleBatch:
 
     With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0; otherwise it is None. Queries
     attend only to keys with an equal number. `loss_mask_BS` is False for targets that belong to another document than
-    the input, and for targets that are read and not learnt. It is None if all targets count in the loss.
+    the input, and for targets that are read and not learnt. `loss_mask_BS` is None if all targets count.
     """
 
     tokens_BS1: NDArray[np.int64]
@@ -78,7 +78,9 @@ class Batches:
         read_ahead: int = 4,
         first_sample: int = 0,
     ) -> None:
-        """`first_sample` is the number of step 0's first sample if all steps were as large as these.
+        """Sample numbers are counted as if every step of the run, from step 0 on, had `global_batch` samples.
+
+        `first_sample` is the number that the first sample of step 0 then has.
 
         `vocab_size` bounds the token ids (None: unchecked). `read_ahead` microbatches are prepared in the background
         (0: none). Raises DataError if `global_batch` is not a multiple of micro_batch * dp.
@@ -99,7 +101,7 @@ class Batches:
         self.masks_targets = reset_at_documents or samples.masked
         self._read_ahead = range(read_ahead + 1)
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
-        # other chunks of the stage request a step's microbatches again, so they are cached up to KEPT_BYTES
+        # further virtual stages of this rank request the same microbatches again, so they are cached up to KEPT_BYTES
         capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
         self._prepared = functools.lru_cache(capacity)(self._submit)
 

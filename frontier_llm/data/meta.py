@@ -54,7 +54,7 @@ def write_meta(prefix: str | Path, meta: DatasetMeta) -> None:
 
 
 def read_meta(prefix: str | Path) -> DatasetMeta | None:
-    """Return a dataset's record, or None if it has none, as with a dataset made elsewhere.
+    """Return a dataset's record. None if there is none, for example because another program made the dataset.
 
     Raises DataError if the record is damaged.
     """

@@ -1,5 +1,5 @@
-"""numpy interface to the compiled sample index (csrc/sample_index.cpp). It is loaded with ctypes and never compiled
-here.
+"""NumPy interface to the compiled sample index (csrc/sample_index.cpp). setup.py compiles the library, and this module
+loads it with ctypes.
 
 There is no Python fallback. A missing library raises an error that names the build command.
 """

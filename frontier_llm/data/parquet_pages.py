@@ -17,7 +17,7 @@ MOST_PAGES = 1 << 16  # Limit for a column in a row group. Writers make about on
 # Sizes tried for a header. Long values in its statistics need the second one.
 HEADER_BYTES = 4 << 10
 LONGEST_HEADER_BYTES = 1 << 20
-# Limit for a group of more than a million rows. It is high, because equal values compress to almost nothing.
+# Limit for a group of more than a million rows. The limit is high, because equal values compress to almost nothing.
 ROWS_PER_BYTE = 64
 _DEEPEST = 16
 _UNCOMPRESSED = 2

@@ -1,4 +1,6 @@
-"""Plan of a run's data, phase by phase: sources, sizes, tokenizers, epochs, and repeated, unread or left-out data."""
+"""Lists the data that a run will read, by phase: sources, sizes, tokenizers, epochs, and data that is repeated, never
+read or left out.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Position of a run in its data: the samples that each source has given, and the next sample.
+"""Position of a run in its data: the samples that the run has taken from each dataset, and its next sample.
 
 A stream is one dataset, cut into samples of one length with one packing, in one order. Its samples are read in order,
 each at most once. A blend assigns the run's samples to streams. Three pure functions act on a position:
 
-    enter    continue with these sources: streams that were read before continue, new ones begin
-    sample   return the stream of the sample at an offset from here, and the index in that stream
+    enter    return the position with other sources: streams that were read before continue, new streams begin
+    sample   return the stream of the n-th sample after the position, and the index in that stream
     advance  return the position after steps of equal size
 
 A phase, a change of the configuration and a resume call `enter`. A rewind and `--leave-out` call `leave_out`, which
@@ -54,7 +54,7 @@ Range = tuple[Count, Size]
 class Source:
     """A dataset as one member of a blend."""
 
-    dataset: str  # identity of its tokens, or SYNTHETIC
+    dataset: str  # digest that identifies the dataset's tokens, or SYNTHETIC
     path: str
     tokens: int  # 0 for synthetic data
     weight: float
@@ -67,7 +67,7 @@ class Wanted:
     sources: tuple[Source, ...]
     sequence_length: int
     packing: Packing
-    seed: int  # draws the order of sources that are read for the first time
+    seed: int  # determines the order of samples in sources that are read for the first time
 
 
 class _Record(BaseModel):
@@ -211,8 +211,9 @@ class Position(_Record):
         return self.model_copy(update={"streams": tuple(streams), "blend": blend, "dealt": dealt})
 
     def sample(self, offset: int) -> tuple[int, int]:
-        """Return (place in the blend, index in that stream) of the sample `offset` from here. The next sample has
-        offset 0.
+        """Return (index of its stream in `blend`, index in that stream) of a sample.
+
+        `offset` is counted from the next sample of the run, which has offset 0.
         """
         blend = blend_of(self.weights)
         place, count = blend.locate(self.dealt + offset)

@@ -28,7 +28,7 @@ PACKAGES = {
 }
 PACKAGES |= dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs")
 AGAIN = "check the address, the network and the credentials, then run the same command again: finished parts are kept"
-# names that stores use for a mark of a file's content, strictest first; the first one present is used
+# keys under which stores report a checksum, version or time of a file, strictest first; the first one present is used
 VERSIONS = ["sha256", "Content-MD5", "md5Hash", "md5", "ETag", "etag", "blob_id", "generation", "crc32c", "checksum"]
 VERSIONS += ["mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"]
 
@@ -36,12 +36,12 @@ VERSIONS += ["mtime", "LastModified", "Last-Modified", "last_modified", "updated
 class UnreachableError(FrontierError):
     """A remote file cannot be read now.
 
-    This never counts as damage, so that --skip-damaged does not leave data out because of a network failure.
+    This error never counts as damage, so that --skip-damaged does not leave data out because of a network failure.
     """
 
 
 class Stat(NamedTuple):
-    """Size of a remote file, and `version`, a mark of its content as provided by the store."""
+    """Size of a remote file, and `version`: a checksum, version or time that the store reports for its content."""
 
     st_size: int
     version: str

@@ -4,7 +4,7 @@ Epoch e is the concatenation of all documents in the order of a permutation keye
 its end-of-document token. The stream of epochs is cut every S tokens. A sample is the S + 1 tokens from one cut on, so
 its last token is the first token of the next sample. Every token of an epoch is therefore an input exactly once and a
 target exactly once. A sample can span documents and epochs. A second permutation keyed by (seed, e) shuffles the
-samples that begin in epoch e. This separates the samples of one long document.
+samples that begin in epoch e. The shuffle separates the samples of one long document.
 
 With T tokens per epoch, epoch e owns samples ceil(e T / S) ... ceil((e+1) T / S) - 1. These formulas make resuming at
 any k possible without a scan. Both permutations are computed on the fly. The only stored table is the running token
@@ -56,11 +56,11 @@ class SampleStream(Protocol):
         """
 
     def origin(self, k: int, place: int) -> Origin | None:
-        """Return the place in a dataset of token `place` of sample k; None for synthetic tokens."""
+        """Return the origin of the token at index `place` of sample k. None for synthetic tokens."""
 
 
 class Origin(NamedTuple):
-    """Place of a sample's token in its dataset."""
+    """Origin of a token of a sample: its dataset and its index there."""
 
     dataset: IndexedDataset
     token: int  # index in the dataset's tokens
@@ -226,7 +226,7 @@ class DocumentSamples:
         """Build and cache the epochs' indices for the first `samples` samples."""
         if self.dataset.document_count >= CACHE_FROM_DOCUMENTS:
             after = self.first_of_epoch(self.epoch_of(max(samples - 1, 0)) + 1)
-            # the epoch's last cut extends into the next epoch, and the shuffle can place it anywhere
+            # the last sample of an epoch extends into the next epoch, and the shuffle can place it anywhere
             for epoch in range(after * self.sequence_length // self.dataset.token_count + 1):
                 self.index.prefix(epoch)
 
@@ -267,7 +267,7 @@ class DocumentSamples:
             token = 0
 
     def origin(self, k: int, place: int) -> Origin:
-        """Return the place in the dataset of token `place` of sample k."""
+        """Return the origin of the token at index `place` of sample k."""
         epoch, token = self.cut(k)
         while True:
             pieces = self.index.pieces(epoch, token, place + 1)
@@ -285,7 +285,7 @@ class BlendedSamples:
     """Samples of one or several streams."""
 
     def __init__(self, streams: Sequence[SampleStream], locate: Callable[[int], tuple[int, int]]) -> None:
-        """`locate(k)` returns the place in `streams` of sample k's stream, and the index in that stream."""
+        """`locate(k)` returns (index in `streams` of the stream that holds sample k, index in that stream)."""
         self.streams = streams
         self.masked = any(stream.masked for stream in streams)
         self.locate = locate
@@ -302,7 +302,7 @@ class BlendedSamples:
         return self.streams[place].fill(index, tokens_S1, learnt_S1)
 
     def origin(self, k: int, place: int) -> Origin | None:
-        """Return the place of token `place` of sample k in its dataset; None for synthetic tokens."""
+        """Return the origin of the token at index `place` of sample k. None for synthetic tokens."""
         stream, index = self.locate(k)
         return self.streams[stream].origin(index, place)
 

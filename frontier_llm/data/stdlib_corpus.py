@@ -1,4 +1,4 @@
-"""A corpus that every machine has: the sources of its Python standard library, about 30 MB of text without a download.
+"""Makes a small corpus without a download, from the sources of Python's standard library (about 30 MB of text).
 
 The files are ordered by their relative path. One file in twenty is held out for validation, chosen by the digest of its
 path. The text is kept exactly (decode(encode(text)) == text), so that bits per byte can be computed correctly.

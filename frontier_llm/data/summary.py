@@ -1,4 +1,4 @@
-"""Log the data that a run is about to read: size and share of each dataset, and its number of epochs."""
+"""Logs the data that a run will read: size, share and number of epochs of each dataset."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
         return
     datasets = datasets_of([run])
     end = _end(run, position)
-    limits: dict[str, tuple[float, str]] = {}  # identity → (epochs, path)
+    limits: dict[str, tuple[float, str]] = {}  # identity of a dataset → (max_epochs, path)
     for source in sources:
         if source.max_epochs is not None:
             identity = datasets[source.path].identity
@@ -79,7 +79,7 @@ def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
 
 
 def news(before: Position, after: Position) -> Iterator[str]:
-    """Yield a note for each source that begins anew although its dataset or its path was read before.
+    """Yield a note for each source that is read from its beginning although its dataset or path was read before.
 
     `before` is the position before a blend is entered, `after` the position after it.
     """

@@ -41,7 +41,7 @@ from frontier_llm.files import write_atomically
 from frontier_llm.topology.buckets import packed
 from frontier_llm.units import format_bytes, format_count, strict_json
 
-EXAMPLES = 100  # most damaged inputs that a record lists by name
+EXAMPLES = 100  # number of damaged inputs that a record lists by name
 VERSION = 2  # version of the rules below; parts of another version are not reused
 
 

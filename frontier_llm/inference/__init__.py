@@ -1,1 +1,3 @@
-"""Generate text and score tokens with a trained model on any layout. The training stages run token by token."""
+"""Generates text and scores tokens with a trained model on any layout. To generate, the stages of training run once per
+token.
+"""

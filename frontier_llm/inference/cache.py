@@ -1,4 +1,4 @@
-"""Attention with a key/value cache, so that a new token costs one row of work.
+"""Attention with a key/value cache. With the cache, only the new token of each row passes through the model.
 
 `RememberingAttention` replaces the attention op of the model (`Ops.attention`), so the transformer is the same as in
 training. Slot t of a row holds the token at position t. Prompts of unequal length are padded on the right. The causal
@@ -40,10 +40,12 @@ class KeyValueCache:
         self.is_prefill = self.is_empty  # the tokens have positions 0, 1, … and attend only to each other
         self._positions_SB = positions_SB
         self._layer = 0
-        self._biases: dict[int, Tensor] = {}  # by window size
+        self._biases: dict[int, Tensor] = {}  # biases of this pass by window size
         low, high = (int(place) for place in positions_SB.aminmax())
         self._length = max(self._length, high + 1)
-        # rows at equal positions fill one block of the store; a single last token attends to all filled slots
+        # If all rows have equal positions, the tokens fill one block of the store. If each row has only one token, and
+        # it
+        # is the last one, it attends to all filled slots. Then no mask is needed.
         self._block = slice(low, high + 1) if high - low + 1 == len(positions_SB) else None
         self._sees_all = self._block is not None and low == high == self._length - 1
 

@@ -1,4 +1,4 @@
-"""Evaluate a task. The model's answer is the option with the highest log-probability."""
+"""Evaluates a multiple-choice task. The model's answer is the option with the highest log-probability."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TaskResult:
     format: str
     shots: int
     items: int
-    acc: float  # by summed log-probability, as lm_eval's acc
-    acc_norm: float | None  # by log-probability per character of the choice, as lm_eval's acc_norm
-    acc_token: float  # by log-probability per token, as LLM Foundry's accuracy
+    acc: float  # accuracy by summed log-probability, as lm_eval's acc
+    acc_norm: float | None  # accuracy by log-probability per character of the choice, as lm_eval's acc_norm
+    acc_token: float  # accuracy by log-probability per token, as LLM Foundry's accuracy
 
     @property
     def stderr(self) -> float:

@@ -1,4 +1,4 @@
-"""Generation: one pass over the prompt, then one token per row and pass until every row has ended."""
+"""Generates tokens: one forward pass over the prompts, then one pass for each new token until every row has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test how well a model recalls text far back: a needle of random tokens is hidden in held-out text.
+"""Tests how well a model recalls earlier text: random tokens, the needle, are hidden in held-out text.
 
 The needle's first half is repeated at the end of the text, and the model predicts the second half. The test needs no
 tokenizer and no language. The answer cannot be guessed. A correct answer therefore shows that the model attended to the

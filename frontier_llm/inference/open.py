@@ -27,7 +27,7 @@ class OpenedModel:
 
     path: Path
     source: WeightSource
-    run: RunConfig | None  # None for a Hugging Face directory
+    run: RunConfig | None  # configuration of the run; None for a Hugging Face directory
     dtype: str  # working precision of the training; fp32 if unknown
     tokenizer_spec: str | None
 
@@ -104,8 +104,8 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
 def check_dataset(prefix: str, tokenizer: Tokenizer) -> None:
     """Raise DataError if another tokenizer made the dataset's tokens. A dataset without a record is accepted.
 
-    The tokenizer file of an exported model differs from the file that made the data. It is accepted if both tokenizers
-    decode the dataset's first tokens to the same text.
+    The tokenizer file of an exported model differs from the file that made the data. The dataset is accepted if both
+    tokenizers decode its first tokens to the same text.
     """
     meta = read_meta(prefix)
     dataset = IndexedDataset(prefix)

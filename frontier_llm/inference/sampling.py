@@ -1,4 +1,4 @@
-"""Choose the next token from logits: repetition penalty, temperature, top-k, top-p, min-p, then one draw."""
+"""Chooses the next token from logits: repetition penalty, temperature, top-k, top-p, min-p, then one random draw."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Sampler:
         draws_B = torch.stack(
             [torch.rand((), generator=generator, dtype=torch.float64) for generator in self._generators]
         )
-        # below the cumulative sum of the last kept token, so that rounding cannot choose a token of probability 0
+        # the draw is scaled by the rounded sum of all kept probabilities, so that no token of probability 0 is chosen
         thresholds_B1 = draws_B.to(cumulative_BK)[:, None] * cumulative_BK[:, -1:]
         place_B1 = torch.searchsorted(cumulative_BK, thresholds_B1, right=True)
         return order_BK.gather(1, place_B1.minimum(_last(probabilities_BK)))[:, 0]
@@ -82,7 +82,7 @@ class Sampler:
             order_BK = _likeliest(scaled_BV, min(width, V))
             ordered_BK = scaled_BV.gather(1, order_BK)
             probabilities_BK = keep_likely(ordered_BK, sampling.top_k, sampling.top_p, sampling.min_p, log_total_B1)
-            # otherwise tokens beyond K may be kept too, or may equal the last kept one
+            # otherwise the filters may keep tokens beyond K too, or a token beyond K may equal the last kept one
             if width >= V or bool((ordered_BK.gather(1, _last(probabilities_BK)) > ordered_BK[:, -1:]).all()):
                 return order_BK, probabilities_BK
             width *= 16

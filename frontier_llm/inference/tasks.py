@@ -28,8 +28,8 @@ class Task:
     path: str
     format: str  # "llm-foundry" or "lm-eval"
     prompts: tuple[Prompt, ...]
-    delimiter: str  # between context and continuation
-    joiner: str  # between solved examples
+    delimiter: str  # text between context and continuation
+    joiner: str  # text between solved examples
     is_schema: bool  # options are contexts; normalising by the length of a continuation has no meaning
 
 
@@ -95,9 +95,9 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
 def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1234) -> list[TaskOption]:
     """Return every option of every question, after `shots` solved examples.
 
-    The examples come from `pool`, or from the task itself without the current question. They are drawn as in lm_eval:
-    one generator for the complete task, and one additional example if the question itself must be left out. Equal files
-    and seeds therefore give equal prompts. Raises DataError if there are too few examples.
+    The examples come from `pool`, or from the task itself without the current question. Examples are drawn as in
+    lm_eval: one random generator for the complete task, and one additional example if the question itself must be left
+    out. Equal files and seeds therefore give equal prompts. Raises DataError if there are too few examples.
     """
     examples = (pool or task).prompts
     if shots and len(examples) < shots + (pool is None):

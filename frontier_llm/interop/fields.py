@@ -1,4 +1,4 @@
-"""Reader of another program's configuration, which collects problems instead of raising at the first."""
+"""Reads another program's configuration. Collects all problems instead of raising an error at the first one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Fields:
             self.only(key, value, default=value)
 
     def section(self, key: str, content: dict[str, Any] | None = None) -> Self:
-        """Return a part of the configuration, by default the value of `key`. Its problems are recorded here too."""
+        """Return a part of the configuration, by default the value of `key`. Problems of the part are recorded here."""
         part = type(self)(self.get(key, {}) if content is None else content, f"{self.where}: {key}")
         part.problems = self.problems
         return part

@@ -1,8 +1,8 @@
-"""The time for which Slurm has charged a run, `allocations.jsonl` in the run directory.
+"""Reads and writes `allocations.jsonl` in the run directory: how long Slurm has charged the run for which nodes.
 
-Slurm charges all nodes of an allocation, spares included, from its start to its end. The record therefore holds
-allocations and not starts of the ranks. The supervisor appends a line at its start and before each decision. The newest
-line of an allocation is valid.
+Slurm charges all nodes of an allocation, spares included, from its start to its end. Each line therefore describes an
+allocation and not a start of the ranks. The supervisor (`cluster.supervisor`) appends a line at its start and before
+each decision. Only the newest line of an allocation is valid.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FILE = "allocations.jsonl"
 
 @dataclass(frozen=True)
 class Allocated:
-    """One allocation of a job. A requeued job has one for each of its starts."""
+    """One allocation of a job. A job that Slurm requeues gets a new allocation each time."""
 
     job_id: str
     restarts: int  # number of times that Slurm had requeued the job
-    nodes: int  # spares included
+    nodes: int  # number of nodes, spares included
     started_unix_s: float
     seen_unix_s: float  # time until which the allocation is known to have existed
 
@@ -42,7 +42,7 @@ def is_allocated(row: Mapping[str, Any]) -> bool:
 
 
 def record(directory: Path, allocated: Allocated) -> None:
-    """Append a line."""
+    """Append a line about an allocation to allocations.jsonl."""
     run_dir.append_line(directory / FILE, asdict(allocated))
 
 
@@ -57,9 +57,9 @@ def allocations(directory: Path) -> list[Allocated]:
 
 
 def extend_last(directory: Path) -> None:
-    """Extend the newest allocation to the newest line of metrics.jsonl.
+    """Move the end of the newest allocation to the time of the newest line in metrics.jsonl, if that is later.
 
-    Its batch host may have died while the ranks trained, so that no later line was appended.
+    If the batch host dies while the ranks train, the supervisor cannot append a later line.
     """
     known = allocations(directory)
     if not known:
@@ -75,9 +75,9 @@ def extend_last(directory: Path) -> None:
 def node_hours(directory: Path, billed: Mapping[str, float]) -> float:
     """Return the node-hours of all jobs of the run.
 
-    `billed` has the node-hours of jobs according to Slurm's accounting. The larger value of a job counts: accounting
-    lacks old jobs, and the record ends before a batch host dies. Starts of jobs without an allocation are from older
-    versions or other programs; they count with the nodes of their ranks.
+    `billed` maps job ids to node-hours in Slurm's accounting. For each job the larger value counts. Slurm's accounting
+    can lack old jobs, and allocations.jsonl can lack the time before a batch host died. Jobs without a line in
+    allocations.jsonl come from older versions or other programs. They count with the nodes and times of their ranks.
     """
     recorded: dict[str, float] = {}
     for allocated in allocations(directory):

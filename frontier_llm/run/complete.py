@@ -1,4 +1,5 @@
-"""Decides which checkpoint of a run is the newest complete one, without torch. Loader, supervisor and `status` call it.
+"""Finds the newest complete checkpoint of a run. Does not import torch. Called when a checkpoint is loaded, by the
+supervisor and by `status`.
 
 A checkpoint `step_00000100/` is complete if its manifest matches its digest and every shard has its full size.
 The pointer file LATEST is only for users. No code reads it to choose a checkpoint.
@@ -25,7 +26,7 @@ from frontier_llm.units import strict_json
 
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.sha256"
-MAX_MANIFEST_BYTES = 1 << 26  # 20 times the manifest of the 1T model on 3072 ranks, which has 72,087 pieces
+MAX_MANIFEST_BYTES = 1 << 26  # 20 times the manifest of 1T on 3072 ranks, which lists 72,087 pieces
 _NAME = re.compile(r"step_([0-9]{8,12})")
 
 
@@ -49,7 +50,8 @@ def named_step(name: str) -> int | None:
 
 
 def named_steps(directory: Path) -> list[int]:
-    """Return the steps of all folders that are named like a checkpoint, newest first, without links. Raises OSError."""
+    """Return the steps of all folders that are named like a checkpoint, newest first. Links are left out. Raises
+    OSError."""
     if not directory.is_dir():
         return []
     with os.scandir(directory) as entries:
@@ -106,7 +108,7 @@ def fault(path: Path) -> Problem | None:
 
 def _shard_fault(path: Path, sizes: dict[str, object]) -> Problem | None:
     """Return the first shard that is missing or has another size. None if all are complete."""
-    # one pass over the folder, because a parallel file system reads file attributes ahead during a scan
+    # one scan of the folder instead of one stat per name: a parallel file system prefetches file attributes in a scan
     missing = dict(sizes)
     try:
         with os.scandir(path) as entries:

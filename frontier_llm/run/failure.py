@@ -1,9 +1,9 @@
-"""The record of the first failure of a start, `failure.json` in the run directory.
+"""Reads and writes `failure.json` in the run directory: the first failure of the run's newest start.
 
 Only this module reads and writes the file.
-The failed rank writes the record, or rank 0 writes it about a rank that died or froze (training/guard/cause.py).
-The launcher adds signal, exit code and lost nodes. If no rank wrote a record, the launcher searches the ranks' logs,
-and `evidence` records that source.
+The failed rank writes the record. If a rank died or froze, rank 0 writes the record about it (training/guard/cause.py).
+The launcher adds signal, exit code and lost nodes. If no rank wrote a record, the launcher searches the ranks' logs.
+The field `evidence` names the source of the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from frontier_llm.units import strict_json
 FILE = "failure.json"
 # exit code of a rank whose user has to change something, so that a restart is useless (errors.FrontierError.exit_code)
 REFUSED = 2
-STUCK = 70  # EX_SOFTWARE: the rank's watchdog ended it, because another rank made no progress
+STUCK = 70  # EX_SOFTWARE: exit code of a rank that its watchdog ended, because another rank made no progress
 _LOST_A_PEER = re.compile(
     r"RankFailure|secondary failure|has died or left|connection (reset|closed|refused)|broken pipe|timed "
     r"out|peer|nccl|gloo|"
@@ -44,7 +44,7 @@ class Evidence(StrEnum):
     COMPARISON = "comparison"  # copies that must be equal differ.
     NOTICES = "notices"  # the heartbeats of the named rank stopped or fell behind.
     SYMPTOM = "symptom"  # the named rank lost its peers without finding the cause; it may not be the first.
-    ENDS = "ends"  # signals, exit codes or lost nodes with which processes ended.
+    ENDS = "ends"  # how processes ended: by a signal, with an exit code, or with a lost node.
     LOGS = "logs"  # the ranks' logs, searched because no rank could write a record.
 
 
@@ -68,10 +68,10 @@ class Failure:
     host: str = ""  # host of that rank; '' = unknown
     step: int | None = None  # None: training had not begun, or the step is unknown
     section: str = ""  # part of the program: train, evaluate, save …
-    host_suspect: bool = False  # the host may have caused it; after a second such failure the host is avoided
+    host_suspect: bool = False  # the host may have caused the failure; after two such failures the run avoids it
     message: tuple[str, ...] = ()  # the rank's traceback or last lines of output
     suspects: tuple[Suspect, ...] = ()  # only for wrong results
-    excluded_hosts: tuple[str, ...] = ()  # no longer used because of this failure
+    excluded_hosts: tuple[str, ...] = ()  # the run no longer uses them because of this failure
     unix_s: float = field(default_factory=time.time)
 
     def describe(self) -> str:
@@ -87,9 +87,10 @@ class Failure:
 
     @property
     def program_fault(self) -> str:
-        """The error of the program, without its numbers. '' if a host, the network or a lost rank may be the cause.
+        """Error text of the program, with '#' for each number. '' if a host, the network or a lost rank may be the
+        cause.
 
-        The same fault recurs at every start.
+        A fault of the program recurs at every start with the same text, so starts can be compared by this text.
         """
         is_error = self.cause == "crash" and self.evidence in (Evidence.EXCEPTION, Evidence.LOGS)
         if not is_error or self.host_suspect or lost_a_peer(self.what) or speaks_of_hardware(self.what):
@@ -106,9 +107,9 @@ class Failure:
 
 
 def write_failure(run_dir: Path, failure: Failure, *, complete: bool = False) -> None:
-    """Write the record. The first rank that writes wins. `complete` replaces the record with a more complete one.
+    """Write the record, unless another rank has already written one. With `complete`, replace an existing record.
 
-    A failed write only warns, so that it does not hide the cause.
+    If the write fails, only a warning is logged, so that the error does not hide the cause of the failure.
     """
     path = run_dir / FILE
     try:

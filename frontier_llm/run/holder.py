@@ -1,9 +1,11 @@
-"""Which start of a run is the newest, which process holds the run directory, and whether that process is alive.
+"""Ensures that only one process uses a run directory. Such a process holds the directory.
 
-* `incarnation.json`: a supervisor numbers each start of its ranks here and records the job.
-* `submit.lock`: a process that queues a job or writes job.json reserves the directory with this file.
-* `checkpoints/incarnations/NNNNNNNN.json`: rank 0 takes the lock of its start here (checkpoint.lock). A later start can
-  take over only if the holder is dead.
+The functions return the newest start of the run, the holder, and whether the holder is alive. They use three files:
+
+* `incarnation.json`: number and job of the newest start, written by the supervisor.
+* `submit.lock`: reserves the directory for a process that queues a job or writes job.json.
+* `checkpoints/incarnations/NNNNNNNN.json`: lock of start N, taken by its rank 0 (checkpoint.lock). A later start can
+  take its own lock only if this holder is dead.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_js
 from frontier_llm.run.run_dir import queued_job
 from frontier_llm.units import strict_json
 
-# A holder on another host is dead after this time without a heartbeat: twelve heartbeats, and longer than a usual
-# Lustre failover pause
+# A holder on another host counts as dead after this time without a heartbeat. The time is twelve heartbeat intervals,
+# and longer than the usual pause of a Lustre failover.
 STALE_AFTER_S = 60.0
 LOCKS = Path("checkpoints") / "incarnations"
 RESERVATION = "submit.lock"
@@ -85,7 +87,9 @@ def incarnations(folder: Path) -> list[int]:
 
 
 def start_after(folder: Path, newest: int, counted: int = 0) -> int:
-    """Return the number of the next start: above `newest`, the highest in `folder`, and at least `counted`.
+    """Return the number of the next start. It is greater than `newest` and at least `counted`.
+
+    `newest` is the highest number that has a lock file in `folder`.
 
     Raises FrontierError if a file claims the last number, because no later start could get a higher one.
     """
@@ -118,9 +122,9 @@ def read_holder(path: Path) -> Holder | None:
 def take(run_dir: Path, job_id: str, host: str) -> int:
     """Record a new start and return its number.
 
-    Its ranks take the checkpoint lock with this number, which keeps ranks of older starts from writing.
+    Rank 0 of the start takes the checkpoint lock with this number. The lock keeps ranks of older starts from writing.
     """
-    # this folder also has the starts without a supervisor
+    # starts without a supervisor are counted only in this folder
     folder = run_dir / LOCKS
     newest = max(incarnations(folder), default=0)
     number = start_after(folder, newest, last_start(run_dir).get("incarnation", 0) + 1)
@@ -178,7 +182,9 @@ def newest_lock(run_dir: Path) -> Path:
 
 
 def silence_s(path: Path) -> float:
-    """Return the seconds since the last heartbeat. Negative if the holder's clock is ahead of this host's clock.
+    """Return the seconds since the last heartbeat of the holder, whose lock file is `path`.
+
+    Negative if the clock of the holder's host is ahead of this host's clock.
 
     Raises OSError.
     """
@@ -205,7 +211,7 @@ def watched_dead(path: Path) -> bool:
 
 
 def how_to_free(path: Path) -> str:
-    """Return advice for a holder that is dead although its lock does not show it."""
+    """Return advice for the case that a holder is dead, but counts as alive by its file `path`."""
     return f"if you know that the process is dead, delete {path}"
 
 
@@ -241,7 +247,7 @@ def reserved(run_dir: Path) -> Iterator[None]:
     Raises FrontierError if another living process holds the reservation, or if ranks without a job train there.
     """
     living = living_holder(run_dir)
-    if living is not None and not living.job:  # a holder with a job is refused elsewhere, by its state in Slurm
+    if living is not None and not living.job:  # if the holder has a job, the callers check the job's state in Slurm
         refuse_second_start(run_dir)
     path = run_dir / RESERVATION
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -262,10 +268,10 @@ def _refuse_reserved(run_dir: Path, path: Path) -> None:
     try:
         silent_s = silence_s(path)
     except FileNotFoundError:
-        return  # the other process has released it since
+        return  # the other process has released the reservation in between
     holder = read_holder(path)
     if holder is None:
-        alive = silent_s <= STALE_AFTER_S  # not written completely yet
+        alive = silent_s <= STALE_AFTER_S  # the other process may not have written the file yet
     elif holder.host == socket.gethostname():
         alive = process_start(holder.pid) == holder.process_start
     else:

@@ -1,6 +1,6 @@
 """Parse and write Slurm's host list syntax: `frontier[00001-00003,00010]` ↔ four names. Calls no `scontrol` and no DNS.
 
-It does not use a library, because python-hostlist has the GPL license and ClusterShell is a complete administration
+The module uses no library, because python-hostlist has the GPL license and ClusterShell is a complete administration
 framework.
 """
 
@@ -41,7 +41,7 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 def first(text: str) -> str:
-    """Return the first name of a host list. Rank 0 runs on it with Slurm's block and cyclic distributions."""
+    """Return the first name of a host list. Slurm's block and cyclic distributions place rank 0 on that node."""
     hosts = expand(text)
     if not hosts:
         raise FrontierError("the host list is empty", "check SLURM_STEP_NODELIST", "host list")

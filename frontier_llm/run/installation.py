@@ -1,7 +1,7 @@
-"""The facts about the installation in the interpreter that runs the ranks, and the query that collects them.
+"""Describes the Python installation that the ranks use (`Installation`), and requests the description from it (`ask`).
 
-`training/installed.py` collects the facts inside that interpreter. This module imports neither torch nor pydantic, so
-that it works in an interpreter that lacks both.
+`ask` starts the ranks' interpreter. In that process `training/installed.py` collects the facts. This module imports
+neither torch nor pydantic, so that it works in an interpreter that lacks both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TorchFacts:
     hip: str  # torch.version.hip; '' if torch was built without ROCm.
     cuda: str  # torch.version.cuda; '' if torch was built without CUDA.
     path: str  # directory of the torch package.
-    error: str  # why importing it fails; '' if it can be imported.
+    error: str  # why torch cannot be imported; '' if it can.
 
     @property
     def vendor(self) -> str:
@@ -57,8 +57,8 @@ class KernelFacts:
     """The GPU kernels that were built ahead of time."""
 
     architecture: str  # the requested architecture.
-    digest: str  # sha256 of its manifest, which names each code object's digest; '' without a manifest.
-    # missing manifest, other kernel sources, damaged code objects; each with the build command.
+    digest: str  # sha256 of the manifest, the list of all code objects' digests; '' without a manifest.
+    # a missing manifest, a build from other sources, or damaged code objects; each problem names the build command.
     problems: tuple[Problem, ...]
     built: tuple[str, ...]  # architectures that have a manifest.
 
@@ -88,7 +88,7 @@ class Installation:
     libraries: Mapping[str, str]  # file name -> why it cannot be used; '' if it can.
     built_for: str  # torch version that TORCH_OPS was built for; '' if the library does not load.
     kernels: KernelFacts | None  # None if no architecture was requested, or if torch cannot be used.
-    providers: Mapping[str, str]  # op back-end -> why it cannot be used; '' if it can. Without triton: see kernels.
+    providers: Mapping[str, str]  # op back-end (except triton, see `kernels`) -> why it cannot be used, or ''.
     ops_error: str = ""  # why frontier_llm.ops cannot be imported with this torch.
     inputs: InputFacts | None = None  # None if no run was given, or if the run file cannot be read in this interpreter.
     seconds: float = field(default=0.0, compare=False)  # time that the collection took.
@@ -161,7 +161,7 @@ def ask(
 def of_this_interpreter(
     architecture: str | None, environment: Mapping[str, str], python: str = sys.executable
 ) -> Installation:
-    """Call `ask` for an interpreter that is started with `environment`."""
+    """Return the facts about the interpreter `python`, which is started with `environment` (`ask`)."""
     return ask((python, "-P", "-m"), environment, architecture)
 
 

@@ -18,7 +18,7 @@ from frontier_llm.units import strict_json
 FILE = "job.json"
 VERSION = 2
 CONTINUATIONS = ("requeue", "successor", "never")
-FAILED_START_HOURS = 3.0  # default limit, in hours of all nodes: 18 failed starts of ten minutes
+FAILED_START_HOURS = 3.0  # hours × nodes that failed starts may use by default: 18 starts of ten minutes
 _FIX = "correct it, or delete the file: the next start then writes it again with the values of its script"
 
 
@@ -29,7 +29,7 @@ class Job:
     run_dir: str  # absolute path.
     words: tuple[str, ...]  # run file and overrides, in the form that the ranks receive.
     site: str  # name of a site file.
-    nodes: int  # nodes of one start of the ranks; spares are added.
+    nodes: int  # nodes on which the ranks run, without the spares.
     warning_s: float  # time before the walltime at which Slurm signals the ranks to save.
     spares: int = 0
     continuation: str = "requeue"  # one of CONTINUATIONS.
@@ -38,7 +38,7 @@ class Job:
     flags: tuple[str, ...] = ()  # flags of `frontier-llm train`.
     # limit for starts in a row that end before their first step; None: FAILED_START_HOURS of all nodes.
     failed_start_node_hours: float | None = None
-    sbatch: tuple[str, ...] = ()  # further options of every job, each KEY=VALUE.
+    sbatch: tuple[str, ...] = ()  # further sbatch options of every job, each KEY=VALUE.
     notice_command: tuple[str, ...] = ()  # program and arguments; run at events (cluster/notices.py).
     webhook_file: str = ""  # file of mode 0600 that holds the address of a webhook; '': none.
 

@@ -1,4 +1,6 @@
-"""The secret with which the ranks of one job authenticate each other, and the job's private folder on each node.
+"""Creates and reads the secret with which the ranks of a job authenticate each other.
+
+Also makes the job's private folder on each node.
 
 This project's launchers pass the secret in FRONTIER_LLM_SECRET, because only the same user can read a process's
 environment. With other launchers (torchrun, mpirun, a bare srun) rank 0 writes it into the run directory, in a file
@@ -87,7 +89,7 @@ class JobSecret:
         if self._place.rank == 0 and not self._given:
             self._path.unlink(missing_ok=True)
             if self._made_folder:
-                with suppress(OSError):  # the folder is not empty
+                with suppress(OSError):  # the folder may still contain other files
                     self._path.parent.rmdir()
 
     def _write(self) -> None:

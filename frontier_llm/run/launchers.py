@@ -30,12 +30,12 @@ class RankEnv:
 
     rank: int  # 0 … world_size - 1.
     world_size: int
-    local_rank: int  # among the ranks of this node.
+    local_rank: int  # number of this rank among the ranks of its node.
     local_world_size: int
     hostname: str
     master_addr: str  # name or address where rank 0 listens.
     master_port: int | None  # None: the launcher gave no job identity from which a port is derived (one rank only).
-    launcher: str  # a key of LAUNCHERS, or 'local'.
+    launcher: str  # name of the launcher: a key of LAUNCHERS.
 
     def describe(self) -> str:
         """Return text such as 'rank 12 of 32 (local 4 of 8 on n1), rendezvous n0:23456, started by slurm'."""
@@ -82,7 +82,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
     local = read.integer("LOCAL_RANK")
     local_world = read.integer("LOCAL_WORLD_SIZE", default=world)
     port = read.integer("MASTER_PORT")
-    # torchrun's own store uses that port, so the ranks need another port, and a new one after each restart
+    # torchrun's own store listens on MASTER_PORT. So the ranks need another port, and a new one after each restart.
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = FIRST_PORT + (port + read.integer("TORCHELASTIC_RESTART_COUNT", default=0)) % PORT_COUNT
     if "MASTER_ADDR" not in env:
@@ -110,7 +110,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     return _with_rendezvous(env, "slurm", rank, world, local, counts[node])
 
 
-# names of rank, world size, local rank and local world size
+# launcher -> variables with the rank, world size, local rank and local world size; the first one that is set counts
 _MPI_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "openmpi": (
         ("OMPI_COMM_WORLD_RANK",),
@@ -194,7 +194,7 @@ def _address(env: Mapping[str, str], launcher: str, one_node: bool) -> str:
     return hostlist.first(nodes)
 
 
-# variables whose values differ between jobs, steps or restarts
+# variables that identify a job, a step or a restart; the rendezvous port is derived from their values
 _IDENTITY = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",

@@ -1,4 +1,4 @@
-"""Temporary folders of a node, and the removal of folders that killed processes have left.
+"""Creates temporary folders on a node, and removes folders that killed processes have left behind.
 
 Every process that uses a folder holds a shared lock on its file `in_use`. The kernel releases the lock when the process
 ends. A folder without any lock is stale.

@@ -5,7 +5,8 @@ The ranks are started by torchrun, by srun, by Open MPI's mpirun, by a PMI launc
 launcher started this process, and raises an error that names contradictory variables.
 
 A user can set these variables: MASTER_ADDR and MASTER_PORT override the rendezvous. FRONTIER_LLM_LAUNCHER selects the
-launcher whose variables are read. 'mpi4py' queries MPI itself, which some sites require to be imported before torch.
+launcher whose variables are read. With the value 'mpi4py' the ranks come from MPI itself; some sites require that MPI
+is imported before torch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def rank_python() -> str:
 
 
 def adopt(wanted: Mapping[str, str]) -> None:
-    """Set the variables that are not yet set in this process."""
+    """Set each variable of `wanted` that is not yet set in this process."""
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
@@ -81,13 +82,13 @@ def discover(variables: Mapping[str, str] | None = None) -> RankEnv | None:
 
 
 def _detect(env: Mapping[str, str]) -> str | None:
-    """Return the innermost launcher: inside an srun step, mpirun or torchrun can start ranks with other numbers."""
+    """Return the innermost launcher. Inside an srun step, mpirun or torchrun can start ranks and number them anew."""
     signs = (
         ("torchrun", "TORCHELASTIC_RUN_ID" in env),
         ("openmpi", "OMPI_COMM_WORLD_RANK" in env),
         ("slurm", _in_slurm_step(env)),
         ("pmi", "PALS_RANKID" in env or "PMI_RANK" in env),
-        # the convention of torch's env:// method; WORLD_SIZE alone is often left over in a shell
+        # the variables of torch's env:// method; WORLD_SIZE alone is often left over in a shell
         ("torchrun", "RANK" in env and "WORLD_SIZE" in env),
     )
     return next((launcher for launcher, seen in signs if seen), None)

@@ -142,7 +142,7 @@ def _parse(text: str | bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")  # every writer of the package writes null instead
+    raise ValueError(f"{name} is not JSON")  # the package writes null instead of NaN and infinity
 
 
 def _kind(value: Any) -> str:

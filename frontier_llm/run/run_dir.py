@@ -1,8 +1,8 @@
-"""The contents of a run directory, read and written without torch.
+"""Reads and writes the files of a run directory. Does not import torch.
 
 * `checkpoints/step_NNNNNNNN/`: `complete.py` decides which one is the newest complete checkpoint.
-* `metrics.jsonl`: one line per step, evaluation, tasks, save, start and rewind. Lines of starts and rewinds contain the
-  layout.
+* `metrics.jsonl`: one line per training step, evaluation, test of in-context tasks, save, start, and rewind (return to
+  an older checkpoint). Lines of starts and rewinds contain the layout.
 * `attempts.jsonl`: one line per start of the ranks: nodes, steps and how the start ended.
 * `incarnation.json`: the newest start and its job (`holder.py`).
 * `bad_nodes.json`: hosts that failed. The next submission excludes them. They are used only if no other is left.
@@ -35,10 +35,10 @@ STOP_FILE = "STOP"
 SAVE_FILE = "SAVE"
 MOVED = "was moved or deleted during the run; nothing is written at its old path"
 MOVE_BACK = "move it back, or start the run again at its new path"
-TORN_BYTES = 1 << 16  # longer than any line
+TORN_BYTES = 1 << 16  # bytes at a file's end in which the last line break is searched; longer than any line
 # optional numbers in a row of metrics.jsonl
 NUMBERS = ("loss", "gradient_norm", "tokens_per_s", "step_time_s", "consumed_tokens")
-# A non-finite value of these is null in the file. A null `mfu` means that the value is unknown.
+# Values that can be NaN or infinite, for which the file has null. A null `mfu` means that the value is unknown.
 NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")
 
 
@@ -58,7 +58,7 @@ class Attempt:
     started_unix_s: float = 0.0
     ended_unix_s: float = field(default_factory=time.time)
     last_step: int | None = None  # last finished step, saved or not. None: not recorded.
-    fault: str = ""  # failure.Failure.program_fault
+    fault: str = ""  # error text of the program (failure.Failure.program_fault)
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Attempt:
@@ -233,7 +233,7 @@ def layouts(run_dir: Path) -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = []
     for row in rows(run_dir):
         if isinstance(row.get("layout"), dict):
-            changes = [change for change in changes if change["step"] < row["step"]]  # the others made no step
+            changes = [change for change in changes if change["step"] < row["step"]]  # starts that made no step
             if not changes or changes[-1]["layout"] != row["layout"]:
                 changes.append(row)
     return changes
@@ -335,7 +335,7 @@ class Slow:
     host: str
     times: int  # number of steps at which it was reported
     last_step: int
-    slowdown: float  # value at `last_step`
+    slowdown: float  # slowdown that was reported at `last_step`
 
 
 def slow_hosts(run_dir: Path) -> list[Slow]:

@@ -1,13 +1,13 @@
-"""Receive signals even while a rank is blocked inside a collective.
+"""Receives signals even while a rank is blocked inside a collective.
 
 A Python signal handler runs between byte codes of the main thread. A rank that waits in gloo for a dead peer does not
 run it (measured: 6.0 s late, when the collective returned). However, CPython's C handler writes the signal's number to
 the wakeup descriptor at once. A thread reads it here and sets a flag. The training loop checks the flag between steps.
 
 Before the handlers exist, which takes at least 0.5 s after the start, a signal would kill the process. Therefore the
-process that starts ranks blocks these signals (`held`). They stay pending in the kernel, also across exec, until a
-SignalWatcher is entered. Before any rank starts, a command checks its run and has nothing to save, so SIGTERM ends it
-at once.
+process that starts ranks blocks these signals (`held`). The signals stay pending in the kernel, also across exec,
+until a SignalWatcher is entered. Before any rank starts, a command checks its run and has nothing to save, so SIGTERM
+ends it at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 # Exit code of a rank that saved because of a signal: the batch script then requeues (75 = EX_TEMPFAIL, "try again")
 EXIT_INTERRUPTED = 75
-# blocked while a command checks its run, so that Slurm's warning stays pending until ranks can save
+# signals that a command blocks while it checks its run, so that Slurm's warning stays pending until ranks can save
 BEFORE_RANKS = (signal.SIGUSR1, signal.SIGHUP)
 HELD = (*BEFORE_RANKS, signal.SIGTERM)
 SIGNALS = (*HELD, signal.SIGINT)  # SIGINT is not blocked: nothing is lost yet, and the user expects an immediate end
@@ -38,7 +38,7 @@ def heeded() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def held(numbers: Collection[signal.Signals] = HELD) -> Iterator[None]:
-    """Block these signals in the body and in processes started there. Main thread only.
+    """Block these signals in the `with` body and in processes that the body starts. Main thread only.
 
     They stay pending until a SignalWatcher is entered.
     """
@@ -85,7 +85,7 @@ class SignalWatcher:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
         with contextlib.suppress(OSError):
-            self._write.shutdown(socket.SHUT_WR)  # end of file wakes the thread
+            self._write.shutdown(socket.SHUT_WR)  # the thread reads an end of file and ends
         self._thread.join()
         self._read.close()
         self._write.close()

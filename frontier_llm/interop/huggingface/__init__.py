@@ -1,7 +1,7 @@
-"""Read and write Hugging Face models tensor by tensor, in bounded memory, without GPUs, from and to any layout.
+"""Reads and writes Hugging Face models tensor by tensor, in bounded memory and without GPUs.
 
-Reading gives a `WeightSource`, from which every rank of any layout reads its rectangles. Writing accepts any
-`WeightSource`, for example a training checkpoint. Both directions are independent of the layout of training.
+Reading gives a `WeightSource`: every rank of any layout reads from it its rectangles, the parts of tensors that the
+rank holds. Writing accepts any `WeightSource`, for example a training checkpoint of any layout.
 """
 
 from frontier_llm.interop.huggingface.export import Companions, HubRepository, export_huggingface, family_for

@@ -1,4 +1,4 @@
-"""Model card (README.md) of exported weights. It contains only facts that the run recorded."""
+"""Writes the model card (README.md) of exported weights. The card contains only facts that the run recorded."""
 
 from __future__ import annotations
 

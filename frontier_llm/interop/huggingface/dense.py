@@ -1,4 +1,4 @@
-"""Configuration of families without experts, beyond the keys that families.py lists.
+"""Converts the configuration of model families without experts, beyond the keys that families.py lists.
 
 A reading function returns fields of our model and refuses values that the model does not compute. A writing function
 returns keys of a config.json.
@@ -11,9 +11,9 @@ from typing import Any
 from frontier_llm.config import ModelConfig
 from frontier_llm.interop.huggingface.llama import ConfigJson, read_llama_like, read_windowed, write_llama_like
 
-# transformers' MPT has no key for the maximum. Its slopes always end at 2^-8.
+# transformers' MPT has no key for the largest ALiBi bias. Its slopes always end at 2^-8.
 MPT_ALIBI_MAX_BIAS = 8.0
-# transformers' MPT ignores expansion_ratio. Its MLP is always four times as wide.
+# transformers' MPT ignores expansion_ratio. Its MLP is always four times as wide as the residual stream.
 MPT_EXPANSION = 4
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
@@ -31,7 +31,7 @@ def read_llama(f: ConfigJson) -> dict[str, Any]:
 
 def read_phi3(f: ConfigJson) -> dict[str, Any]:
     """Return our fields of a Phi 3 configuration."""
-    # neither Llama 3.1's scaling nor the longrope of Phi 3's long variants
+    # refuses Llama 3.1's scaling and the longrope of Phi 3's long variants
     f.rope("rope_theta", "partial_rotary_factor", 1.0)
     return read_windowed(f)
 

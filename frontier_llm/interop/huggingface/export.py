@@ -1,4 +1,4 @@
-"""Write a source of weights as a Hugging Face directory: weights, configuration, tokenizer and model card.
+"""Writes a source of weights as a Hugging Face directory: weights, configuration, tokenizer and model card.
 
 `HubRepository` uploads an export to a model repository of the Hugging Face Hub with huggingface_hub (extra `hf`).
 The token comes from `hf auth login` or HF_TOKEN.

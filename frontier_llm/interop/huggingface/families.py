@@ -75,7 +75,7 @@ class Family:
     keys: Mapping[str, tuple[Any, ...]]
     # reads further fields of ours; refuses values that our model does not compute
     read: Callable[[ConfigJson], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]  # writes further keys of theirs
+    write: Callable[[ModelConfig], dict[str, Any]]  # returns further keys of config.json
     ignored: tuple[str, ...]  # endings of tensors in older files that are buffers, not weights
     prefix: str  # prefix of tensor names; files saved from the bare model lack it
     # our fields for which the architecture supports only these values
@@ -384,8 +384,8 @@ FAMILIES = [
         fixed={"attention_bias": True},
     ),
     Family("MptForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, read_mpt, write_mpt, (), "transformer."),
-    # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; written as transformers' own
-    # class
+    # MPT as written by LLM Foundry's convert_composer_to_hf.py and in the hub's mosaicml/mpt-*. It is exported with
+    # the keys of transformers' own class.
     Family("MPTForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, read_foundry_mpt, write_mpt, (), "transformer."),
 ]
 

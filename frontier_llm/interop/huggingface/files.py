@@ -1,4 +1,4 @@
-"""Read and write sharded safetensors with an index, one tensor at a time. Memory never exceeds the largest tensor.
+"""Reads and writes sharded safetensors files with an index, one tensor at a time. Only one tensor is in memory.
 
 A file begins with the length of the header (u64, little-endian). The JSON header maps name → dtype, shape, [begin, end)
 in the data. The data follows in row-major order without holes. Several files are listed in

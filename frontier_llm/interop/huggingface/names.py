@@ -1,7 +1,7 @@
-"""Tensor names of each family of Hugging Face models for our parameters, and the layout of their values.
+"""Maps our parameters to the tensors of each family of Hugging Face models: names, and layout of the values.
 
-Our model has few, fused parameters (blueprint/parameters.py). Other formats have separate names for their pieces. A `*`
-stands for the layer's number.
+Our model has few, fused parameters (blueprint/parameters.py). Other formats have a tensor for each piece of a fused
+parameter. In a name, `*` stands for the layer's number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TensorRule:
     # Rows of our first dim that the other format also has. Our padding rows of the vocabulary are zeros.
     rows: int
     stacked: bool  # their fused tensor stacks our pieces, instead of having rows in our order
-    turned: bool  # their tensor is stored as (in, out)
+    turned: bool  # their matrix is stored as (in, out), ours as (out, in)
 
     def experts(self, first: int, stop: int) -> tuple[str, ...]:
         """Return the names of their tensors that hold our experts [first, stop)."""

@@ -1,4 +1,4 @@
-"""Read a Hugging Face directory as a source of weights, from which every rank of any layout reads its rectangles."""
+"""Reads a Hugging Face directory as a source of weights, from which each rank of any layout reads its parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HuggingFaceModel:
         if vocab_multiple is not None:
             self.model = self.model.model_copy(update={"vocab_multiple": vocab_multiple})
         self._reader = ShardedReader(self.directory)
-        if self.model.layers > len(self._reader.files):  # before a list of that length is made
+        if self.model.layers > len(self._reader.files):  # checked before a list of this length is made
             what = f"has {self.model.layers} layers, more than the {len(self._reader.files)} tensors in the files"
             raise CheckpointError(what, "use config and weights of the same revision", str(self.directory / CONFIG))
         self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self.model)}
@@ -42,7 +42,8 @@ class HuggingFaceModel:
         self._check_tensors()
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a rectangle of our parameter `name`. Reads all tensors that the parameter consists of, complete."""
+        """Return a rectangle of our parameter `name`. The complete tensors of the file that form the parameter are
+        read."""
         rule = self.rules[name]
         if rule.parameter.kind is ParameterKind.EXPERTS:  # read only the rank's own experts, which are few
             some = rule.join(

@@ -1,4 +1,4 @@
-"""Write a tokenizer's files for transformers. The same text has the same ids there."""
+"""Writes a tokenizer's files for transformers, which then gives the same ids for the same text."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ class StoredTensor:
     """Location of a tensor's values in a file."""
 
     archive: TorchArchive
-    key: str  # key of the storage
+    key: str  # key of the storage in the file
     dtype: torch.dtype
-    offset: int  # in elements
+    offset: int  # index of the tensor's first element in its storage
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""Convert the arguments in Megatron's checkpoints to the configuration of a model that computes the same.
+"""Converts the arguments in Megatron's checkpoints to the configuration of a model that computes the same function.
 
 Sources: the argument definitions and the GPT model of Megatron-LM (2020 to core 0.16), Microsoft's and BigScience's
 Megatron-DeepSpeed.

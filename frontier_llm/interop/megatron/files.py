@@ -1,9 +1,9 @@
-"""Files of a Megatron checkpoint, and the part of the model that each of their tensors is.
+"""Finds the files of a Megatron checkpoint, and assigns each of their tensors to a parameter of our model.
 
 Megatron-LM writes one file per (tensor rank, pipeline rank): `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`. Layers
 are numbered within the rank. Megatron-DeepSpeed writes one file per (layer, tensor rank):
-`global_step1000/layer_LL-model_TT-model_states.pt`. The arguments are in `mp_rank_TT_model_states.pt`. Its layer
-numbers differ between versions, so the kind of a layer is derived from its tensors.
+`global_step1000/layer_LL-model_TT-model_states.pt`. The arguments are in `mp_rank_TT_model_states.pt`. The layer
+numbers differ between versions of Megatron-DeepSpeed, so the kind of a layer is derived from its tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RANK = re.compile(r"mp_rank_([0-9]{1,8})(?:_([0-9]{1,8}))?")
 _LAYER_FILE = re.compile(r"layer_([0-9]{1,8})-model_([0-9]{1,8})-model_states\.pt")
 _TRACKER_BYTES = 256
 _REPORTED = 8
-# the second is written together with a distributed optimizer's file
+# model_rng.pt is written if the distributed optimizer has a file of its own
 _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")
 _IN_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,8})\.(.*)")
 # their name within a layer, in the spellings of several years → our name

@@ -1,6 +1,6 @@
-"""A Megatron-LM or Megatron-DeepSpeed checkpoint as a source of weights.
+"""Reads a Megatron-LM or Megatron-DeepSpeed checkpoint as a source of weights.
 
-The tensor-parallel parts are joined, and rows are in our order.
+The tensor-parallel parts are joined, and the rows of fused matrices are put into this package's order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MegatronModel:
         model = read_model(self._stored.arguments, f"{self._stored.where}: args", vocab_size)
         update = {"name": directory.resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
         self.model = model.model_copy(update=update)
-        if self.model.layers > len(self._stored.tensors):  # before a list of that length is made
+        if self.model.layers > len(self._stored.tensors):  # checked before a list of this length is made
             what = f"has {self.model.layers} layers, more than the {len(self._stored.tensors)} tensors in its files"
             raise CheckpointError(what, "copy the complete checkpoint", self._stored.where)
         self._parameters = model_parameters(self.model)
@@ -124,7 +124,7 @@ class MegatronModel:
         rest = part.shape[1:]
         if self._stored.version >= 2:
             return part.reshape(-1, self.model.heads // self.model.num_kv_heads + 2, D, *rest)
-        if self._stored.version == 1:  # each dimension of a head has its query, key and value side by side
+        if self._stored.version == 1:  # rows of query, key and value alternate within a head
             return part.reshape(-1, D, 3, *rest).transpose(1, 2)
         return part.reshape(3, -1, D, *rest).transpose(0, 1)  # all queries, then all keys, then all values
 
