@@ -203,10 +203,10 @@ MISTAKES = (
         cause="refused",
     ),
     Mistake(name="no torch", message="cannot import torch: ModuleNotFoundError", torch=NO_TORCH),
-    Mistake(name="CPU torch", message="for CPUs; planted has amd GPUs (MI250X GCD)", torch=""),
+    Mistake(name="CPU torch", message="for CPUs, but planted has amd GPUs (MI250X GCD)", torch=""),
     Mistake(
         name="CUDA torch on an AMD site",
-        message="for CUDA 12.8; planted has amd GPUs",
+        message="for CUDA 12.8, but planted has amd GPUs",
         torch=RENAMED.format(patch=CUDA),
     ),
     Mistake(
