@@ -11,17 +11,8 @@ import torch
 
 from frontier_llm import Trainer, load_run
 
-MODEL = {
-    "name": "own",
-    "layers": 2,
-    "hidden": 64,
-    "heads": 4,
-    "ffn_hidden": 128,
-    "vocab_size": 97,
-    "sequence_length": 32,
-}
 RUN = {
-    "model": MODEL,
+    "model": {"base": "llama-tiny", "vocab_size": 97, "sequence_length": 32},
     "machine": "local",
     "precision": {"dtype": "fp32"},
     "data": {"train": "synthetic"},
