@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ def load_machine(name_or_path: str) -> Machine:
     closest known name.
     """
     path = find_file(name_or_path, "machines")
+    state = path.stat()
+    return _read_machine(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=16)  # a search of layouts checks thousands of runs on one machine, and YAML takes 50 ms
+def _read_machine(path: Path, mtime_ns: int, size_bytes: int) -> Machine:
+    """Read a machine file. The result is kept until the file has another time or size."""
     content, files = compose(path, "machines")
     content.setdefault("environment", files[-1].stem)  # the last file is the base of the others
     if isinstance(device := content.get("device"), dict) and "vendor" not in device:
