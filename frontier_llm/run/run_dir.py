@@ -28,14 +28,21 @@ from typing import Any
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import folder_below, open_below, write_atomically
 from frontier_llm.run.complete import newest_complete
-from frontier_llm.run.records import DamagedRecord, is_count, is_number, json_lines, read_json, read_text
+from frontier_llm.run.records import (
+    MAX_LINE_BYTES,
+    DamagedRecord,
+    is_count,
+    is_number,
+    json_lines,
+    read_json,
+    read_text,
+)
 from frontier_llm.units import strict_json
 
 STOP_FILE = "STOP"
 SAVE_FILE = "SAVE"
 MOVED = "was moved or deleted during the run; nothing is written at its old path"
 MOVE_BACK = "move it back, or start the run again at its new path"
-TORN_BYTES = 1 << 16  # bytes at a file's end in which the last line break is searched; longer than any line
 # optional numbers in a row of metrics.jsonl
 NUMBERS = ("loss", "gradient_norm", "tokens_per_s", "step_time_s", "consumed_tokens")
 # Values that can be NaN or infinite, for which the file has null. A null `mfu` means that the value is unknown.
@@ -111,7 +118,7 @@ def open_lines(path: Path) -> FileIO:
     """
     lines = FileIO(open_below(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
     size = os.fstat(lines.fileno()).st_size
-    lines.seek(max(0, size - TORN_BYTES))
+    lines.seek(max(0, size - MAX_LINE_BYTES))
     lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
     return lines
 
