@@ -228,7 +228,8 @@ def _failed_start_problem(job: Job, history: History) -> Problem | None:
     count = len(history.failed_starts)
     if history.repeats_a_fault:
         what = (
-            f"{CRASH_LOOP} starts in a row failed before their first step with the same error: the run is not restarted"
+            f"{CRASH_LOOP} starts in a row failed before their first step with the same error, so the run is not "
+            f"started again"
         )
         return Problem("", what, f"see {see}")
     used = history.failed_start_node_hours

@@ -203,12 +203,12 @@ def test_the_space_is_what_the_planner_prices_and_each_layout_can_be_said_in_wor
 def test_a_layout_with_every_axis_is_run_as_what_it_is(run: str, overrides: list[str], axis: str) -> None:
     """The run file's own choices of a layout must all be replaced."""
     own = ["parallel.context=2", "parallel.tensor=2", "parallel.expert=2" if axis == "ep" else "comm.tensor_chunks=2"]
-    config = load_run(run, [*overrides, "batch.global_batch=16", "precision.dtype=bf16"])
-    space = make_space(config, NUMBERS, 8, 8, {})
+    overrides = [*overrides, "batch.global_batch=16", "precision.dtype=bf16"]
+    space = make_space(load_run(run, overrides), NUMBERS, 8, 8, {})
     assert {getattr(plan.layout, axis) for plan in space.plans} > {1}
     for plan in space.plans[::5]:
         words = words_of(run_keys(plan.layout))
-        as_run = layout_of(load_run(run, [*overrides, *own, "batch.global_batch=16", *words]), 8)
+        as_run = layout_of(load_run(run, [*overrides, *own, *words]), 8)
         assert replace(as_run, imbalance=plan.layout.imbalance, expert_nodes=plan.layout.expert_nodes) == plan.layout
 
 
