@@ -350,7 +350,8 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         NOW,
         GiveUp,
         {
-            "problem": "3 starts in a row failed before their first step with the same error, so the run is not started again"
+            "problem": "3 starts in a row failed before their first step with the same error, so the run is not "
+            "started again"
         },
     ),
     (
