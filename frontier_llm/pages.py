@@ -230,11 +230,14 @@ def can_draw() -> bool:
     return find_spec("plotly") is not None
 
 
-def write_page(path: Path, title: str, subtitle: str, parts: Iterable[str]) -> Path:
-    """Write a self-contained page and return `path`. Warns if figures are left out because Plotly is not installed."""
+def write_page(path: Path, title: str, subtitle: str, parts: Iterable[str], *, has_figures: bool = True) -> Path:
+    """Write a self-contained page and return `path`.
+
+    With `has_figures`, warns if figures are left out because Plotly is not installed.
+    """
     body = "\n".join(parts)
     script = ""
-    if not can_draw():
+    if has_figures and not can_draw():
         missing = not_installed("plotly")
         log.warn(f"{path} has no figures: {missing.what} ({missing.fix})")
         subtitle = f"{subtitle} No figures: {missing.what}."

@@ -1,7 +1,7 @@
 """Work of a block, the embedding and the head on one rank for one microbatch, as lists of items.
 
 From these lists the planner computes FLOPs, seconds and kept bytes (`planner/costs/`). Tests compute the bytes that a
-run sends from them (`tests/harness/traffic.py`). A recomputed item is in the list once. `Item.repeated_by` names the
+run sends from them (`topology/traffic.py`). A recomputed item is in the list once. `Item.repeated_by` names the
 recomputation modes that execute it again. Letters as in `model/dims.py`. T = S·B is the number of tokens of a
 microbatch.
 """

@@ -216,6 +216,13 @@ JOB = (
     option("-A", "--account", metavar="PROJECT", help="project to charge (default: SBATCH_ACCOUNT)"),
     option("--partition", metavar="NAME", help="default: the site's"),
 )
+ALLOW_CHANGE = option(
+    "--allow-change",
+    action="append",
+    default=[],
+    metavar="KEY",
+    help="let this key (e.g. train.steps) differ from the checkpoint's although it changes the mathematics; repeatable",
+)
 # behaviour for a newest checkpoint that is damaged or was made with other settings
 RESUME = (
     option(
@@ -223,14 +230,7 @@ RESUME = (
         action="store_true",
         help="stop when the newest checkpoint is damaged (default: use the one before it)",
     ),
-    option(
-        "--allow-change",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="let this key (e.g. train.steps) differ from the checkpoint's although it changes the mathematics; "
-        "repeatable",
-    ),
+    ALLOW_CHANGE,
 )
 
 

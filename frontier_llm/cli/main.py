@@ -26,6 +26,7 @@ CLOSED_PIPE = 141  # exit code of a program that SIGPIPE ends, as a shell report
 COMMANDS = {
     "plan": "choose tensor, pipeline and data parallelism for a model on a machine",
     "train": "train a run file; joins a launcher's ranks or starts local ones",
+    "check": "one certificate of a run before it is queued",
     "report": "write a run directory's report.html",
     "doctor": "check this node or every node of an allocation",
     "submit": "queue a run on a Slurm site",
@@ -42,7 +43,7 @@ COMMANDS = {
     "completion": "a script for bash or zsh that completes these words",
 }
 _GROUPS = {
-    "plan and train": ("plan", "train", "report"),
+    "plan and train": ("plan", "check", "train", "report"),
     "on a cluster": ("doctor", "submit", "status", "scaling", "tune"),
     "data and models": ("data", "checkpoint", "evaluate", "generate"),
     "look at this machine": ("ops", "bench", "calibrate"),

@@ -5,16 +5,20 @@ local ones.
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cli.arguments import RESUME, command, natural, option, run_options
-from frontier_llm.cli.checks import check, check_resume, check_start
+from frontier_llm.cli.checks import check, check_start
 from frontier_llm.cli.ranks import local_world_size, start_local_ranks
-from frontier_llm.config import load_run
+from frontier_llm.config import RunConfig, load_run
 from frontier_llm.config.keys import check_allowable
 from frontier_llm.data.position import START
+from frontier_llm.errors import CheckpointError
+from frontier_llm.units import printable
 
 
 @command(
@@ -35,7 +39,7 @@ from frontier_llm.data.position import START
         metavar="PATH",
         help="read this dataset of the run from its beginning, in another order; repeatable",
     ),
-    option("--dry-run", action="store_true", help="check the run and its data, print the layout, train nothing"),
+    option("--dry-run", action="store_true", help="run `frontier-llm check` with this run, train nothing"),
     about="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are "
     "started: "
     "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a "
@@ -44,7 +48,7 @@ from frontier_llm.data.position import START
     "last one.",
     examples=(
         "frontier-llm train quickstart train.steps=500",
-        "frontier-llm train train_small parallel.data=1 --dry-run",
+        "frontier-llm train train_small parallel.data=1",
         "srun --ntasks-per-node=8 frontier-llm train train_22b",
     ),
 )
@@ -62,6 +66,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from frontier_llm.certificate.named_code import resume_problems
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
     from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import resolve_precision
@@ -87,11 +92,12 @@ def _run(args: argparse.Namespace) -> int:
         set_own_threads()
     if place is None:
         refuse_second_start(Path(config.train.run_dir))
+    if args.dry_run:
+        return _dry_run(args, overrides, as_it_stands(config), world_size) if place is None or place.rank == 0 else 0
     if place is None or (place.rank == 0 and place.launcher != "local"):  # local ranks: their parent has checked
         check(as_it_stands(config), world_size, position=recorded_position(Path(config.train.run_dir)) or START)
-        check_resume(config, args.allow_change)
-    if args.dry_run:
-        return 0
+        if problems := list(resume_problems(config, args.allow_change)):
+            raise CheckpointError(problems)
     if place is None:
         check_start(config, world_size)
     with held():
@@ -106,3 +112,17 @@ def _run(args: argparse.Namespace) -> int:
             # Slurm's warning must not kill a rank that is finished and about to exit
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         return code
+
+
+def _dry_run(args: argparse.Namespace, overrides: Sequence[str], config: RunConfig, world_size: int) -> int:
+    """Print the certificate of the run, and the command that prints it. Return the exit code of `check`."""
+    from frontier_llm.certificate.certificate import certify
+    from frontier_llm.certificate.page import as_text
+    from frontier_llm.cli.check import on_this_computer
+
+    allowed = [word for key in args.allow_change for word in ("--allow-change", key)]
+    words = ["frontier-llm", "check", args.run, *overrides, *allowed]
+    log.info(f"train --dry-run is now this command: {shlex.join(words)}")
+    certificate = certify(on_this_computer(config, world_size, args.allow_change))
+    print(printable(as_text(certificate)))
+    return 1 if certificate.refused else 0

@@ -86,6 +86,13 @@ class Cost:
         """Node-hours of training, without starts and saves."""
         return self.hours * self.nodes
 
+    @property
+    def days(self) -> float:
+        """Days of training and of the starts of its jobs, without saves and the time in the queue."""
+        chain = self.chain()
+        jobs = chain[0] if chain else 1
+        return self.hours / 24 + jobs * START_S / 86400
+
     def chain(self) -> tuple[int, float] | None:
         """Return (jobs, node-hours) if every job uses its complete walltime.
 
@@ -152,11 +159,10 @@ def compare_nodes(request: submit.JobRequest, node_counts: Sequence[int]) -> str
         cost = cost_of(other)
         chain = cost.chain()
         jobs = chain[0] if chain else 1
-        days = cost.hours / 24 + jobs * START_S / 86400
         charged = (cost.hours + jobs * START_S / 3600) * cost.nodes
         wait_h = request.site.queue_wait_hours(job.all_nodes)
         wait = "unknown" if wait_h is None else f"{jobs * wait_h / 24:,.1f}"
-        rows.append((nodes, f"{cost.step_s:.3g}", jobs, f"{days:,.1f}", f"{charged:,.0f}", wait))
+        rows.append((nodes, f"{cost.step_s:.3g}", jobs, f"{cost.days:,.1f}", f"{charged:,.0f}", wait))
     head = (">nodes", ">s/step", ">jobs", ">days", ">node-hours", ">days in the queue")
     return "\n".join([aligned(head, rows), *refused])
 
@@ -172,6 +178,14 @@ def written(config: RunConfig, saves: int, directory: Path) -> str:
         f"{directory / 'checkpoints'}, "
         f"and keeps {kept} (train.keep_checkpoints)"
     )
+
+
+def with_prediction(request: submit.JobRequest) -> submit.JobRequest:
+    """Return the request with the planner's step time. Unchanged if the layout is not legal on the job's nodes."""
+    if any(submit.layout_problems(request)):
+        return request
+    devices = request.job.nodes * request.tasks_per_node
+    return request.with_prediction(predict(request.config, devices, request.site.machine))
 
 
 def admit(request: submit.JobRequest) -> submit.JobRequest:

@@ -135,7 +135,7 @@ class Submission:
         }
 
 
-def _whole_node_problems(request: JobRequest) -> Iterator[Problem]:
+def whole_node_problems(request: JobRequest) -> Iterator[Problem]:
     """Yield a problem if the ranks do not divide into replicas. The fix has the nearest numbers of nodes."""
     parallel = request.config.parallel
     per_node = request.tasks_per_node
@@ -150,20 +150,17 @@ def _whole_node_problems(request: JobRequest) -> Iterator[Problem]:
 
 def problems(request: JobRequest) -> Iterator[Problem]:
     """Yield everything that would fail later: limits of the site, layout, invalid names."""
+    yield from job_problems(request)
+    yield from layout_problems(request)
+    yield from walltime_problems(request)
+
+
+def job_problems(request: JobRequest) -> Iterator[Problem]:
+    """Yield what the site or Slurm would refuse: limits, options and invalid names."""
     job = request.job
     site = request.site
     if not request.is_running:
         yield from request_problems(site, job.all_nodes, request.minutes, request.account, request.partition)
-    if job.nodes >= 1:
-        yield from list(_whole_node_problems(request)) or plan_problems(
-            request.config, job.nodes * request.tasks_per_node
-        )
-    if request.slice_minutes is not None and 2 * job.warning_s > 60 * request.slice_minutes:
-        what = (
-            f"{format_walltime(request.slice_minutes)} is too short: ranks are warned to save "
-            f"{format_seconds(job.warning_s)} before its end, and it must be at least twice as long"
-        )
-        yield Problem("--time", what, more_time(request, -(-2 * int(job.warning_s) // 60)))
     if request.qos in site.unchained_qos and job.continuation != "never":
         what = f"{site.name} does not allow jobs with QOS {request.qos} to continue themselves"
         yield Problem("--qos", what, "add --continue-with never")
@@ -173,6 +170,26 @@ def problems(request: JobRequest) -> Iterator[Problem]:
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
         if value is not None and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
             yield Problem(flag, f"{value!r} has characters that are not allowed", "use letters, digits, - _ .")
+
+
+def layout_problems(request: JobRequest) -> Iterator[Problem]:
+    """Yield the rules that the layout violates on the job's nodes."""
+    job = request.job
+    if job.nodes >= 1:
+        yield from list(whole_node_problems(request)) or plan_problems(
+            request.config, job.nodes * request.tasks_per_node
+        )
+
+
+def walltime_problems(request: JobRequest) -> Iterator[Problem]:
+    """Yield a problem if the walltime leaves too little time to train and to save."""
+    warning_s = request.job.warning_s
+    if request.slice_minutes is not None and 2 * warning_s > 60 * request.slice_minutes:
+        what = (
+            f"{format_walltime(request.slice_minutes)} is too short: ranks are warned to save "
+            f"{format_seconds(warning_s)} before its end, and it must be at least twice as long"
+        )
+        yield Problem("--time", what, more_time(request, -(-2 * int(warning_s) // 60)))
 
 
 def before_maintenance(request: JobRequest, now_unix_s: float, maintenance: slurm.Maintenance | None) -> JobRequest:
@@ -227,17 +244,22 @@ def prepare(request: JobRequest) -> Submission:
         # an option and not part of the script, because a successor uses the script after the maintenance
         "time": str(request.shortened_minutes or ""),
     }
-    variables = {
-        "FRONTIER_LLM_PYTHON": environ("FRONTIER_LLM_PYTHON") or sys.executable,
-        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site, request.config.plugins)[:12]}"),
-        "FRONTIER_LLM_SITE": request.site.name,
-    }
     return Submission(
         script=render(script, request.site),
         command=sbatch_command(directory, options),
         job=request.job,
-        variables=variables,
+        variables=job_variables(request),
     )
+
+
+def job_variables(request: JobRequest) -> dict[str, str]:
+    """Return the variables that sbatch passes to the job."""
+    code = f"code-{code_digest(request.site, request.config.plugins)[:12]}"
+    return {
+        "FRONTIER_LLM_PYTHON": environ("FRONTIER_LLM_PYTHON") or sys.executable,
+        "FRONTIER_LLM_ROOT": str(request.job.directory / code),
+        "FRONTIER_LLM_SITE": request.site.name,
+    }
 
 
 def readiness(request: JobRequest, submission: Submission) -> Readiness:

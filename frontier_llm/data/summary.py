@@ -1,4 +1,4 @@
-"""Logs the data that a run will read: size, share and number of epochs of each dataset."""
+"""Describes the data that a run will read: size, share and number of epochs of each dataset."""
 
 from __future__ import annotations
 
@@ -18,23 +18,40 @@ MANY_EPOCHS = 4
 
 
 def log_datasets(run: RunConfig, position: Position = START) -> None:
-    """Log one line per dataset, and a warning for each one that is trained on for more than MANY_EPOCHS epochs.
+    """Log the lines and warnings of a run's datasets, which must have been checked before."""
+    for line in dataset_lines(run, position):
+        log.info(line)
+    for warning in dataset_warnings(run, position):
+        log.warn(warning)
 
-    The datasets must have been checked before.
-    """
-    _log_training(run, position)
+
+def dataset_lines(run: RunConfig, position: Position = START) -> Iterator[str]:
+    """Yield one line per dataset, and a note for held-out data that is also trained on."""
+    yield from _training_lines(run, position)
     for split, blend in run.data.held_out.items():
         name = f"data.{split.replace('/', '.')}"
         if isinstance(blend, str):
-            _log_synthetic(name)
+            yield _synthetic_line(name)
             continue
         tokens = run.train.eval_samples * run.model.sequence_length
         total_weight = sum(source.weight for source in blend)
         for source in blend:
             share = source.weight / total_weight
-            _log_dataset(name, source.path, share, tokens * share, "in each evaluation")
-    for note in also_trained_on(run):
-        log.info(note)
+            yield _dataset_line(name, source.path, share, tokens * share, "in each evaluation")
+    yield from also_trained_on(run)
+
+
+def dataset_warnings(run: RunConfig, position: Position = START) -> Iterator[str]:
+    """Yield a warning for each dataset that is trained on for more than MANY_EPOCHS epochs."""
+    end = _end(run, position)
+    for stream in {stream.dataset: stream for stream in end.streams if stream.dataset_tokens}.values():
+        epochs = end.tokens_of(stream.dataset) / stream.dataset_tokens
+        if epochs > MANY_EPOCHS:
+            what = (
+                f"the run reads {stream.path} {epochs:.1f} times; a model learns little from more than {MANY_EPOCHS} "
+                f"epochs"
+            )
+            yield f"{what} (arXiv:2305.16264): add data, reduce the weight of this dataset, or reduce train.steps"
 
 
 def also_trained_on(run: RunConfig) -> Iterator[str]:
@@ -123,7 +140,7 @@ def _end(run: RunConfig, position: Position) -> Position:
     return ends[-1] if ends else position
 
 
-def _log_training(run: RunConfig, position: Position) -> None:
+def _training_lines(run: RunConfig, position: Position) -> Iterator[str]:
     begin = position
     # blend as (path, share) of each member → tokens of each member
     read: dict[tuple[tuple[str, float], ...], Counter[int]] = {}
@@ -141,25 +158,17 @@ def _log_training(run: RunConfig, position: Position) -> None:
     for members, tokens in read.items():
         for place, (path, weight) in enumerate(members):
             if path == SYNTHETIC:
-                _log_synthetic("data.train")
+                yield _synthetic_line("data.train")
             else:
-                _log_dataset("data.train", path, weight, tokens[place], purpose)
-    for stream in {stream.dataset: stream for stream in position.streams if stream.dataset_tokens}.values():
-        epochs = position.tokens_of(stream.dataset) / stream.dataset_tokens
-        if epochs > MANY_EPOCHS:
-            what = (
-                f"the run reads {stream.path} {epochs:.1f} times; a model learns little from more than {MANY_EPOCHS} "
-                f"epochs"
-            )
-            log.warn(f"{what} (arXiv:2305.16264): add data, reduce the weight of this dataset, or reduce train.steps")
+                yield _dataset_line("data.train", path, weight, tokens[place], purpose)
 
 
-def _log_synthetic(name: str) -> None:
-    log.info(f"{name}: synthetic: random tokens instead of text, for benchmarks and tests")
+def _synthetic_line(name: str) -> str:
+    return f"{name}: synthetic: random tokens instead of text, for benchmarks and tests"
 
 
-def _log_dataset(name: str, path: str, share: float, tokens: float, purpose: str) -> None:
+def _dataset_line(name: str, path: str, share: float, tokens: float, purpose: str) -> str:
     dataset = IndexedDataset(path, scan=False)
     documents = "1 document" if dataset.document_count == 1 else f"{format_count(dataset.document_count)} documents"
     size = f"{documents}, {format_count(dataset.token_count)} tokens"
-    log.info(f"{name}: {path}: {size}, weight {share:.3g}, {tokens / dataset.token_count:.3g} epochs {purpose}")
+    return f"{name}: {path}: {size}, weight {share:.3g}, {tokens / dataset.token_count:.3g} epochs {purpose}"

@@ -76,7 +76,7 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
     described = load_machine(machine)
     numbers = rates(described)
     phases = phases_of(config)
-    plans = [_simulated(phase.config, devices, numbers) for phase in phases]
+    plans = plans_of(config, devices, machine)
     fullest = max(plans, key=lambda plan: plan.peak_bytes)
     seconds = sum(phase.steps * plan.step_s for phase, plan in zip(phases, plans, strict=True))
     tokens = planned_tokens(phases)
@@ -88,6 +88,12 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
         machine=machine,
         band=BANDS[basis(described, own_stack(described), breakdown(fullest, numbers))],
     )
+
+
+def plans_of(config: RunConfig, devices: int, machine: str | None = None) -> list[Plan]:
+    """Return the simulated plan of each phase of a run with a legal layout."""
+    numbers = rates(load_machine(machine or config.machine))
+    return [_simulated(phase.config, devices, numbers) for phase in phases_of(config)]
 
 
 def planned_saves(config: RunConfig, devices: int, machine: str | None = None) -> Campaign | None:

@@ -3,7 +3,7 @@
 Every message and every collective is one event for all its ranks. The events of all ranks are sorted in one topological
 order, and each rank executes its own events in this order. The earliest unfinished event is therefore the next event of
 each of its participants, and ranks never wait for each other in a circle. This holds even if a rank may have only one
-communication in flight (tests/harness/dry_run.py executes schedules in this way).
+communication in flight (schedule/dry_run.py executes schedules in this way).
 
 Ranks do not deadlock either if several GPU streams of a rank share a hardware queue. A packet in a queue waits only for
 packets that the host issued earlier, and a communication also for its other ranks. If all earlier events have ended,

@@ -14,7 +14,7 @@ from frontier_llm.blueprint.work import block_work, flops, head_work
 from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems, phases_of
 from frontier_llm.errors import LayoutError, Problem, divisors, nearest
 from frontier_llm.machine.load import load_machine
-from frontier_llm.schedule import Placement
+from frontier_llm.schedule import Placement, Schedule
 from frontier_llm.topology.engine_rules import engine_problems
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.streams import queue_problem
@@ -95,14 +95,35 @@ class ParallelPlan:
         return f"{degrees}, {self.schedule}, {plural(self.microbatches, 'microbatch')}{sequence}"
 
 
+def pipeline_schedule(config: RunConfig, plan: ParallelPlan) -> Schedule:
+    """Return the schedule that the pipeline engine executes for this layout."""
+    return schedule.build(
+        plan.schedule,
+        plan.grid.pp,
+        plan.microbatches,
+        plan.chunks,
+        pairs=config.comm.overlap_experts and plan.grid.ep > 1,
+    )
+
+
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """Return a Problem for every rule that this config violates on `world_size` ranks, in any of its phases.
 
     The list is empty if the layout is legal.
     """
+    problems = layout_problems(config, world_size)
+    if not problems and not config.train.phases:  # only a legal layout has streams to count
+        plan = plan_as_given(config, world_size)
+        problem = queue_problem(config, plan.grid, plan.placement)
+        problems += [problem] if problem else []
+    return problems
+
+
+def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
+    """Return the problems of `plan_problems` without the number of hardware queues, unless the run has phases."""
     if config.train.phases:
         return _phase_problems(config, world_size)
-    problems = [
+    return [
         *model_problems(config.model),
         *optimizer_problems(config.optimizer),
         *_degree_problems(config, world_size),
@@ -114,11 +135,6 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
         *_pipeline_problems(config),
         *engine_problems(config, world_size),
     ]
-    if not problems:  # only a legal layout has streams to count
-        plan = plan_as_given(config, world_size)
-        problem = queue_problem(config, plan.grid, plan.placement)
-        problems += [problem] if problem else []
-    return problems
 
 
 def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:

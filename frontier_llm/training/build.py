@@ -29,8 +29,7 @@ from frontier_llm.parallel.pipeline import Engine
 from frontier_llm.parallel.stages import ActivationSpec
 from frontier_llm.parallel.tensor import LayerContext
 from frontier_llm.schedule import Schedule, forward_only
-from frontier_llm.schedule import build as build_schedule
-from frontier_llm.topology.plan import ParallelPlan
+from frontier_llm.topology.plan import ParallelPlan, pipeline_schedule
 from frontier_llm.training.feed import BatchSource, Feed
 from frontier_llm.training.guard import SpikePolicy
 
@@ -86,13 +85,7 @@ class TrainState:
             stage.follow(config.model)
         if isinstance(self.sync, GradientSync):
             self.sync.microbatches = self.plan.microbatches
-        schedule = build_schedule(
-            self.plan.schedule,
-            self.plan.grid.pp,
-            self.plan.microbatches,
-            self.plan.chunks,
-            pairs=config.comm.overlap_experts and self.mesh.ep.size > 1,
-        )
+        schedule = pipeline_schedule(config, self.plan)
         self.pipeline = self._new_engine(schedule)
         self.evaluator = self._new_engine(forward_only(schedule))
         self.feed = self.new_feed(source)

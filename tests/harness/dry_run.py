@@ -1,18 +1,13 @@
-"""Executes the lists of actions and collectives of all ranks without computing and without durations.
-
-Shows whether an order of communication deadlocks, and how many activations a schedule keeps.
-"""
+"""Counts the activations that a schedule keeps and the calls of a rank, and checks a complete schedule."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from frontier_llm import schedule as schedules
-from frontier_llm.errors import Problem
-from frontier_llm.schedule import Action, Kind, Schedule, ScheduleError
+from frontier_llm.schedule import Action, Kind, Schedule
+from frontier_llm.schedule.dry_run import Call, Collectives, check_order, steps
 
 
 def check(schedule: Schedule, in_flight: int | None = 1) -> None:
@@ -50,31 +45,6 @@ def _alive(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
             yield counts[Kind.FORWARD] - counts[Kind.BACKWARD] - counts[Kind.BACKWARD_WEIGHT], late
 
 
-# ------------------------------------------------------------------------------------------------------- collectives
-
-Call = tuple[str, str]  # (axis or channel, operation), as in the ledger
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """The collectives of a step (all communication except the pipeline's messages), in order.
-
-    The caller gives the lists, because they depend on the layers.
-    """
-
-    # Collectives inside each action of a kind at a position.
-    inside: Mapping[tuple[Kind, int], Sequence[Call]] = field(default_factory=dict)
-    # Collectives of single actions that replace those in `inside`, such as last backwards, where dp sums start.
-    instead: Mapping[Action, Sequence[Call]] = field(default_factory=dict)
-    before: Sequence[Call] = ()  # before the first action
-    # Calls after the last action, by pipeline rank: sums of tied weights, the last dp sums, collectives of all ranks.
-    behind: Mapping[int, Sequence[Call]] = field(default_factory=dict)
-
-    def of(self, action: Action) -> Sequence[Call]:
-        """Return the collectives inside one compute action."""
-        return self.instead.get(action) or self.inside.get((action.kind, action.position), ())
-
-
 def calls(schedule: Schedule, rank: int, collectives: Collectives) -> Iterator[Call]:
     """Yield the communication calls of a pipeline rank in a step, as its ledger records them."""
     yield from collectives.before
@@ -85,155 +55,3 @@ def calls(schedule: Schedule, rank: int, collectives: Collectives) -> Iterator[C
             operation = "send" if action.kind.sends else "recv"
             yield f"pp.{schedule.placement.channel(action.kind, action.position).value}", operation
     yield from collectives.behind.get(rank, ())
-
-
-# ----------------------------------------------------------------------------------------------------------- checker
-
-
-class Step(NamedTuple):
-    """One entry of a rank's list: a communication, or (if `ranks` is empty) compute that waits for communications."""
-
-    what: str  # text that is equal on all ranks of the communication
-    stream: str = ""  # communications of a stream are matched in the order in which they are issued
-    ranks: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()  # indices of earlier entries that must have ended
-
-
-def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 1, dp: int = 1) -> list[list[Step]]:
-    """Return the list of steps of every rank, on a mesh of pp x dp x tp ranks with tp innermost."""
-    collectives = collectives or Collectives()
-    placement = schedule.placement
-
-    def members(axis: str, stage: int, d: int, t: int) -> tuple[int, ...]:
-        if axis == "world":
-            return tuple(range(schedule.stages * dp * tp))
-        stages = placement.ends if axis == "tied" else (stage,)
-        ds = range(dp) if axis == "dp" else (d,)
-        ts = range(tp) if axis == "tp" else (t,)
-        return tuple((s * dp + a) * tp + b for s in stages for a in ds for b in ts)
-
-    def written_out(stage: int, d: int, t: int) -> list[Step]:
-        steps: list[Step] = []
-        place: dict[tuple[Kind, int, int], int] = {}
-
-        def collective(call: Call, where: str) -> None:
-            ranks = members(call[0], stage, d, t)
-            if len(ranks) > 1:
-                steps.append(Step(f"{call[0]} {call[1]} {where}", call[0], ranks))
-
-        for call in collectives.before:
-            collective(call, "before the first action")
-        for action in schedule.actions[stage]:
-            kind = action.kind
-            microbatch = action.microbatch
-            position = action.position
-            if not kind.computes:
-                peer = placement.peer(kind, position)
-                sender = position if kind.sends else placement.other_end(kind, position)
-                ends = tuple((rank * dp + d) * tp + t for rank in ((stage, peer) if kind.sends else (peer, stage)))
-                place[kind, microbatch, position] = len(steps)
-                steps.append(
-                    Step(
-                        f"{kind.value[1]}{microbatch}@{sender}'s message", placement.channel(kind, position).value, ends
-                    )
-                )
-                continue
-            receive = placement.received_by(kind, position)
-            steps.append(Step(str(action), after=(place[receive, microbatch, position],) if receive else ()))
-            first = len(steps)
-            for call in collectives.of(action):
-                collective(call, f"in {action}")
-            waited = tuple(index for index in range(first, len(steps)) if steps[index].stream == "tp")
-            steps.append(Step(str(action), after=waited))
-        for call in collectives.behind.get(stage, ()):
-            collective(call, "behind the last action")
-        return steps
-
-    return [written_out(stage, d, t) for stage in range(schedule.stages) for d in range(dp) for t in range(tp)]
-
-
-def check_order(lists: Sequence[Sequence[Step]], in_flight: int | None = 1) -> None:
-    """Raise ScheduleError, naming what each rank waits for, unless all lists end with `in_flight` communications per
-    rank.
-
-    Communication is not buffered. It ends when it is the first unfinished entry of its stream on all its ranks. A rank
-    with `in_flight` unfinished communications (None: no bound) does not continue.
-    """
-    _Ranks(lists, in_flight).run()
-
-
-class _Ranks:
-    """The state of all ranks: the position in each rank's list, and the communications in flight."""
-
-    def __init__(self, lists: Sequence[Sequence[Step]], in_flight: int | None) -> None:
-        self.lists = lists
-        self.in_flight = in_flight
-        self.place = [0] * len(lists)
-        self.ended: list[set[int]] = [set() for _ in lists]
-        self.open: list[dict[str, deque[int]]] = [defaultdict(deque) for _ in lists]
-
-    def run(self) -> None:
-        runnable = set(range(len(self.lists)))
-        while runnable:
-            rank = runnable.pop()
-            runnable |= self.advance(rank)
-        stuck = {
-            rank: self.obstacle(rank)
-            for rank in range(len(self.lists))
-            if self.place[rank] < len(self.lists[rank]) or self.issued(rank)
-        }
-        if stuck:
-            raise ScheduleError(
-                [Problem(f"rank {rank}", f"deadlock: waits for {what}") for rank, what in stuck.items()]
-            )
-
-    def issued(self, rank: int) -> int:
-        """Return the number of communications in flight."""
-        return sum(map(len, self.open[rank].values()))
-
-    def obstacle(self, rank: int) -> str:
-        """Return the text of the entry for which a stuck rank waits."""
-        first = min((queue[0] for queue in self.open[rank].values() if queue), default=self.place[rank])
-        return self.lists[rank][first].what
-
-    def advance(self, rank: int) -> set[int]:
-        """Execute one rank's list until it waits. Returns the ranks that may continue because of this."""
-        freed: set[int] = set()
-        listed = self.lists[rank]
-        while self.place[rank] < len(listed):
-            step = listed[self.place[rank]]
-            if not self.ended[rank].issuperset(step.after) or (step.ranks and self.issued(rank) == self.in_flight):
-                break
-            if step.ranks:
-                self.open[rank][step.stream].append(self.place[rank])
-                freed |= self.end(rank, step.stream)
-            self.place[rank] += 1
-        return freed
-
-    def end(self, rank: int, stream: str) -> set[int]:
-        """End the communications that are first in this stream on all their ranks. Returns the ranks that may
-        continue.
-        """
-        freed: set[int] = set()
-        ranks = [rank]
-        while ranks:
-            rank = ranks.pop()
-            if not self.open[rank][stream]:
-                continue
-            event = self.lists[rank][self.open[rank][stream][0]]
-            heads = [(other, self.open[other][stream][0]) for other in event.ranks if self.open[other][stream]]
-            same = [(other, head) for other, head in heads if self.lists[other][head].ranks == event.ranks]
-            if len(same) < len(event.ranks):
-                continue
-            for other, head in same:
-                if self.lists[other][head].what != event.what:
-                    there = self.lists[other][head].what
-                    raise ScheduleError(
-                        f"rank {rank} has {event.what} where rank {other} has {there} on the {stream} channel"
-                    )
-            for other, head in same:
-                self.open[other][stream].popleft()
-                self.ended[other].add(head)
-            freed |= set(event.ranks)
-            ranks += event.ranks
-        return freed

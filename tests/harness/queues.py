@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from frontier_llm.errors import Problem
 from frontier_llm.schedule import ScheduleError
-from tests.harness.dry_run import Step
+from frontier_llm.schedule.dry_run import Step
 
 COMPUTE = "compute"
 # Stream of comm.group.OneInFlight, through which all communication is issued with one in flight.

@@ -18,9 +18,10 @@ from frontier_llm import schedule
 from frontier_llm.comm import Axis
 from frontier_llm.model import Microbatch, losses
 from frontier_llm.schedule import Action, Kind, Placement, ScheduleRule, build, posted_ahead
+from frontier_llm.schedule.dry_run import Call, Collectives, check_order, steps
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.step import train_step
-from tests.harness.dry_run import Call, Collectives, calls, check_order, steps
+from tests.harness.dry_run import calls
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case, pairwise

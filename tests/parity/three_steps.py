@@ -26,10 +26,10 @@ from frontier_llm.optim import Bucket
 from frontier_llm.parallel.expert import Dispatch, plan_dispatch
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.topology.shards import ShardSpec
+from frontier_llm.topology.traffic import step_traffic
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.evaluate import held_out_loss
 from frontier_llm.training.step import train_step
-from tests.harness.traffic import step_traffic
 from tests.parity.cases import STEPS, Case
 from tests.parity.sabotage import SABOTAGES, dispatch
 

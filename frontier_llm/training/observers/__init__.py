@@ -11,12 +11,12 @@ read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.config import RunConfig
-from frontier_llm.errors import ConfigError, suggest
+from frontier_llm.errors import ConfigError, Problem, suggest
 
 if TYPE_CHECKING:  # both modules import `metrics`, which imports this package
     from frontier_llm.training.build import TrainState
@@ -59,16 +59,17 @@ def register(name: str, make: Callable[[RunConfig], Observer], *, every_rank: bo
     _MAKERS[name] = make, every_rank
 
 
-def check(config: RunConfig) -> None:
-    """Raise ConfigError if a name in `train.observers` is not registered. The message suggests a similar name."""
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for each name in `train.observers` that is not registered. It suggests a similar name."""
     for name in config.train.observers:
         if name not in _MAKERS:
-            raise ConfigError(f"{name!r} is not a registered observer", suggest(name, _MAKERS), "train.observers")
+            yield Problem("train.observers", f"{name!r} is not a registered observer", suggest(name, _MAKERS))
 
 
 def make(config: RunConfig, rank: int) -> list[Observer]:
     """Create this rank's observers: TensorBoard and the profiler if enabled, then `train.observers` in its order."""
-    check(config)
+    if unknown := list(problems(config)):
+        raise ConfigError(unknown)
     wanted = (
         ("tensorboard",) * config.train.tensorboard
         + ("profiler",) * (config.train.profile is not None)

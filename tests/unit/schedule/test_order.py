@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from frontier_llm.schedule import Action, Kind, Placement, Schedule, ScheduleError, build, with_messages
-from tests.harness.dry_run import Call, Collectives, Step, calls, check, check_order, steps
+from frontier_llm.schedule.dry_run import Call, Collectives, Step, check_order, steps
+from tests.harness.dry_run import calls, check
 
 CASES = [
     (name, pp, m, v)

@@ -11,7 +11,8 @@ import pytest
 
 from frontier_llm.schedule import Action, Kind, Schedule, ScheduleError, beside, build, posted_ahead, simulate, units
 from frontier_llm.schedule import check as check_rank
-from tests.harness.dry_run import check, check_order, steps
+from frontier_llm.schedule.dry_run import check_order, steps
+from tests.harness.dry_run import check
 from tests.unit.schedule.drawn import UNIT, swap
 
 

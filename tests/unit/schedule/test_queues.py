@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from frontier_llm.schedule import Schedule, ScheduleError, build
+from frontier_llm.schedule.dry_run import steps
 from frontier_llm.schedule.order import posted_ahead
-from tests.harness.dry_run import steps
 from tests.harness.queues import Packet, execute, packets
 from tests.unit.schedule.test_order import inside_and_behind, posted_ahead_of_use
 

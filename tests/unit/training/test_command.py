@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.certificate import disk
 from frontier_llm.cli import checks
 from frontier_llm.cli import main as command_line
 from frontier_llm.cli.ranks import local_world_size
@@ -98,8 +99,10 @@ def test_bad_input_is_refused_before_ranks_start(run_file, tmp_path, capsys, arg
 def test_a_users_own_config_yaml_is_not_overwritten(run_file, tmp_path, capsys):
     own = run_file.rename(tmp_path / "config.yaml")
     words = ["train", str(own), f"train.run_dir={tmp_path}", "--dry-run"]
-    assert command_line.main(words) == 2
-    assert "config.yaml does not belong to a run, and a run there would overwrite it" in capsys.readouterr().err
+    assert command_line.main(words) == 1
+    said = capsys.readouterr()
+    assert "config.yaml does not belong to a run, and a run there would overwrite it" in said.out
+    assert f"train --dry-run is now this command: frontier-llm check {own} train.run_dir={tmp_path}" in said.err
     (tmp_path / "checkpoints").mkdir()
     assert command_line.main(words) == 0  # checkpoints/ shows that a run was there
 
@@ -279,7 +282,7 @@ def test_a_rank_that_is_done_is_not_killed_by_a_late_warning(run_file, tmp_path,
 
 def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        checks.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=9, f_files=10)
+        disk.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=9, f_files=10)
     )
     config = load_run("train_small", [f"train.run_dir={tmp_path}"])
     checks.check(config, local_world_size(config), saves=False)
@@ -292,16 +295,16 @@ def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch)
 )
 def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monkeypatch, free_bytes, free_files, fits):
     disk = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096, f_favail=free_files, f_files=10**6)
-    monkeypatch.setattr(checks.os, "statvfs", lambda path: disk)
+    monkeypatch.setattr(disk.os, "statvfs", lambda path: disk)
     config = load_run(
         "quickstart", ["precision.dtype=bf16", f"train.run_dir={tmp_path}", "train.save_interval=10", "train.steps=100"]
     )
-    problems = checks._space_problems(config, 4)
+    problems = disk.space_problems(config, 4)
     if fits:
         assert problems == []
         return
     (problem,) = problems
     parameters = total_parameters(config.model)
-    needed = format_bytes(checks.LOG_BYTES + 2 * 12 * parameters)
+    needed = format_bytes(disk.LOG_BYTES + 2 * 12 * parameters)
     assert f"logs and the first 2 checkpoints need {needed} and 18 files" in problem.what
     assert f"{free_files} files free" in problem.what and "choose another train.run_dir" in problem.fix

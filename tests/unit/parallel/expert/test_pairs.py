@@ -17,9 +17,8 @@ import torch
 
 from frontier_llm.comm import Axis, Pending
 from frontier_llm.comm.ledger import Call
-from frontier_llm.schedule import Action, Kind, beside, build, posted_ahead, units
+from frontier_llm.schedule import Action, Kind, beside, build, dry_run, posted_ahead, units
 from frontier_llm.training.step import train_step
-from tests.harness import dry_run
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case

@@ -13,8 +13,8 @@ from frontier_llm.config.load import build, load_model, merge
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.topology.plan import make_plan
+from frontier_llm.topology.traffic import buckets, step_traffic
 from tests.harness.pool import RankPool
-from tests.harness.traffic import buckets, step_traffic
 
 
 def config_of(model: str, parallel: dict, batch: dict, recompute: str = "none", dtype: str = "fp32") -> RunConfig:

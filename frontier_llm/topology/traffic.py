@@ -20,13 +20,15 @@ from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import OUTPUT_Z, RunConfig
-from frontier_llm.schedule import Kind, build
+from frontier_llm.schedule import Kind
 from frontier_llm.topology.buckets import BucketPlan, plan_buckets
-from frontier_llm.topology.plan import ParallelPlan
+from frontier_llm.topology.plan import ParallelPlan, pipeline_schedule
 
 
 @dataclass
 class Traffic:
+    """Calls and bytes by (axis, operation)."""
+
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
 
@@ -86,7 +88,7 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
     dense, routed = (block_work(model, layout, software, layer) for layer in (0, model.layers - 1))
     embedding = embedding_work(model, layout)
     head = head_work(model, layout, software)
-    schedule = build(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
+    schedule = pipeline_schedule(config, plan)
     splits = Counter(action.position for action in schedule.actions[pp_rank] if action.kind is Kind.BACKWARD_INPUT)
     for position, stage in zip(schedule.placement.positions_of(pp_rank), plan.stages_of(pp_rank), strict=True):
         kinds = Counter(
@@ -142,7 +144,7 @@ def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffi
     """
     sequence = config.model.sequence_length // plan.grid.cp // (plan.grid.tp if plan.sequence_parallel else 1)
     size = sequence * config.batch.micro_batch * config.model.hidden * DTYPE_BYTES[config.precision.dtype]
-    schedule = build(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
+    schedule = pipeline_schedule(config, plan)
     for action in schedule.actions[pp_rank]:
         if not action.kind.computes:
             channel = schedule.placement.channel(action.kind, action.position)

@@ -1,0 +1,111 @@
+"""The sections of a certificate, and the run over them."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from frontier_llm.certificate import communication, configuration, cost, installation, memory, restart
+from frontier_llm.certificate.section import Section, Verdict, judged, not_checkable
+from frontier_llm.certificate.subject import Subject
+from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.units import plural
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A section of the certificate, and the function that checks it."""
+
+    name: str
+    check: Callable[[Subject], Section]
+    needs_layout: bool = True  # it can only be checked if the layout is legal
+
+
+def _check_types(subject: Subject) -> Section:
+    if importlib.util.find_spec("torch") is None:
+        return not_checkable(TYPES, "torch is not installed")
+    from frontier_llm.certificate.axis_types import check_axis_types
+
+    return check_axis_types(subject.config, subject.world_size)
+
+
+TYPES = "types"
+ENTRIES = (
+    Entry(installation.NAME, installation.check_installation, needs_layout=False),
+    Entry(configuration.NAME, configuration.check_configuration, needs_layout=False),
+    Entry(communication.NAME, communication.check_communication),
+    Entry(restart.NAME, restart.check_restart),
+    Entry(memory.NAME, memory.check_memory),
+    Entry(cost.NAME, cost.check_cost),
+)
+NAMES = tuple(entry.name for entry in ENTRIES)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The checked sections of one run."""
+
+    title: str
+    sections: tuple[Section, ...]
+
+    @property
+    def refused(self) -> tuple[Section, ...]:
+        """The sections with problems."""
+        return tuple(section for section in self.sections if section.verdict is Verdict.REFUSED)
+
+    @property
+    def not_checkable(self) -> tuple[Section, ...]:
+        """The sections that cannot be checked on this computer."""
+        return tuple(section for section in self.sections if section.verdict is Verdict.NOT_CHECKABLE)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The problems of all sections."""
+        return tuple(problem for section in self.refused for problem in section.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the certificate for --json."""
+        return {
+            "title": self.title,
+            "passed": not self.refused,
+            "sections": {section.name: section.as_dict() for section in self.sections},
+        }
+
+
+def certify(subject: Subject, names: Sequence[str] = NAMES) -> Certificate:
+    """Check the named sections of a run, in the order of the certificate."""
+    with _without_garbage_collection():
+        sections = tuple(_checked(entry, subject) for entry in ENTRIES if entry.name in names)
+    config = subject.config
+    ranks = plural(subject.world_size, "rank")
+    title = f"{config.model.name} on {ranks}, {plural(subject.nodes_of_ranks, 'node')} of {config.machine}"
+    return Certificate(title, sections)
+
+
+def _checked(entry: Entry, subject: Subject) -> Section:
+    started_s = time.perf_counter()
+    try:
+        if entry.needs_layout and subject.layout_problems:
+            section = not_checkable(entry.name, f"the layout is refused (section {configuration.NAME})")
+        else:
+            section = entry.check(subject)
+    except FrontierError as error:
+        section = judged(entry.name, (), error.problems)
+    return replace(section, seconds=time.perf_counter() - started_s)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause the search for reference cycles. It takes half of the time that large schedules need."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -1,0 +1,48 @@
+"""Installation: the interpreter of the ranks has everything that the run needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from frontier_llm.certificate.section import Section, judged, not_checkable
+from frontier_llm.certificate.subject import Subject
+from frontier_llm.cluster.readiness import CHECKED, before_the_queue, problems_of
+from frontier_llm.cluster.sites import load_site
+from frontier_llm.cluster.submit import JobRequest, job_variables
+from frontier_llm.machine.env import GPU_FILES
+from frontier_llm.run.installation import of_this_interpreter
+from frontier_llm.run.rank_env import environment
+
+NAME = "installation"
+
+
+def check_installation(subject: Subject) -> Section:
+    """Refuse an interpreter that lacks something: at the site as its jobs start it, otherwise the active one."""
+    if subject.elsewhere:
+        return not_checkable(NAME, f"{subject.elsewhere}. On the site this section checks {CHECKED}")
+    if subject.request is not None:
+        return _at_the_site(subject.request)
+    return _on_this_computer(subject)
+
+
+def _at_the_site(request: JobRequest) -> Section:
+    readiness = before_the_queue(request.config, request.site, request.job.directory, job_variables(request))
+    if not readiness.is_checkable:
+        return not_checkable(NAME, readiness.open_points[0].removeprefix("not checkable here: "))
+    checked = f"{CHECKED}: checked in the interpreter of the ranks, as launch/job.sh starts it on {request.site.name}"
+    return judged(NAME, (checked, *readiness.open_points), readiness.problems)
+
+
+def _on_this_computer(subject: Subject) -> Section:
+    device = subject.machine.device
+    on_gpus = device.vendor != "none" and subject.config.train.device != "cpu"
+    if on_gpus and not Path(GPU_FILES[device.vendor]).exists():
+        why = f"machine={subject.config.machine} has {device.vendor} GPUs, and this computer has none; add --site NAME"
+        return not_checkable(NAME, why)
+    facts = of_this_interpreter(device.architecture if on_gpus else None, environment())
+    here = load_site("generic").model_copy(update={"machine": subject.config.machine, "name": "this computer"})
+    evidence = (
+        f"{facts.executable}: Python {facts.python}, {facts.torch.describe()}",
+        f"frontier_llm of {facts.package}, its C++ libraries and op back-ends",
+    )
+    return judged(NAME, evidence, problems_of(facts, here, subject.config))

@@ -1,0 +1,86 @@
+"""Restart: the cost of a failure, the first save, and the space for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from frontier_llm.blueprint.optimizers import state_bytes
+from frontier_llm.certificate.disk import free_space, run_dir_problems, space_problems
+from frontier_llm.certificate.section import Section, judged
+from frontier_llm.certificate.subject import Subject
+from frontier_llm.cluster.admission import quota_note, unfinished_problems, unsaved_problems
+from frontier_llm.cluster.sites import format_walltime
+from frontier_llm.cluster.submit import JobRequest, walltime_problems
+from frontier_llm.config import saves_nothing
+from frontier_llm.errors import Problem
+from frontier_llm.planner.predict import START_S, planned_saves
+from frontier_llm.units import format_bytes, format_seconds, plural
+
+NAME = "restart"
+
+
+def check_restart(subject: Subject) -> Section:
+    """Refuse a run whose work would be lost: without saves, without time or without space for them."""
+    request = subject.request
+    evidence = list(_save_evidence(subject))
+    problems: list[Problem] = []
+    if request is not None:
+        evidence += _job_evidence(request)
+        problems += walltime_problems(request)
+        problems += unsaved_problems(subject.config)
+        problems += unfinished_problems(request, subject.cost)
+    if subject.elsewhere:
+        evidence.append(f"free space was not measured: {subject.elsewhere}")
+    else:
+        evidence.append(f"{format_bytes(free_space(subject.directory)[0])} are free at {subject.directory}")
+        problems += space_problems(subject.config, subject.world_size)
+    if request is None:
+        problems += run_dir_problems(subject.directory)
+    return judged(NAME, evidence, problems)
+
+
+def _save_evidence(subject: Subject) -> Iterator[str]:
+    config = subject.config
+    train = config.train
+    step_s = subject.cost.step_s
+    if saves_nothing(train):
+        lost_s = train.steps * step_s
+        yield f"nothing is saved: a failure costs up to {plural(train.steps, 'step')}, {format_seconds(lost_s)}"
+        return
+    first = min(train.save_interval or train.steps, train.steps)
+    campaign = planned_saves(config, subject.world_size)
+    save_s = 0.0 if campaign is None else campaign.save_s
+    lost_s = first * step_s + save_s
+    lost_node_hours = (lost_s + START_S) / 3600 * subject.cost.nodes
+    yield (
+        f"a failure costs at most {plural(first, 'step')}, {format_seconds(lost_s)}, and {format_seconds(START_S)} to "
+        f"start again (assumed): {lost_node_hours:,.1f} node-hours"
+    )
+    one_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
+    written = f" and takes about {format_seconds(save_s)} (estimated)" if campaign else ""
+    yield (
+        f"the first save, after step {first} ({format_seconds(first * step_s)} of training), has "
+        f"{format_bytes(one_bytes)}{written}"
+    )
+    if campaign is not None:
+        yield (
+            f"a failure is expected every {campaign.mtbf_hours:.1f} h on these nodes (estimated); the best interval is "
+            f"{plural(campaign.interval_steps, 'step')} (Young/Daly)"
+        )
+
+
+def _job_evidence(request: JobRequest) -> Iterator[str]:
+    job = request.job
+    then = "the run ends" if job.continuation == "never" else f"the run continues by {job.continuation}"
+    if job.spares:
+        yield f"{plural(job.spares, 'spare node')}: a lost node is replaced within the job"
+    else:
+        yield f"no spare nodes: if a node is lost, the job ends, and {then}"
+    if request.slice_minutes is not None:
+        yield (
+            f"a job runs {format_walltime(request.slice_minutes)}; ranks are warned to save "
+            f"{format_seconds(job.warning_s)} before its end, then {then}"
+        )
+    one_bytes = state_bytes(request.config.model, request.config.optimizer.name, request.config.precision.dtype)
+    if note := quota_note(request, one_bytes):
+        yield note
