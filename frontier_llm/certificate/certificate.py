@@ -46,6 +46,12 @@ ENTRIES = (
 NAMES = tuple(entry.name for entry in ENTRIES)
 
 
+def of_submit() -> tuple[str, ...]:
+    """Return the sections that `submit` checks. Types need torch, which a login node may not have."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    return tuple(name for name in NAMES if name != TYPES or has_torch)
+
+
 @dataclass(frozen=True)
 class Certificate:
     """The checked sections of one run."""

@@ -6,9 +6,10 @@ Messages join ranks with the same place in their stages. One list per stage ther
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from frontier_llm.certificate.section import Section, judged
 from frontier_llm.certificate.subject import Subject
@@ -17,7 +18,7 @@ from frontier_llm.errors import Problem, first_of
 from frontier_llm.machine.env import MOST_QUEUES
 from frontier_llm.planner.costs.time import p2p_bytes
 from frontier_llm.planner.links import axis_links
-from frontier_llm.schedule import Schedule, ScheduleError, check, posted_ahead
+from frontier_llm.schedule import Schedule, ScheduleError, build, check, posted_ahead
 from frontier_llm.schedule.dry_run import check_order, steps
 from frontier_llm.topology.engine_rules import in_flight
 from frontier_llm.topology.plan import pipeline_schedule, plan_as_given
@@ -41,7 +42,8 @@ def check_communication(subject: Subject) -> Section:
             continue
         checked.add(plan.microbatches)
         schedule = pipeline_schedule(phase.config, plan)
-        found = order_problems(schedule, mode, phase.config.comm.overlap_messages)
+        key = (plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks, schedule.pairs)
+        found = _problems_of(key, mode, phase.config.comm.overlap_messages)
         problems += found
         if not found:
             evidence += _order_evidence(subject, schedule, mode)
@@ -52,6 +54,13 @@ def check_communication(subject: Subject) -> Section:
     evidence += _stream_evidence(subject, mode)
     evidence += _byte_evidence(subject)
     return judged(NAME, evidence, problems)
+
+
+@lru_cache(maxsize=8)  # `submit` of several runs of one layout, for example by a test
+def _problems_of(key: tuple[str, int, int, int, bool], mode: str, overlap: bool) -> tuple[Problem, ...]:
+    """Return the problems of a schedule: (name, stages, microbatches, chunks, pairs)."""
+    name, stages, microbatches, chunks, pairs = key
+    return tuple(order_problems(build(name, stages, microbatches, chunks, pairs=pairs), mode, overlap))
 
 
 def order_problems(schedule: Schedule, mode: str, overlap: bool) -> list[Problem]:
@@ -114,7 +123,7 @@ def _busiest(subject: Subject) -> dict[str, tuple[int, int]]:
     """Return axis → (bytes per step, stage) for the stage that moves the most bytes along the axis."""
     first = phases_of(subject.config)[0].config
     busiest: dict[str, tuple[int, int]] = {}
-    for stage in range(subject.plan.grid.pp):
+    for stage in _distinct_stages(subject):
         sizes: dict[str, int] = defaultdict(int)
         for (axis, _), size in step_traffic(first, subject.plan, stage).bytes.items():
             sizes[axis] += size
@@ -122,6 +131,22 @@ def _busiest(subject: Subject) -> dict[str, tuple[int, int]]:
             if size > busiest.get(axis, (0, 0))[0]:
                 busiest[axis] = (size, stage)
     return busiest
+
+
+def _distinct_stages(subject: Subject) -> list[int]:
+    """Return one stage of each kind: with the same layers, ends and numbers of actions of each kind."""
+    plan = subject.plan
+    routed = set(subject.config.model.routed_layers)
+    schedule = pipeline_schedule(subject.config, plan)
+    stages: dict[tuple[object, ...], int] = {}
+    for stage in range(plan.grid.pp):
+        held = [
+            (spec.embedding, spec.head, tuple(layer in routed for layer in spec.layers))
+            for spec in plan.stages_of(stage)
+        ]
+        kinds = Counter(action.kind for action in schedule.actions[stage])
+        stages.setdefault((tuple(held), frozenset(kinds.items())), stage)
+    return list(stages.values())
 
 
 def _message_words(config: RunConfig, subject: Subject) -> str:

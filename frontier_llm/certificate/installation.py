@@ -19,7 +19,7 @@ NAME = "installation"
 def check_installation(subject: Subject) -> Section:
     """Refuse an interpreter that lacks something: at the site as its jobs start it, otherwise the active one."""
     if subject.elsewhere:
-        return not_checkable(NAME, f"{subject.elsewhere}. On the site this section checks {CHECKED}")
+        return not_checkable(NAME, f"{subject.elsewhere}. `submit` on the site checks {CHECKED}")
     if subject.request is not None:
         return _at_the_site(subject.request)
     return _on_this_computer(subject)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,10 @@ from frontier_llm.cli.arguments import (
     run_options,
     show,
 )
+from frontier_llm.errors import ConfigError, Problem, suggest
 
 if TYPE_CHECKING:
+    from frontier_llm.certificate.certificate import Certificate
     from frontier_llm.cluster.submit import JobRequest
 
 
@@ -95,6 +98,14 @@ if TYPE_CHECKING:
     ),
     *RESUME,
     option(
+        "--force",
+        action="append",
+        default=[],
+        metavar="SECTION",
+        help="submit although this section of the certificate is not checkable here; recorded in job.json (may be "
+        "repeated)",
+    ),
+    option(
         "--dry-run",
         action="store_true",
         help="show the script, the command and what the site lacks; write and queue nothing",
@@ -115,6 +126,9 @@ def submit(args: argparse.Namespace) -> int:
     1 if something is not installed or cannot be checked.
     """
     from frontier_llm import log
+    from frontier_llm.certificate.certificate import certify, of_submit
+    from frontier_llm.certificate.page import as_text, summary
+    from frontier_llm.certificate.subject import of_job
     from frontier_llm.cluster import submit as slurm
     from frontier_llm.cluster.admission import admit, advice, compare_nodes, cost_of
     from frontier_llm.cluster.batch import default_continuation
@@ -142,6 +156,7 @@ def submit(args: argparse.Namespace) -> int:
         notice_command=tuple(shlex.split(args.notice_command or "")),
         webhook_file=str(Path(args.webhook_file).resolve()) if args.webhook_file else "",
         preflight=args.preflight or environ("FRONTIER_LLM_PREFLIGHT") == "1",
+        forced=_sections(args.force),
     )
     webhook_address(job)  # raises an error before anything is queued
     request = slurm.JobRequest(
@@ -159,7 +174,12 @@ def submit(args: argparse.Namespace) -> int:
     if args.compare_nodes:
         log.info(compare_nodes(request, args.compare_nodes))
     request = _before_maintenance(request, chosen=args.continue_with is not None)
-    submission = slurm.prepare(request) if args.dry_run else slurm.submit(request)
+    submission = slurm.prepare(request)
+    certificate = certify(of_job(request), of_submit())
+    log.info(f"certificate: {summary(certificate)}\n{as_text(certificate)}" if args.dry_run else summary(certificate))
+    if not args.dry_run:
+        _refuse(certificate, args.force)
+        submission = slurm.queue_checked(request, submission)
     log.info(slurm.describe(request, submission))
     log.info(cost_of(request).describe(job.max_node_hours))
     for note in advice(request):
@@ -167,13 +187,44 @@ def submit(args: argparse.Namespace) -> int:
     if not args.dry_run:
         show(args, submission.as_dict(), lambda: str(submission.job_id))
         return 0
-    readiness = slurm.readiness(request, submission)
-    for point in readiness.open_points:
-        log.warn(point)
-    for problem in readiness.problems:
+    for section in certificate.not_checkable:
+        log.warn(f"section {section.name} is not checkable here: {section.why}")
+    for problem in certificate.problems:
         log.warn(f"submit would refuse this job: {problem}")
-    show(args, {**submission.as_dict(), **asdict(readiness)}, lambda: submission.script)
-    return 1 if readiness.problems else 0
+    content = {
+        **submission.as_dict(),
+        "problems": [asdict(problem) for problem in certificate.problems],
+        "open_points": [f"{section.name}: {section.why}" for section in certificate.not_checkable],
+        "is_checkable": not certificate.not_checkable,
+        "certificate": certificate.as_dict(),
+    }
+    show(args, content, lambda: submission.script)
+    return 1 if certificate.refused else 0
+
+
+def _sections(names: Sequence[str]) -> tuple[str, ...]:
+    from frontier_llm.certificate.certificate import NAMES
+
+    for name in names:
+        if name not in NAMES:
+            raise ConfigError(f"{name!r} is not a section of the certificate", suggest(name, NAMES), "--force")
+    return tuple(names)
+
+
+def _refuse(certificate: Certificate, forced: Sequence[str]) -> None:
+    """Raise NotReadyError if a section is refused, or is not checkable here and not forced."""
+    from frontier_llm.cluster.readiness import NotReadyError
+
+    problems = list(certificate.problems)
+    for section in certificate.not_checkable:
+        if section.name not in forced:
+            fix = (
+                f"run submit on a login node of the site; --dry-run shows the script here, and --force {section.name} "
+                f"submits without this section"
+            )
+            problems.append(Problem(f"section {section.name}", f"not checkable here: {section.why}", fix))
+    if problems:
+        raise NotReadyError(problems)
 
 
 def _before_maintenance(request: JobRequest, *, chosen: bool) -> JobRequest:

@@ -274,6 +274,11 @@ def submit(request: JobRequest) -> Submission:
     """
     submission = prepare(request)
     readiness(request, submission).refuse()
+    return queue_checked(request, submission)
+
+
+def queue_checked(request: JobRequest, submission: Submission) -> Submission:
+    """Copy the code and queue the job of a request whose installation has been checked."""
     directory = request.job.directory
     read_job(directory)  # raises an error if a damaged record exists, which must not be replaced
     _refuse_busy(request)

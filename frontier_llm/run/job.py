@@ -16,7 +16,7 @@ from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_js
 from frontier_llm.units import strict_json
 
 FILE = "job.json"
-VERSION = 2
+VERSION = 3
 CONTINUATIONS = ("requeue", "successor", "never")
 FAILED_START_HOURS = 3.0  # hours × nodes that failed starts may use by default: 18 starts of ten minutes
 _FIX = "correct it, or delete the file: the next start then writes it again with the values of its script"
@@ -41,6 +41,7 @@ class Job:
     sbatch: tuple[str, ...] = ()  # further sbatch options of every job, each KEY=VALUE.
     notice_command: tuple[str, ...] = ()  # program and arguments; run at events (cluster/notices.py).
     webhook_file: str = ""  # file of mode 0600 that holds the address of a webhook; '': none.
+    forced: tuple[str, ...] = ()  # sections of the certificate that passed `submit` without a check.
 
     @property
     def directory(self) -> Path:
@@ -92,6 +93,7 @@ _RULES = {
     "notice_command": _Rule(_is_texts, "a list of words", since=2),
     "webhook_file": _Rule(lambda value: isinstance(value, str), "the path of a file, or an empty text", since=2),
     "failed_start_node_hours": _Rule(_is_limit, "node-hours above 0, or null", since=2),
+    "forced": _Rule(_is_texts, "a list of sections", since=3),
 }
 
 
