@@ -565,3 +565,26 @@ def test_a_webhook_that_others_can_read_is_refused_before_the_queue(
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert json.loads(shown)["job"]["webhook_file"] == str(hook) and "secret" not in shown
+
+
+def test_a_section_that_is_not_checkable_here_is_submitted_only_by_force(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r"]
+    assert main([*words, "--force", "memory"]) == 1  # the installation is still not checkable
+    assert "--force installation submits without this section" in capsys.readouterr().err
+    assert main([*words, "--force", "instalation"]) == 2
+    assert "did you mean 'installation'" in capsys.readouterr().err
+    assert "sbatch" not in fake_slurm.read_text() and not (tmp_path / "r").exists()
+    assert main([*words, "--force", "installation"]) == 0
+    job = read_job(tmp_path / "r")
+    assert job is not None and job.forced == ("installation",)
+
+
+def test_force_does_not_pass_a_refused_section(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r", "--max-node-hours", "0.01"]
+    assert main([*words, "--force", "cost", "--force", "installation"]) == 1
+    assert "node-hours are too few" in capsys.readouterr().err
+    assert "sbatch" not in fake_slurm.read_text()
