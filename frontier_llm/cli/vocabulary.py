@@ -138,6 +138,7 @@ ARGUMENTS = {
     "PREFIX": "dataset: path without .bin/.idx",
     "RUN": "name in configs/runs, or the path of a run file",
     "RUN_DIR": "run directory",
+    "kind": "kind of shipped things",
     "key=value": "changed key of a run",
     "shell": "shell",
 }

@@ -155,7 +155,7 @@ def _check_network(mesh: Mesh, job: _Job) -> None:
         return
     in_use = read_transport(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     check_transport(in_use, job.place.hostname)
-    log.info(f"collectives between nodes: {in_use}")
+    log.info(f"network of the collectives between nodes: {in_use}")
     path.unlink()
 
 

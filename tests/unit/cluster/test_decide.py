@@ -373,7 +373,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         after(*[failed_start(fault="ValueError: vocabulary of # tokens")] * 3),
         NOW,
         GiveUp,
-        {"problem": "3 starts in a row failed before their first step with the same error, so the run is not started"},
+        {"problem": "3 starts in a row failed before their first step with the same error"},
     ),
     (
         "different errors are not",
