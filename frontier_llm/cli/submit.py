@@ -23,6 +23,7 @@ from frontier_llm.cli.arguments import (
     show,
 )
 from frontier_llm.errors import ConfigError, Problem, suggest
+from frontier_llm.run.job import EXAMINED_NODES
 
 if TYPE_CHECKING:
     from frontier_llm.certificate.certificate import Certificate
@@ -75,7 +76,12 @@ if TYPE_CHECKING:
         metavar="H",
         help="give up when starts in a row that reach no step have used so many (default: 3 hours of all nodes)",
     ),
-    option("--preflight", action="store_true", help="`doctor` on every node before the first start"),
+    option(
+        "--preflight",
+        action="store_true",
+        help=f"`doctor` on every node before the first start (default: from {EXAMINED_NODES} nodes on)",
+    ),
+    option("--no-preflight", action="store_true", help="start without `doctor` on any number of nodes"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     option(
@@ -138,7 +144,6 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run import hostlist
-    from frontier_llm.run.rank_env import environ
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
@@ -155,7 +160,7 @@ def submit(args: argparse.Namespace) -> int:
         sbatch=tuple(args.sbatch),
         notice_command=tuple(shlex.split(args.notice_command or "")),
         webhook_file=str(Path(args.webhook_file).resolve()) if args.webhook_file else "",
-        preflight=args.preflight or environ("FRONTIER_LLM_PREFLIGHT") == "1",
+        preflight=_examines(args),
         forced=_sections(args.force),
     )
     webhook_address(job)  # raises an error before anything is queued
@@ -225,6 +230,16 @@ def _refuse(certificate: Certificate, forced: Sequence[str]) -> None:
             problems.append(Problem(f"section {section.name}", f"not checkable here: {section.why}", fix))
     if problems:
         raise NotReadyError(problems)
+
+
+def _examines(args: argparse.Namespace) -> bool:
+    """Whether the job examines its nodes before the first start."""
+    from frontier_llm.run.rank_env import environ
+
+    if args.no_preflight:
+        return False
+    is_large = args.nodes + args.spares >= EXAMINED_NODES
+    return args.preflight or is_large or environ("FRONTIER_LLM_PREFLIGHT") == "1"
 
 
 def _before_maintenance(request: JobRequest, *, chosen: bool) -> JobRequest:
