@@ -10,7 +10,7 @@ from typing import Any
 from frontier_llm.errors import Problem
 
 
-class Verdict(StrEnum):
+class SectionVerdict(StrEnum):
     """Result of a section."""
 
     PASSED = "passed"
@@ -19,7 +19,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Section:
+class CertificateSection:
     """One section of a certificate.
 
     A passed section has evidence. A refused section has at least one problem. A section that is not checkable here has
@@ -27,7 +27,7 @@ class Section:
     """
 
     name: str
-    verdict: Verdict
+    verdict: SectionVerdict
     evidence: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     why: str = ""
@@ -42,6 +42,10 @@ class Section:
             "evidence": list(self.evidence),
             "seconds": self.seconds,
         }
+
+
+Section = CertificateSection
+Verdict = SectionVerdict
 
 
 def judged(name: str, evidence: Iterable[str], problems: Iterable[Problem]) -> Section:

@@ -18,15 +18,15 @@ Call = tuple[str, str]  # (axis or channel, operation), as in the ledger
 
 
 @dataclass(frozen=True)
-class Collectives:
+class CollectiveLists:
     """The collectives of a step (all communication except the pipeline's messages), in order.
 
     The caller gives the lists, because they depend on the layers.
     """
 
-    # Collectives inside each action of a kind at a position.
+    # CollectiveLists inside each action of a kind at a position.
     inside: Mapping[tuple[Kind, int], Sequence[Call]] = field(default_factory=dict)
-    # Collectives of single actions that replace those in `inside`, such as last backwards, where dp sums start.
+    # CollectiveLists of single actions that replace those in `inside`, such as last backwards, where dp sums start.
     instead: Mapping[Action, Sequence[Call]] = field(default_factory=dict)
     before: Sequence[Call] = ()  # before the first action
     # Calls after the last action, by pipeline rank: sums of tied weights, the last dp sums, collectives of all ranks.
@@ -37,7 +37,7 @@ class Collectives:
         return self.instead.get(action) or self.inside.get((action.kind, action.position), ())
 
 
-class Step(NamedTuple):
+class ListEntry(NamedTuple):
     """One entry of a rank's list: a communication, or (if `ranks` is empty) compute that waits for communications."""
 
     what: str  # text that is equal on all ranks of the communication
@@ -46,9 +46,11 @@ class Step(NamedTuple):
     after: tuple[int, ...] = ()  # indices of earlier entries that must have ended
 
 
-def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 1, dp: int = 1) -> list[list[Step]]:
+def steps(
+    schedule: Schedule, collectives: CollectiveLists | None = None, tp: int = 1, dp: int = 1
+) -> list[list[ListEntry]]:
     """Return the list of steps of every rank, on a mesh of pp x dp x tp ranks with tp innermost."""
-    collectives = collectives or Collectives()
+    collectives = collectives or CollectiveLists()
     placement = schedule.placement
 
     def members(axis: str, stage: int, d: int, t: int) -> tuple[int, ...]:
@@ -59,14 +61,14 @@ def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 
         ts = range(tp) if axis == "tp" else (t,)
         return tuple((s * dp + a) * tp + b for s in stages for a in ds for b in ts)
 
-    def written_out(stage: int, d: int, t: int) -> list[Step]:
-        steps: list[Step] = []
+    def written_out(stage: int, d: int, t: int) -> list[ListEntry]:
+        steps: list[ListEntry] = []
         place: dict[tuple[Kind, int, int], int] = {}
 
         def collective(call: Call, where: str) -> None:
             ranks = members(call[0], stage, d, t)
             if len(ranks) > 1:
-                steps.append(Step(f"{call[0]} {call[1]} {where}", call[0], ranks))
+                steps.append(ListEntry(f"{call[0]} {call[1]} {where}", call[0], ranks))
 
         for call in collectives.before:
             collective(call, "before the first action")
@@ -80,18 +82,18 @@ def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 
                 ends = tuple((rank * dp + d) * tp + t for rank in ((stage, peer) if kind.sends else (peer, stage)))
                 place[kind, microbatch, position] = len(steps)
                 steps.append(
-                    Step(
+                    ListEntry(
                         f"{kind.value[1]}{microbatch}@{sender}'s message", placement.channel(kind, position).value, ends
                     )
                 )
                 continue
             receive = placement.received_by(kind, position)
-            steps.append(Step(str(action), after=(place[receive, microbatch, position],) if receive else ()))
+            steps.append(ListEntry(str(action), after=(place[receive, microbatch, position],) if receive else ()))
             first = len(steps)
             for call in collectives.of(action):
                 collective(call, f"in {action}")
             waited = tuple(index for index in range(first, len(steps)) if steps[index].stream == "tp")
-            steps.append(Step(str(action), after=waited))
+            steps.append(ListEntry(str(action), after=waited))
         for call in collectives.behind.get(stage, ()):
             collective(call, "behind the last action")
         return steps
@@ -99,7 +101,7 @@ def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 
     return [written_out(stage, d, t) for stage in range(schedule.stages) for d in range(dp) for t in range(tp)]
 
 
-def check_order(lists: Sequence[Sequence[Step]], in_flight: int | None = 1) -> None:
+def check_order(lists: Sequence[Sequence[ListEntry]], in_flight: int | None = 1) -> None:
     """Raise ScheduleError, naming what each rank waits for, unless all lists end with `in_flight` communications per
     rank.
 
@@ -112,7 +114,7 @@ def check_order(lists: Sequence[Sequence[Step]], in_flight: int | None = 1) -> N
 class _Ranks:
     """The state of all ranks: the position in each rank's list, and the communications in flight."""
 
-    def __init__(self, lists: Sequence[Sequence[Step]], in_flight: int | None) -> None:
+    def __init__(self, lists: Sequence[Sequence[ListEntry]], in_flight: int | None) -> None:
         self.lists = lists
         self.in_flight = in_flight
         self.place = [0] * len(lists)

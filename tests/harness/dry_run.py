@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from frontier_llm import schedule as schedules
 from frontier_llm.schedule import Action, Kind, Schedule
-from frontier_llm.schedule.dry_run import Call, Collectives, check_order, steps
+from frontier_llm.schedule.dry_run import Call, CollectiveLists, check_order, steps
 
 
 def check(schedule: Schedule, in_flight: int | None = 1) -> None:
@@ -45,7 +45,7 @@ def _alive(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
             yield counts[Kind.FORWARD] - counts[Kind.BACKWARD] - counts[Kind.BACKWARD_WEIGHT], late
 
 
-def calls(schedule: Schedule, rank: int, collectives: Collectives) -> Iterator[Call]:
+def calls(schedule: Schedule, rank: int, collectives: CollectiveLists) -> Iterator[Call]:
     """Yield the communication calls of a pipeline rank in a step, as its ledger records them."""
     yield from collectives.before
     for action in schedule.actions[rank]:

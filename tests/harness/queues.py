@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from frontier_llm.errors import Problem
 from frontier_llm.schedule import ScheduleError
-from frontier_llm.schedule.dry_run import Step
+from frontier_llm.schedule.dry_run import ListEntry
 
 COMPUTE = "compute"
 # Stream of comm.group.OneInFlight, through which all communication is issued with one in flight.
@@ -32,7 +32,7 @@ class Packet:
     event: Event | None = None  # the communication, shared with other ranks
 
 
-def packets(listed: Sequence[Step], one_in_flight: bool) -> list[Packet]:
+def packets(listed: Sequence[ListEntry], one_in_flight: bool) -> list[Packet]:
     """Return the packets that a rank's host issues for its list, as comm.group does."""
     issued: list[Packet] = []
     last: dict[str, int] = {}

@@ -18,7 +18,7 @@ from frontier_llm import schedule
 from frontier_llm.comm import Axis
 from frontier_llm.model import Microbatch, losses
 from frontier_llm.schedule import Action, Kind, Placement, ScheduleRule, build, posted_ahead
-from frontier_llm.schedule.dry_run import Call, Collectives, check_order, steps
+from frontier_llm.schedule.dry_run import Call, CollectiveLists, check_order, steps
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.step import train_step
 from tests.harness.dry_run import calls
@@ -123,7 +123,7 @@ def record(rank: int, case: Case) -> Recorded:
     return Recorded([(call.axis, call.operation) for call in entries], begins)
 
 
-def learned(recorded: dict[int, Recorded]) -> Collectives:
+def learned(recorded: dict[int, Recorded]) -> CollectiveLists:
     """Return the communication of one rank per pipeline stage besides its messages.
 
     It is taken from the first action of each kind, and from each action that starts dp sums.
@@ -143,7 +143,7 @@ def learned(recorded: dict[int, Recorded]) -> Collectives:
             if len(own) < end - first:
                 instead[action] = entries[first:end]
         behind[stage] = entries[begins[-1][1] :]
-    return Collectives(inside, instead, before, behind)
+    return CollectiveLists(inside, instead, before, behind)
 
 
 PARALLEL = [case for case in pairwise() if case.world_size > 1]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from frontier_llm.schedule import Action, Kind, Placement, Schedule, ScheduleError, build, with_messages
-from frontier_llm.schedule.dry_run import Call, Collectives, Step, check_order, steps
+from frontier_llm.schedule.dry_run import Call, CollectiveLists, ListEntry, check_order, steps
 from tests.harness.dry_run import calls, check
 
 CASES = [
@@ -22,7 +22,7 @@ CASES = [
 ]
 
 
-def inside_and_behind(schedule: Schedule, tied: bool = True) -> Collectives:
+def inside_and_behind(schedule: Schedule, tied: bool = True) -> CollectiveLists:
     """Return two tp sums for each action and a dp sum for the last backward of each virtual stage.
 
     The step ends with tied and world sums.
@@ -41,7 +41,7 @@ def inside_and_behind(schedule: Schedule, tied: bool = True) -> Collectives:
     if tied and len(schedule.placement.ends) > 1:
         behind |= {rank: [("tied", "all_reduce"), ("dp", "reduce_scatter"), *world] for rank in schedule.placement.ends}
     inside = {(kind, position): tp for kind in kinds for position in range(len(schedule.placement.rank_of))}
-    return Collectives(inside, instead, [("dp", "all_reduce")], behind)
+    return CollectiveLists(inside, instead, [("dp", "all_reduce")], behind)
 
 
 def posted_ahead_of_use(schedule: Schedule) -> Schedule:
@@ -169,7 +169,7 @@ def test_tied_and_world_sums_exchanged_hang_and_are_named() -> None:
 
 def test_a_collective_of_another_kind_is_a_mistake_and_not_a_match() -> None:
     with pytest.raises(ScheduleError, match="has tp all_gather where rank 0 has tp all_reduce"):
-        check_order([[Step("tp all_reduce", "tp", (0, 1))], [Step("tp all_gather", "tp", (0, 1))]])
+        check_order([[ListEntry("tp all_reduce", "tp", (0, 1))], [ListEntry("tp all_gather", "tp", (0, 1))]])
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])

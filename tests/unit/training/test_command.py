@@ -294,8 +294,8 @@ def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch)
     ("free_bytes", "free_files", "fits"), [(10**9, 10**6, True), (10**6, 10**6, False), (10**9, 7, False)]
 )
 def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monkeypatch, free_bytes, free_files, fits):
-    disk = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096, f_favail=free_files, f_files=10**6)
-    monkeypatch.setattr(disk.os, "statvfs", lambda path: disk)
+    free = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096, f_favail=free_files, f_files=10**6)
+    monkeypatch.setattr(disk.os, "statvfs", lambda path: free)
     config = load_run(
         "quickstart", ["precision.dtype=bf16", f"train.run_dir={tmp_path}", "train.save_interval=10", "train.steps=100"]
     )

@@ -172,7 +172,7 @@ def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool) -> None:
             instead[unit[-1]] = [("dp", operation) for _, operation in calls]  # the two replicas shard the experts
         assert not turns
     assert any(len(kinds) > 1 for kinds in inside)
-    dry_run.check_order(dry_run.steps(schedule, dry_run.Collectives(instead=instead), dp=2))
+    dry_run.check_order(dry_run.steps(schedule, dry_run.CollectiveLists(instead=instead), dp=2))
 
 
 def failing(rank: int, kind: Kind) -> str:
