@@ -21,7 +21,7 @@ from frontier_llm.comm.group import Group, OneInFlight, TorchGroup
 from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.interleaving import Interleaving
-from frontier_llm.comm.ledger import Ledger
+from frontier_llm.comm.ranges import new_ledger
 from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store, limit_answer_time
 from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.comm.warm_up import LIMIT_S, first_use, warm_up
@@ -106,7 +106,7 @@ class _Groups:
         self._timeouts_s = comm.timeouts_s.model_dump()
         self._logged: set[str] = set()
         self._made: list[tuple[str, tuple[int, ...], Group]] = []
-        self.ledger = Ledger()
+        self.ledger = new_ledger()
 
     def axis(self, name: str, ranks: tuple[int, ...], apart: int = 0) -> Axis:
         """Create the axis over `ranks`. Collective over these ranks only.

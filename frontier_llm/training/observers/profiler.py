@@ -77,9 +77,7 @@ class Profiler(Observer):
         if action is None:
             self._enter("optimizer")
         elif action.kind.computes:
-            self._enter(
-                f"{action.kind.name.lower()} of microbatch {action.microbatch}, virtual stage {action.position}"
-            )
+            self._enter(action.label)
 
     def _enter(self, phase: str | None) -> None:
         """End the previous named range of the trace. If `phase` is not None, begin a range with this name."""
