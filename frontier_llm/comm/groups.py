@@ -18,6 +18,7 @@ from frontier_llm import log
 from frontier_llm.comm.algorithms import load_algorithms
 from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.group import Group, OneInFlight, TorchGroup
+from frontier_llm.comm.group_memory import GroupMemory, outside_allocator_bytes
 from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.interleaving import Interleaving
@@ -107,6 +108,7 @@ class _Groups:
         self._logged: set[str] = set()
         self._made: list[tuple[str, tuple[int, ...], Group]] = []
         self.ledger = new_ledger()
+        self.memory = GroupMemory(lambda: outside_allocator_bytes(self.device))
 
     def axis(self, name: str, ranks: tuple[int, ...], apart: int = 0) -> Axis:
         """Create the axis over `ranks`. Collective over these ranks only.
@@ -177,20 +179,22 @@ class _Groups:
         """
         for name, ranks, group in self._made:
             if name.split(".")[0] != "pp":
-                warm_up(name, ranks, group, self.device, self._limit_s(name))
+                with self.memory.first_use(name):
+                    warm_up(name, ranks, group, self.device, self._limit_s(name))
 
     def open_channels(self, channels: Mapping[str, Axis], placement: Placement) -> None:
         """Send the first message of every channel."""
         for channel in placement.streams:
             axis = channels[channel.value]
             limit_s = min(LIMIT_S, 0.9 * self._limit_s(axis.name))
-            first_use(  # noqa: B023, RUF100
-                limit_s,
-                axis.name,
-                axis.ranks,
-                self.device,
-                lambda: _open_channel(axis, placement.streams[channel], self.device),  # noqa: B023
-            )
+            with self.memory.first_use(axis.name):
+                first_use(  # noqa: B023, RUF100
+                    limit_s,
+                    axis.name,
+                    axis.ranks,
+                    self.device,
+                    lambda: _open_channel(axis, placement.streams[channel], self.device),  # noqa: B023
+                )
 
     def _limit_s(self, name: str) -> float:
         # axes such as dp.rail, dp.cp and pp.forward use the time-out of the axis before the dot
@@ -284,6 +288,7 @@ def build_mesh(
             name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)
         },
         ledger=groups.ledger,
+        memory=groups.memory,
         ep=groups.axis(
             "ep", grid.experts_group(global_rank) if experts else (global_rank,), grid.etp if by_node else 0
         ),
