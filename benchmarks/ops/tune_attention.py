@@ -304,8 +304,9 @@ def main() -> None:
     if args.action == "simulate":
         shares = simulate(args.shipped or GPU_DIR / "gfx90a", args.out, args.sequence)
         (args.out / "shares.json").write_text(json.dumps(shares, indent=1, default=asdict), encoding="utf-8")
-        print("Upper bounds: no clocks under load, no contention for L2 and HBM, no hazards between matrix instructions.\n")
-        print("| kernel | blocks | useful share, upper bound | matrix busy | vector busy | LDS busy |\n|---|---|---|---|---|---|")
+        print("Shares are upper bounds: the model has no clocks under load and no contention for L2 and HBM.\n")
+        print("| kernel | blocks | useful share, at most | matrix busy | vector busy | LDS busy |")
+        print("|---|---|---|---|---|---|")
         for key, best in shares.items():
             for share, blocks, timing in best[:5]:
                 busy = (timing.matrix_share, timing.vector_share, timing.lds_share)

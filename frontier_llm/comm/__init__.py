@@ -8,7 +8,6 @@ from frontier_llm.comm.axis import (
     all_reduce_,
     barrier,
     broadcast_,
-    end_communication,
     reduce_scatter,
     serial_mesh,
     single,
@@ -30,7 +29,14 @@ from frontier_llm.comm.composed import (
     start_shift,
 )
 from frontier_llm.comm.group import DONE, Group, Pending, TorchGroup
-from frontier_llm.comm.groups import build_mesh, connect, disconnect, dump_flight_record, process_group
+from frontier_llm.comm.groups import (
+    build_mesh,
+    connect,
+    disconnect,
+    dump_flight_record,
+    end_communication,
+    process_group,
+)
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import Receive, Sends, post_receive
 from frontier_llm.comm.rendezvous import Meeting

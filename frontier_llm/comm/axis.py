@@ -99,16 +99,6 @@ def serial_mesh() -> Mesh:
     return Mesh(**axes, replicas=axes["dp"], channels={}, ledger=ledger)
 
 
-def end_communication(mesh: Mesh, device: torch.device) -> None:
-    """With one communication in flight, wait until all communication that this rank has queued has ended.
-
-    FSDP and DeepSpeed have communicators of their own. They call this function wherever their communication follows
-    this package's, or precedes it. On a CPU each communication ends before the next begins anyway.
-    """
-    if mesh.one_in_flight and device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Started:
     """A running collective or message. The ledger of the axis counts it and records the time of waiting for it."""
 

@@ -317,6 +317,16 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
     return _new_group(axis.ranks, timeout_s)
 
 
+def end_communication(mesh: Mesh, device: torch.device) -> None:
+    """With one communication in flight, wait until all communication that this rank has queued has ended.
+
+    FSDP and DeepSpeed have communicators of their own. They call this function wherever their communication follows
+    this package's, or precedes it. On a CPU each communication ends before the next begins anyway.
+    """
+    if mesh.one_in_flight and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
     """After a failure, write this rank's last calls and torch's own record of collectives to files in `folder`.
 

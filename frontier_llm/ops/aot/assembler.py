@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from frontier_llm.errors import BackendError
 from frontier_llm.ops.kernel_table import ARCHITECTURES
 from frontier_llm.ops.manifest import PTXAS_VARIABLES
+from frontier_llm.run.rank_env import adopt
 
 # Numbered notes about lost speed, such as C7515: wgmma instructions run one after another.
 _WARNING = re.compile(r"\((C75\d\d)\)")
@@ -43,7 +43,7 @@ def use_own_assembler() -> None:
     """
     from triton import knobs
 
-    os.environ.setdefault(PTXAS_VARIABLES[1], knobs.nvidia.ptxas.path)
+    adopt({PTXAS_VARIABLES[1]: knobs.nvidia.ptxas.path})
 
 
 def assembler_version(architecture: str) -> str:

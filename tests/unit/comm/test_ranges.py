@@ -40,9 +40,13 @@ def test_a_profiler_gets_actions_and_collectives_by_name(events, monkeypatch, va
     monkeypatch.setenv(variable, "1")
     ledger, _ = run_one_of_each(events)
     assert events == [
-        *("dp all_reduce 1, 12 bytes", "end"),
-        *("wait for dp all_reduce 1, 12 bytes", "end"),
-        *("forward of microbatch 3, virtual stage 1", "runs", "end"),
+        "dp all_reduce 1, 12 bytes",
+        "end",
+        "wait for dp all_reduce 1, 12 bytes",
+        "end",
+        "forward of microbatch 3, virtual stage 1",
+        "runs",
+        "end",
     ]
     assert ledger.calls["dp", "all_reduce"] == 1 and ledger.latency["dp", "all_reduce"].quantile_us(1.0) > 0
 

@@ -145,7 +145,7 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
     assert "8 device(s) busy for 60 s" in here.device.gemm_shapes.source and rates(here).accumulate_bytes == 0
     assert "| 1b head, forward | 100 x 200 x 500 | 0.002 ms | 10.0 | 0.002 ms | 0.002 ms |" in text
     # The products alone do not make all constants of a prediction known.
-    assert basis(here, OWN_STACK, {"matrix products": 1.0, "collectives": 1.0}) != SAME
+    assert basis(here, OWN_STACK, {"matrix products": 1.0, "gradient reduction": 1.0}) != SAME
     assert here.stacks[OWN_STACK].flash_efficiency.value == 0.5 and here.stacks[OWN_STACK].hbm_efficiency.value == 0.9
 
 

@@ -77,7 +77,17 @@ def test_deepspeed_and_this_package_wait_for_each_other(calls: list[str]) -> Non
     calls.append("next forward")
     engine.weights_from_masters()
     assert calls == [
-        *("our sums", "wait", "sum of deepspeed", "norm of deepspeed", "wait"),
-        *("sums over the world", "wait", "step of deepspeed", "wait"),
-        *("next forward", "wait", "gather of deepspeed", "wait"),
+        "our sums",
+        "wait",
+        "sum of deepspeed",
+        "norm of deepspeed",
+        "wait",
+        "sums over the world",
+        "wait",
+        "step of deepspeed",
+        "wait",
+        "next forward",
+        "wait",
+        "gather of deepspeed",
+        "wait",
     ]
