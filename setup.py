@@ -267,6 +267,8 @@ setup(
             "zstandard",
             *TUNING,  # scipy: also benchmarks/planner/fit_machines.py
             "matplotlib",  # the pictures of docs/
+            "nbclient",  # executes docs/notebook.ipynb
+            "ipykernel",
             "megatron-core==0.16.1",
             "mpi4py",
             TRITON,  # compiles and interprets the GPU kernels
@@ -281,6 +283,6 @@ setup(
         "plot": ["plotly", "tensorboard"],
         "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # the last two for mlflow's local file
         "tune": [*TUNING, "plotly"],
-        "docs": ["mkdocs"],
+        "docs": ["mkdocs", "mkdocs-jupyter"],
     },
 )
