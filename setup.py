@@ -238,6 +238,10 @@ setup(
     "laptop",
     python_requires=">=3.11",
     license="Apache-2.0",
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: {version}" for version in ("3.11", "3.12", "3.13")),
+    ],
     packages=find_packages(include=["frontier_llm", "frontier_llm.*"]),
     package_data={
         "frontier_llm": ["_native/*.so", "_native/gpu/*/*", "planner/best_published.json", "py.typed", "__init__.pyi"]

@@ -18,7 +18,8 @@ if ! command -v "${CXX:-c++}" >/dev/null; then
 fi
 
 if [[ ! -x .venv/bin/python ]]; then
-  if packages="$("$python" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null)"; then
+  find_torch='import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))'
+  if packages="$("$python" -c "$find_torch" 2>/dev/null)"; then
     echo "== using the torch in $packages" >&2
     "$python" -m venv --system-site-packages .venv
     # The environment of an environment sees only the packages of the base interpreter, so the folder is named.
