@@ -15,7 +15,6 @@ from torch import Tensor
 
 from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
 from frontier_llm.comm.group import DONE, Collectives, Group, OneInFlight, Pending
-from frontier_llm.comm.group_memory import GroupMemory
 from frontier_llm.comm.interleaving import Interleaving
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.topology.grid import AXES
@@ -75,7 +74,6 @@ class Mesh:
     tied: Axis  # the two stages that hold a tied embedding; size 1 everywhere else
     channels: Mapping[str, Axis] = field(repr=False)  # pipeline messages: one communicator per `schedule.Channel`
     ledger: Ledger = field(default_factory=Ledger, repr=False)
-    memory: GroupMemory | None = field(default=None, repr=False)  # device memory of the groups; None without groups
     # ranks that together hold one copy of all experts; the `etp` ranks that split an expert's width are consecutive
     ep: Axis = field(default_factory=lambda: single("ep"))
     etp: Axis = field(default_factory=lambda: single("etp"))

@@ -108,7 +108,7 @@ class _Groups:
         self._logged: set[str] = set()
         self._made: list[tuple[str, tuple[int, ...], Group]] = []
         self.ledger = new_ledger()
-        self.memory = GroupMemory(lambda: outside_allocator_bytes(self.device))
+        self.memory = self.ledger.memory = GroupMemory(lambda: outside_allocator_bytes(self.device))
 
     def axis(self, name: str, ranks: tuple[int, ...], apart: int = 0) -> Axis:
         """Create the axis over `ranks`. Collective over these ranks only.
@@ -288,7 +288,6 @@ def build_mesh(
             name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)
         },
         ledger=groups.ledger,
-        memory=groups.memory,
         ep=groups.axis(
             "ep", grid.experts_group(global_rank) if experts else (global_rank,), grid.etp if by_node else 0
         ),

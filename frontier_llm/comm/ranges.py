@@ -60,6 +60,12 @@ def new_ledger() -> Ledger:
     return RangedLedger() if listener() else Ledger()
 
 
+def label(action: Action) -> str:
+    """Return an action's name in a timeline: 'forward of microbatch 3, virtual stage 0'."""
+    kind = action.kind.name.lower().replace("_", " ")
+    return f"{kind} of microbatch {action.microbatch}, virtual stage {action.position}"
+
+
 Runs = dict[Kind, Callable[[Action], None]]
 
 
@@ -70,7 +76,7 @@ def in_ranges(runs: Runs) -> Runs:
 
 def _in_range(run: Callable[[Action], None]) -> Callable[[Action], None]:
     def call(action: Action) -> None:
-        with named_range(action.label):
+        with named_range(label(action)):
             run(action)
 
     return call

@@ -81,12 +81,6 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind.value}{self.microbatch}@{self.position}"
 
-    @property
-    def label(self) -> str:
-        """Name in the timeline of a profiler: 'forward of microbatch 3, virtual stage 0'."""
-        kind = self.kind.name.lower().replace("_", " ")
-        return f"{kind} of microbatch {self.microbatch}, virtual stage {self.position}"
-
 
 @dataclass(frozen=True)
 class Placement:

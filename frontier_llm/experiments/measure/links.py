@@ -93,9 +93,9 @@ class CommunicatorMemory:
 
 def communicator_memory(mesh: Mesh, device: torch.device) -> CommunicatorMemory | None:
     """Return the memory of this mesh's communicators, after measurements; None on CPUs. Collective over the world."""
-    if device.type != "cuda" or mesh.memory is None:
+    memory = mesh.ledger.memory
+    if device.type != "cuda" or memory is None:
         return None
-    memory = mesh.memory
     warm = memory.before_bytes + sum(memory.by_group.values())
     numbers = [memory.before_bytes, warm, memory.now_bytes(), len(memory.by_group)]
     own = torch.tensor(numbers, device=device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -224,7 +223,8 @@ def test_memory_of_communicators_is_measured_and_written_as_the_reserve(
             used_gib[0] += gib
     assert memory.by_group == {"tp": GIB // 4, "dp": GIB}
     used_gib[0] += 0.75  # large messages need more buffers
-    mesh = replace(serial_mesh(), memory=memory)
+    mesh = serial_mesh()
+    mesh.ledger.memory = memory
     monkeypatch.setattr(links.torch, "tensor", lambda values, device: torch.as_tensor(values))
     measured = communicator_memory(mesh, device)
     assert measured == CommunicatorMemory(GIB // 2, GIB * 7 // 4, GIB * 5 // 2, 2)
