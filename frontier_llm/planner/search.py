@@ -176,7 +176,7 @@ def search(
         zero = layouts.sharding != "weights"
         alone = (layouts.tp == 1) & (layouts.cp == 1) & (layouts.ep == 1) & (layouts.data_shard == 0)
         allowed = zero | alone if "sharding" in fixed else zero
-        return layouts.where(allowed) if allowed.any() else layouts
+        return layouts.where(allowed) if np.any(allowed) else layouts
 
     layouts = legal(tp_max)
     nothing = Search(
