@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.marks import thorough
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("run", ["pretrain_22b", "pretrain_175b", thorough("pretrain_1t")])
