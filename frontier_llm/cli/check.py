@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     "communication, types of values on mesh axes, restart, memory and cost. Nothing is queued.",
     examples=(
         "frontier-llm check train_small",
-        "frontier-llm check train_1t --site frontier --nodes 384 -A ABC123 --html certificate.html",
+        "frontier-llm check train_1t --site frontier --nodes 384 -A ABC123",
     ),
 )
 def check(args: argparse.Namespace) -> int:

@@ -1,13 +1,11 @@
-#!/usr/bin/env python3
 """Writes docs/generated/certificates.md: the certificates of the shipped pretraining runs, without seconds.
 
-python scripts/certificates.py [--check]      --check: exit 1 if the page is not current
+python -m frontier_llm.certificate.shipped [--check]      --check: exit 1 if the page is not current
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from frontier_llm.certificate.certificate import NAMES, Certificate, certify
 from frontier_llm.certificate.page import as_markdown
@@ -15,16 +13,17 @@ from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.admission import with_prediction
 from frontier_llm.cluster.batch import default_continuation
 from frontier_llm.cluster.sbatch import JOBS
-from frontier_llm.cluster.sites import load_site
+from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.cluster.submit import JobRequest, wanted_job
 from frontier_llm.config import load_run
 from frontier_llm.config.phases import PRODUCTION
+from frontier_llm.files import write_atomically
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "generated" / "certificates.md"
+PAGE = root_dir() / "docs" / "generated" / "certificates.md"
 ELSEWHERE = "this page was written on another computer than the site"
 SYNTHETIC = ("data.train=synthetic", "data.allow_synthetic=true")
 RUN_DIR = "/scratch/runs/NAME"
-HEAD = """<!-- Written by scripts/certificates.py. -->
+HEAD = """<!-- Written by python -m frontier_llm.certificate.shipped. -->
 # Certificates of the shipped runs
 
 `frontier-llm check` printed these certificates ([check a run before it is queued](../check.md)).
@@ -60,11 +59,11 @@ def main() -> int:
     """Write the page. With --check compare it only."""
     text = page()
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
+        write_atomically(PAGE, text)
         return 0
     if PAGE.read_text(encoding="utf-8") == text:
         return 0
-    print(f"{PAGE} is not current: run python scripts/certificates.py", file=sys.stderr)
+    print(f"{PAGE} is not current: run python -m frontier_llm.certificate.shipped", file=sys.stderr)
     return 1
 
 
