@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from frontier_llm.errors import Problem
 
@@ -33,24 +31,13 @@ class Section:
     why: str = ""
     seconds: float = 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the section for --json."""
-        return {
-            "verdict": str(self.verdict),
-            "why": self.why,
-            "problems": [asdict(problem) for problem in self.problems],
-            "evidence": list(self.evidence),
-            "seconds": self.seconds,
-        }
 
-
-def judged(name: str, evidence: Iterable[str], problems: Iterable[Problem]) -> Section:
+def judged(name: str, evidence: tuple[str, ...], problems: tuple[Problem, ...]) -> Section:
     """Return a section that is refused if it has problems, and passed otherwise."""
-    found = tuple(problems)
-    verdict = Verdict.REFUSED if found else Verdict.PASSED
-    return Section(name=name, verdict=verdict, evidence=tuple(evidence), problems=found)
+    verdict = Verdict.REFUSED if problems else Verdict.PASSED
+    return Section(name=name, verdict=verdict, evidence=evidence, problems=problems)
 
 
-def not_checkable(name: str, why: str, evidence: Iterable[str] = ()) -> Section:
+def not_checkable(name: str, why: str, evidence: tuple[str, ...] = ()) -> Section:
     """Return a section that cannot be checked on this computer, for the reason `why`."""
-    return Section(name=name, verdict=Verdict.NOT_CHECKABLE, evidence=tuple(evidence), why=why)
+    return Section(name=name, verdict=Verdict.NOT_CHECKABLE, evidence=evidence, why=why)
