@@ -75,6 +75,7 @@ def check(fault: Fault) -> tuple[Section, bool]:
     return section, is_named or is_related
 
 
+_ROOT = Path(__file__).parents[2]
 _LINE = re.compile(r"(\S+\.py):(\d+) \(([^)]+)\)")
 
 
@@ -92,7 +93,7 @@ def page() -> str:
     for name, layout in SABOTAGE_LAYOUTS.items():
         with SABOTAGES[name]():
             section = check_axis_types(layout.config(), layout.world_size)
-        where = section.problems[0].where if section.problems else ""
+        where = section.problems[0].where.replace(f"{_ROOT}/", "") if section.problems else ""
         sabotaged.append(f"| {name} | {'found' if section.problems else 'not found'} | {where and f'`{where}`'} |")
     classes = len({fault.kind for fault in FAULTS})
     return _PAGE.format(
@@ -105,7 +106,7 @@ SABOTAGE_LAYOUTS = {
     "dropped-expert-sum": Case("mixtral", tp=2, dp=2, settings=("parallel.expert=2",)),
     "mean-over-expert-replicas": Case("mixtral", tp=2, dp=2, settings=("parallel.expert=2",)),
     "unsorted-scatter": Case("mixtral", tp=2, settings=("parallel.expert=2",)),
-    "own-load": Case("deepseek", dp=2),
+    "own-load": Case("mixtral", dp=2, settings=("model.moe.balance=global",)),
     "double-counted-norm": Case("gpt", tp=2, sequence_parallel=True),
     "forgotten-tied-sum": Case("gpt", pp=2),
     "missing-norm-sum": Case("gpt", tp=2, sequence_parallel=True),
@@ -120,6 +121,9 @@ SABOTAGE_LAYOUTS = {
     "masks-by-own-index": Case("gpt", tp=2, sequence_parallel=True, settings=("model.dropout=0.1",)),
     "masks-by-own-row": Case("gpt", dp=2, settings=("model.dropout=0.1",)),
 }
+
+# The row of a sample in its microbatch is equal on one rank and on several ranks.
+NOT_FOUND = ("masks-by-own-row",)
 
 _PAGE = """# Faults that the section "types" finds
 

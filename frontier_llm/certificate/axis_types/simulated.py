@@ -181,7 +181,7 @@ class SimulatedGroup:
         self._observer.communicated(operation, self._name, buffer, summed, sources, site)
 
     def start_all_reduce_(self, x: Tensor, op: str) -> _Running:
-        """Start an all-reduce in place."""
+        """Replace `x` by the sum or the maximum over the ranks."""
 
         def compute(inputs: list[Tensor]) -> Tensor:
             stacked = torch.stack(inputs)
@@ -190,11 +190,11 @@ class SimulatedGroup:
         return self._collective(f"all_reduce {op}", x, x, self._quietly(compute), summed=op == "sum")
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> _Running:
-        """Start an all-gather."""
+        """Write the inputs of all ranks into `gathered`, in axis order."""
         return self._collective("all_gather", x, gathered, self._quietly(torch.cat))
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> _Running:
-        """Start a reduce-scatter."""
+        """Write this rank's part of the sum into `scattered`."""
 
         def compute(inputs: list[Tensor]) -> Tensor:
             return torch.stack(inputs).sum(0).chunk(len(inputs))[self._rank]
@@ -210,11 +210,11 @@ class SimulatedGroup:
         return self._collective("all_to_all", x, arriving, self._quietly(compute))
 
     def start_broadcast_(self, x: Tensor, source: int) -> _Running:
-        """Start a broadcast."""
+        """Copy `x` of rank `source` to all ranks."""
         return self._collective("broadcast", x, x, lambda inputs: inputs[source])
 
     def start_barrier(self) -> _Running:
-        """Start a barrier."""
+        """Wait until all ranks have called this method."""
         nothing = torch.zeros(1)
         return self._collective("barrier", nothing, nothing, lambda inputs: inputs[0])
 

@@ -156,8 +156,15 @@ class SmallSource:
 
 
 _OP_GROUPS = (
-    *("attention", "norm", "rope", "activation", "cross_entropy"),
-    *("adamw", "linear", "experts", "accumulate"),
+    "attention",
+    "norm",
+    "rope",
+    "activation",
+    "cross_entropy",
+    "adamw",
+    "linear",
+    "experts",
+    "accumulate",
 )
 
 

@@ -183,7 +183,7 @@ def _observe(state: TrainState, source: SmallSource, record: RankRecord) -> None
     gradients.on_accumulated = accumulated
     state.pipeline.on_action = on_action
     state.sync.finish = finish  # type: ignore[method-assign]
-    state.pipeline.run = run  # type: ignore[method-assign]
+    state.pipeline.run = run  # type: ignore[method-assign, assignment]
     state.optimizer.squared_norm_share = squared_norm_share  # type: ignore[method-assign]
     if getattr(state.sync, "_wire", None) is not None:  # a narrow wire would round the sums
         state.sync._wire = torch.float64  # type: ignore[attr-defined]
@@ -205,7 +205,7 @@ def _record_contribution(parameter: ShardedParameter, record: RankRecord, seen: 
     with recorder.quiet():
         gradient = parameter.main_grad - seen[name]
         seen[name] = parameter.main_grad.clone()
-        place = (parameter.main_grad.untyped_storage()._cdata, parameter.main_grad.storage_offset())
+        place = (parameter.main_grad.untyped_storage()._cdata, int(parameter.main_grad.storage_offset()))
         events = recorder.contributions.pop(place, [])
         known = record.contributions.setdefault(
             (name, recorder.microbatch), Contribution(torch.zeros_like(gradient), [])

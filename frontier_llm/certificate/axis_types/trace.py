@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
         """Return the events that have written the memory of `x`."""
         storage = _storage(x)
         if storage in self.accumulators:
-            return tuple(self.contributions.get((storage, x.storage_offset()), ()))
+            return tuple(self.contributions.get((storage, int(x.storage_offset())), ()))
         return tuple(self._writers.get(storage, ()))
 
     def communicated(
@@ -219,10 +219,10 @@ class Recorder(TorchDispatchMode):
             return
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if written:
-            outputs = [args[index] if index < len(args) else kwargs.get("out") for index in written]
+            returned = [args[index] if index < len(args) else kwargs.get("out") for index in written]
         else:
-            outputs = tree_leaves(result)
-        outputs = [x for x in outputs if isinstance(x, Tensor)]
+            returned = tree_leaves(result)
+        outputs = [x for x in returned if isinstance(x, Tensor)]
         if not outputs:
             return
         sources = tuple(dict.fromkeys(source for x in inputs for source in self.sources_of(x)))
@@ -241,7 +241,7 @@ class Recorder(TorchDispatchMode):
             before = self._writers.get(storage, []) if is_in_place else []
             self._writers[storage] = [*before, event.id]
         elif self.microbatch is not None:  # otherwise the gradients are set to zero
-            self.contributions[storage, output.storage_offset()].append(event.id)
+            self.contributions[storage, int(output.storage_offset())].append(event.id)
 
     def _append(
         self, key: Key | None, site: Site, sources: tuple[EventId, ...], value: Tensor | None, operation: str

@@ -11,7 +11,7 @@ from frontier_llm.certificate.axis_types.labels import UNKNOWN, infer
 WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3).cos()
 NOISE = torch.arange(12.0, dtype=torch.float64).view(4, 3).sin()
 FIRST, SECOND = WHOLE.chunk(2)
-LEFT, RIGHT = WHOLE[:, :2], WHOLE[:, 2:]
+LEFT, RIGHT = WHOLE.split((2, 1), dim=1)
 
 
 @pytest.mark.parametrize(
