@@ -25,7 +25,7 @@ from frontier_llm.certificate.axis_types.labels import (
     is_close,
 )
 from frontier_llm.certificate.axis_types.simulated import EventId
-from frontier_llm.certificate.axis_types.step import Part, RankRecord
+from frontier_llm.certificate.axis_types.step import HeldElements, RankRecord
 from frontier_llm.certificate.axis_types.trace import Event, step_line, text_of, visible
 from frontier_llm.errors import Problem
 from frontier_llm.model.losses import LOAD
@@ -288,7 +288,9 @@ def _gradients(serial: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Find
             yield _at(_line_of_sync(record) or defined(GradientSync._start_sum), what, "sum each gradient once")
 
 
-def _summed_over(ranks: Sequence[RankRecord], record: RankRecord, part: Part, values: Tensor) -> tuple[str, ...] | None:
+def _summed_over(
+    ranks: Sequence[RankRecord], record: RankRecord, part: HeldElements, values: Tensor
+) -> tuple[str, ...] | None:
     """Return the axes over which the contributions add up to `values`, or None if no set of axes does."""
     axes = [axis for axis in ("tp", "cp", "dp", "pp") if len({other.place[axis] for other in ranks}) > 1]
     for count in range(len(axes) + 1):
@@ -370,14 +372,14 @@ def _computed(record: RankRecord, storage: int) -> list[Event]:
     return [computed[key] for key in sorted(computed)]
 
 
-def _elements(complete: Tensor, part: Part) -> Tensor:
+def _elements(complete: Tensor, part: HeldElements) -> Tensor:
     """Return the elements of a complete tensor that `part` holds."""
     spec = part.spec
     index = tuple(slice(start, start + size) for start, size in zip(spec.offset, spec.shape, strict=True))
     return complete[index].flatten()[part.start : part.stop]
 
 
-def _local(tensor: Tensor, part: Part) -> Tensor:
+def _local(tensor: Tensor, part: HeldElements) -> Tensor:
     return tensor.flatten()[part.start : part.stop]
 
 

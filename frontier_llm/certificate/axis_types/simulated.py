@@ -23,7 +23,7 @@ from frontier_llm.topology.grid import AXES, Grid
 EventId = tuple[int, int]  # global rank, and number of the event on this rank
 
 
-class Observer(Protocol):
+class RankObserver(Protocol):
     """Records the communication of one rank."""
 
     def sources_of(self, x: Tensor) -> tuple[EventId, ...]:
@@ -133,7 +133,9 @@ class _Running:
 class SimulatedGroup:
     """Collectives and messages among simulated ranks. Implements `comm.group.Group`."""
 
-    def __init__(self, exchange: Exchange, name: str, rank: int, ranks: tuple[int, ...], observer: Observer) -> None:
+    def __init__(
+        self, exchange: Exchange, name: str, rank: int, ranks: tuple[int, ...], observer: RankObserver
+    ) -> None:
         self._exchange = exchange
         self._name = name
         self._rank = rank
@@ -276,7 +278,14 @@ class SimulatedGroup:
 
 
 def simulated_mesh(
-    grid: Grid, rank: int, placement: Placement, exchange: Exchange, observer: Observer, *, tied: bool, experts: bool
+    grid: Grid,
+    rank: int,
+    placement: Placement,
+    exchange: Exchange,
+    observer: RankObserver,
+    *,
+    tied: bool,
+    experts: bool,
 ) -> Mesh:
     """Return the mesh of one simulated rank, with the axes that `comm.build_mesh` builds."""
     ledger = Ledger()

@@ -36,7 +36,7 @@ class Contribution:
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldElements:
     """Elements [start, stop) of a rank's part of a parameter."""
 
     spec: ShardSpec
@@ -55,11 +55,11 @@ class RankRecord:
     specs: dict[str, ShardSpec] = field(default_factory=dict)
     contributions: dict[tuple[str, int], Contribution] = field(default_factory=dict)  # by parameter and microbatch
     unsummed: dict[str, Tensor] = field(default_factory=dict)  # sum of the contributions, by parameter
-    gradients: list[Part] = field(default_factory=list)  # after all sums, of the slices that this rank updates
+    gradients: list[HeldElements] = field(default_factory=list)  # after all sums, of the slices that this rank updates
     losses: dict[str, Tensor] = field(default_factory=dict)
     loss_sources: dict[str, tuple[EventId, ...]] = field(default_factory=dict)
     norm_share: float = 0.0
-    weights: list[Part] = field(default_factory=list)  # after the update
+    weights: list[HeldElements] = field(default_factory=list)  # after the update
     result: StepResult | None = None
 
 
@@ -130,9 +130,9 @@ def _perturb(state: TrainState, seed: int) -> None:
             parameter.data.add_(noise)
 
 
-def _part(parameter: ShardedParameter, values: Tensor) -> Part:
+def _part(parameter: ShardedParameter, values: Tensor) -> HeldElements:
     storage = values.untyped_storage()._cdata
-    return Part(parameter.spec, 0, parameter.spec.numel, values.detach().clone().flatten(), storage)
+    return HeldElements(parameter.spec, 0, parameter.spec.numel, values.detach().clone().flatten(), storage)
 
 
 def _observe(state: TrainState, source: SmallSource, record: RankRecord) -> None:
@@ -163,7 +163,7 @@ def _observe(state: TrainState, source: SmallSource, record: RankRecord) -> None
                 storage = own.untyped_storage()._cdata
                 for part in bucket.owned_ranges():
                     values = own[part.place].clone()
-                    record.gradients.append(Part(part.spec, part.start, part.stop, values, storage))
+                    record.gradients.append(HeldElements(part.spec, part.start, part.stop, values, storage))
 
     def run(*args: Any) -> dict[str, Tensor]:
         losses = honest_run(*args)
