@@ -24,7 +24,7 @@ from benchmarks.published.datasets import (
     shipped,
 )
 from benchmarks.published.predict import RowPrediction, cluster, cluster_rates, complete, even_stages, predict
-from benchmarks.published.validate import score, validate_command
+from benchmarks.published.validate import GAPS, RankedPair, gap_table, order_by_gap, score, validate_command
 from frontier_llm.blueprint.items import HEAD, PRODUCTS
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.cli.main import main
@@ -227,6 +227,19 @@ def test_scores_count_what_they_say() -> None:
     reversed_order = score("x", "y", [replace(one, seconds=1 / one.seconds) for one in exact])
     assert reversed_order.order == 0
     assert reversed_order.regret > 0
+
+
+def test_the_order_of_pairs_is_counted_by_their_measured_gap() -> None:
+    pairs = [RankedPair(0.005, True), RankedPair(0.005, False), RankedPair(0.01, True), RankedPair(0.3, True)]
+    assert order_by_gap(pairs) == [
+        ("under 1 %", 2, 50.0),
+        ("1 to 2 %", 1, 100.0),
+        ("2 to 5 %", 0, None),
+        ("over 5 %", 1, 100.0),
+    ]
+    lines = gap_table(predict([row for row in shipped() if row.dataset == "vTrain multi-node"])).splitlines()
+    assert len(lines) == 1 + len(GAPS)
+    assert lines[-1].split()[-1] == "87.9" and "over 5 %" in lines[-1]
 
 
 def test_the_command_reads_files_and_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -335,7 +335,11 @@ def model_parameters(model: ModelConfig) -> dict[str, Parameter]:
 
 def total_parameters(model: ModelConfig) -> int:
     """Return the number of elements of the model. Padding rows are included, and a tied head is counted once."""
-    return sum(parameter.numel for parameter in model_parameters(model).values())
+    ends = [StageSpec(0, 0, embedding=True, head=True)]
+    total = sum(parameter.numel for parameter in rank_parameters(model, ends))
+    for layer, count in layer_kinds(model):  # layers of one kind have the same sizes
+        total += count * sum(parameter.numel for parameter in block_parameters(model, layer))
+    return total
 
 
 def layer_kinds(model: ModelConfig) -> list[tuple[int, int]]:
