@@ -245,7 +245,7 @@ class Campaign:
         ended = attempt.ended_within(120.0 if failpoint else self.rng.uniform(0.0, 0.7 * self.usual_s))
         codes = self._let_end(attempt) if ended else self._strike(run, attempt, fault, victim)
         self._judge(run, fault, codes)
-        # Adapt to the machine's current load, so that most random instants are within a run.
+        # Let `usual_s` follow the machine's current load, so that most random kill times lie before the run's end.
         if ended and not failpoint:
             self.usual_s = 0.5 * (self.usual_s + max(1.0, time.monotonic() - started))
         if ended and -signal.SIGKILL in codes and "=kill" in failpoint:

@@ -76,6 +76,10 @@ if TYPE_CHECKING:
     option("--mode", help=argparse.SUPPRESS),
     line="collectives and messages of a layout: time, bandwidth, slow links",
     about="Measure collectives and messages of a layout: time, bandwidth, slow links.",
+    examples=(
+        "frontier-llm bench comm train_small --max 16MiB",
+        "frontier-llm bench comm train_small --emit-machine mine.yaml",
+    ),
 )
 def comm(args: argparse.Namespace) -> int:
     """Measure in the run's layout, on a launcher's ranks or on local ones."""

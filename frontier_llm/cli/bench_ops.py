@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     ),
     line="each fused op against eager torch, in one interleaved run",
     about="Measure each fused op against eager torch, in one interleaved run.",
+    examples=(
+        "frontier-llm bench ops --model llama-2-7b --device cuda",
+        "frontier-llm bench ops --json",
+    ),
 )
 def ops(args: argparse.Namespace) -> int:
     """Measure and print. The bandwidths and FLOP rates in the table are those of the package's ops, not of eager

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     ),
     line="the training step against this device's own matrix-product rate",
     about="Measure the training step against this device's own matrix-product rate.",
+    examples=(
+        "frontier-llm bench step quickstart --steps 10",
+        "frontier-llm bench step bench parallel.tensor=2",
+    ),
 )
 def step(args: argparse.Namespace) -> int:
     """Measure in the run's layout, on a launcher's ranks or on local ones."""

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import command, option, positive, run_options
+from frontier_llm.cli.arguments import JSON, command, option, positive, run_options, show
 from frontier_llm.cli.settings import refuse_settings
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         metavar="FILE",
         help="machine file to write (default: %(default)s)",
     ),
+    JSON,
     about="Time a model's own products, attention, copies and collectives here, and write the machine file that plan "
     "reads.",
     examples=(
@@ -95,10 +96,12 @@ def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
         samples = measure(config, mesh, device, memory_bytes(device.type, mesh.world.size), args.repeats)
         if mesh.world.rank == 0:
             when = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
-            write_machine(args.emit_machine, machine_content(samples, config, when))
-            print(report(samples, config))
+            content = machine_content(samples, config, when)
+            write_machine(args.emit_machine, content)
             use = f"frontier-llm plan MODEL --machine {args.emit_machine} --nodes 1"
-            print(f"wrote {args.emit_machine}; use it with `{use}`")
+            wrote = f"wrote {args.emit_machine}; use it with `{use}`"
+            written = {"file": str(args.emit_machine), "machine": content}
+            show(args, written, lambda: f"{report(samples, config)}\n{wrote}")
 
 
 def memory_bytes(device: str, ranks: int) -> float:

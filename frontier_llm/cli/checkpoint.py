@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     ),
     JSON,
     line="show the complete checkpoints of a run",
+    examples=("frontier-llm checkpoint list runs/quickstart",),
 )
 def _list(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import find, summary
@@ -78,6 +79,7 @@ def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
     ),
     JSON,
     line="read every byte and compare it with its digest",
+    examples=("frontier-llm checkpoint verify runs/quickstart",),
 )
 def _verify(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import find, verify
@@ -114,6 +116,7 @@ def _verify(args: argparse.Namespace) -> int:
         help="another one",
     ),
     line="compare two checkpoints, whatever layouts wrote them",
+    examples=("frontier-llm checkpoint diff runs/a runs/b",),
 )
 def _diff(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import compare, find

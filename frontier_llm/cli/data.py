@@ -87,8 +87,10 @@ TEXT_OPTIONS = (
         action="store_true",
         help="replace another tokenizer of that name, which datasets may have been made with",
     ),
+    JSON,
     *TEXT_OPTIONS,
     line="train a tokenizer on text files",
+    examples=("frontier-llm data tokenizer books/ --output books.model --vocab-size 16000",),
 )
 def _tokenizer(args: argparse.Namespace) -> int:
     from frontier_llm.data.tokenize import TokenizeOptions, training_text
@@ -122,7 +124,14 @@ def _tokenizer(args: argparse.Namespace) -> int:
             f"{args.vocab_size} ids are too few for every byte and the end of a document: the tokenizer has "
             f"{trained.vocab_size}"
         )
-    print(f"{output}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}")
+    content = {
+        "tokenizer": str(output),
+        "vocab_size": trained.vocab_size,
+        "end_of_document": trained.eod,
+        "sha256": trained.digest,
+    }
+    text = f"{output}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}"
+    show(args, content, lambda: text)
     return 0
 
 
@@ -158,6 +167,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
     JSON,
     *TEXT_OPTIONS,
     line="make PREFIX.bin/.idx from text; run it again to resume",
+    examples=("frontier-llm data tokenize a.jsonl.gz --tokenizer books.model --output data/a",),
 )
 def _tokenize(args: argparse.Namespace) -> int:
     from frontier_llm.data.tokenize import TokenizeOptions, tokenize
@@ -213,6 +223,7 @@ def _tokenize(args: argparse.Namespace) -> int:
     ),
     OVERWRITE,
     line="make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin",
+    examples=("frontier-llm data import shards/ --tokenizer bytes --output data/mine",),
 )
 def _import(args: argparse.Namespace) -> int:
     from frontier_llm.data.importing import import_tokens
@@ -234,6 +245,7 @@ def _import(args: argparse.Namespace) -> int:
 @command(
     *run_options(),
     line="build a run's sample indices ahead of it, without its ranks",
+    examples=("frontier-llm data index pretrain_22b",),
 )
 def _index(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
@@ -279,6 +291,7 @@ def _index(args: argparse.Namespace) -> int:
     ),
     JSON,
     line="counts, token histogram and decoded samples of a dataset; checks all of its index",
+    examples=("frontier-llm data inspect data/books --samples 5",),
 )
 def _inspect(args: argparse.Namespace) -> int:
     from frontier_llm.data.inspect import inspect
@@ -304,6 +317,7 @@ def _inspect(args: argparse.Namespace) -> int:
     ),
     JSON,
     line="read every token and index entry of datasets; name the first id that a vocabulary does not have",
+    examples=("frontier-llm data check data/books data/news --vocab-size 32000",),
 )
 def _check(args: argparse.Namespace) -> int:
     """Return exit code 1 if an id is outside of its vocabulary."""
@@ -390,6 +404,7 @@ def _words(value: Any) -> str:
     ),
     JSON,
     line="tokenizer and datasets from this Python's own standard library; no download",
+    examples=("frontier-llm data stdlib data/stdlib --vocab-size 4096",),
 )
 def _stdlib(args: argparse.Namespace) -> int:
     from frontier_llm.data.stdlib_corpus import prepare

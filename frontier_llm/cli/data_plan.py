@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     ),
     JSON,
     line="source, sample, documents and text of what a step read",
+    examples=("frontier-llm data show runs/quickstart --step 100",),
 )
 def show_step(args: argparse.Namespace) -> int:
     """Print the samples of one step."""
@@ -100,6 +101,10 @@ def _plan_row(source: PlannedSource) -> tuple[object, ...]:
     *run_options(),
     JSON,
     line="sources, tokens, tokenizers and epochs of each phase, and what is read twice or left out",
+    examples=(
+        "frontier-llm data plan quickstart",
+        "frontier-llm data plan quickstart train.steps=2000",
+    ),
 )
 def plan(args: argparse.Namespace) -> int:
     """Print the data that each phase of a run reads."""

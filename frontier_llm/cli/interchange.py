@@ -10,10 +10,10 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, command, option, positive_amount
+from frontier_llm.cli.arguments import JSON, NO_VERIFY, PLUGIN, command, option, positive_amount, show
 from frontier_llm.cli.settings import refuse_settings
 from frontier_llm.errors import CheckpointError, DataError
-from frontier_llm.units import GIB, printable
+from frontier_llm.units import GIB
 
 if TYPE_CHECKING:
     from frontier_llm.checkpoint.weights import WeightSource
@@ -46,6 +46,7 @@ IMPORT_OPTIONS = (
         metavar="N",
         help="size of the checkpoint's files (default: 8)",
     ),
+    JSON,
 )
 
 
@@ -55,6 +56,10 @@ IMPORT_OPTIONS = (
     PLUGIN,
     line="start a run from a Hugging Face model (docs/huggingface.md has the families)",
     about=f"Write step 0 of a run from a Hugging Face directory; {_THEN}",
+    examples=(
+        "frontier-llm checkpoint import-hf Llama-2-7b/ >> my_run.yaml",
+        "frontier-llm checkpoint import-hf Llama-2-7b/ my_run.yaml",
+    ),
 )
 def import_hf(args: argparse.Namespace) -> int:
     """Import a Hugging Face directory."""
@@ -72,6 +77,7 @@ def import_hf(args: argparse.Namespace) -> int:
     about="Write step 0 of a run from the weights of a Megatron checkpoint of any tensor- and pipeline-parallel "
     "layout, without "
     f"running anything that its files contain; {_THEN}",
+    examples=("frontier-llm checkpoint import-megatron megatron_ckpt/ pretrain_22b",),
 )
 def import_megatron(args: argparse.Namespace) -> int:
     """Import a Megatron checkpoint. The run's vocabulary size determines which rows of the embedding are padding."""
@@ -94,17 +100,17 @@ def _import(
     Without a run, print the model section that a run file needs.
     """
     from frontier_llm.checkpoint.weights import compare_models, write_checkpoint
-    from frontier_llm.config import dump, load_run
+    from frontier_llm.config import load_run
     from frontier_llm.data.tokenizer import load_tokenizer
     from frontier_llm.inference.open import check_vocabulary, tokenizer_in
     from frontier_llm.machine.precision import resolve_precision
 
     if args.run is None:
         refuse_settings(args.overrides, lambda key: True, "name the run that it changes, after the directory")
-        section = "model:\n" + indent(dump(read_model(args.source)), "  ")
-        print(printable(section), end="")
-        if tokenizer := tokenizer_in(Path(args.source)):
-            print(f"# its tokenizer, for the run's data section: {{tokenizer: {printable(tokenizer)}}}")
+        model = read_model(args.source)
+        tokenizer = tokenizer_in(Path(args.source))
+        content = {"model": model.model_dump(mode="json"), "tokenizer": tokenizer}
+        show(args, content, lambda: _section(model, tokenizer))
         return 0
     config = resolve_precision(load_run(args.run, args.overrides))
     source = read_weights(args.source, config.model)
@@ -113,8 +119,19 @@ def _import(
         raise CheckpointError(problems)
     if config.data.tokenizer is not None:
         check_vocabulary(load_tokenizer(config.data.tokenizer), config.model)
-    print(write_checkpoint(source, config, int(args.shard_gib * GIB)))
+    written = write_checkpoint(source, config, int(args.shard_gib * GIB))
+    show(args, {"checkpoint": str(written)}, lambda: str(written))
     return 0
+
+
+def _section(model: ModelConfig, tokenizer: str | None) -> str:
+    """Return the model section of a run file, with the tokenizer in a comment."""
+    from frontier_llm.config import dump
+
+    lines = ["model:", indent(dump(model).rstrip(), "  ")]
+    if tokenizer:
+        lines.append(f"# its tokenizer, for the run's data section: {{tokenizer: {tokenizer}}}")
+    return "\n".join(lines)
 
 
 @command(
@@ -137,9 +154,11 @@ def _import(
     ),
     option("--private", action="store_true", help="with --push-to-hub: make it one that only you see"),
     PLUGIN,
+    JSON,
     line="write a checkpoint as a Hugging Face model",
     about="Write config.json, safetensors, tokenizer and a model card. Reads the checkpoint tensor by tensor, "
     "whatever layout wrote it.",
+    examples=("frontier-llm checkpoint export-hf runs/quickstart exported/",),
 )
 def export_hf(args: argparse.Namespace) -> int:
     """Open and verify a checkpoint, and write it as a Hugging Face model."""
@@ -168,9 +187,10 @@ def export_hf(args: argparse.Namespace) -> int:
         companions,
         args.shard_gib,
     )
-    print(f"{Path(args.output)}: {family.architecture}")
-    if repository is not None:
-        print(repository.upload(args.output))
+    commit = repository.upload(args.output) if repository is not None else None
+    content = {"directory": args.output, "architecture": family.architecture, "commit": commit}
+    text = f"{Path(args.output)}: {family.architecture}"
+    show(args, content, lambda: f"{text}\n{commit}" if commit else text)
     return 0
 
 

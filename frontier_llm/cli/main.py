@@ -39,10 +39,11 @@ COMMANDS = {
     "ops": "which fused op runs with which back-end, and why",
     "bench": "measure the training step, the ops or the communication",
     "calibrate": "measure this machine and write its machine file",
+    "list": "the models, machines, runs, sites and tasks that have a name here",
     "completion": "a script for bash or zsh that completes these words",
 }
 _GROUPS = {
-    "plan and train": ("plan", "train", "report"),
+    "plan and train": ("list", "plan", "train", "report"),
     "on a cluster": ("doctor", "submit", "status", "scaling", "tune"),
     "data and models": ("data", "checkpoint", "evaluate", "generate"),
     "look at this machine": ("ops", "bench", "calibrate"),

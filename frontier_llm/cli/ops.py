@@ -22,6 +22,7 @@ from frontier_llm.tables import aligned, markdown
     JSON,
     line="registers, LDS, matrix instructions and occupancy of an architecture's code objects",
     about="Print registers, LDS, matrix instructions and occupancy of an architecture's code objects.",
+    examples=("frontier-llm ops kernels gfx90a",),
 )
 def _kernels(args: argparse.Namespace) -> int:
     from frontier_llm.ops.manifest import kernel_report
@@ -55,6 +56,7 @@ def _kernel_cells(kernel: Mapping[str, Any]) -> list[object]:
     line="run the prebuilt GPU ops on this machine's GPU, against the reference in float64",
     about="Run the prebuilt GPU ops on this machine's GPU, against the reference in float64; exit code 1 when one is "
     "wrong.",
+    examples=("frontier-llm ops check --all",),
 )
 def _check(args: argparse.Namespace) -> int:
     from dataclasses import asdict
@@ -105,6 +107,7 @@ def _check(args: argparse.Namespace) -> int:
     JSON,
     line="op x back-end x architecture: available, or why not",
     about="Print op x back-end x architecture: available, or why not.",
+    examples=("frontier-llm ops list --dtype bf16",),
 )
 def _list(args: argparse.Namespace) -> int:
     from frontier_llm.ops.deepspeed_ops import LOADED_BY, op_states
@@ -175,6 +178,7 @@ def _list(args: argparse.Namespace) -> int:
     JSON,
     line="time every attention back-end that is here, and write the order for ops.attention_table",
     about="Time every attention back-end that is here, and write the order for ops.attention_table.",
+    examples=("frontier-llm ops tune --model llama-2-7b",),
 )
 def _tune(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from frontier_llm.cli.arguments import PLUGIN, command, option
+from frontier_llm.cli.arguments import JSON, PLUGIN, command, option, show
 
 
 @command(
@@ -29,6 +29,7 @@ from frontier_llm.cli.arguments import PLUGIN, command, option
         help="text that is shown as a generated sample",
     ),
     PLUGIN,
+    JSON,
     option(
         "--next",
         dest="next_command",
@@ -47,5 +48,7 @@ def report(args: argparse.Namespace) -> int:
 
     sample = args.sample.read_text(encoding="utf-8") if args.sample else None
     output = args.output or args.runs[0] / "report.html"
-    print(write_report(args.runs, output, sample, args.next_command, plugins=args.plugin))
+    page = write_report(args.runs, output, sample, args.next_command, plugins=args.plugin)
+    content = {"page": str(page), "runs": [str(run) for run in args.runs]}
+    show(args, content, lambda: str(page))
     return 0

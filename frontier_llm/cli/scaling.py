@@ -96,7 +96,13 @@ def _series_command(mode: Mode, batch: Sequence[Option], line: str) -> Command:
         ),
         JSON,
     )
-    return Command(partial(_series, mode), options, line=f"make and queue a {mode} series: {line}")
+    start = f"frontier-llm scaling {mode} --model gpt-22b --nodes 16,32 --site lumi"
+    return Command(
+        work=partial(_series, mode),
+        options=options,
+        line=f"make and queue a {mode} series: {line}",
+        examples=(f"{start} --dry-run", f"{start} --simulate"),
+    )
 
 
 def _series(mode: Mode, args: argparse.Namespace) -> int:
@@ -310,6 +316,7 @@ def _simulate(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     JSON,
     line="harvest run directories into a table and figures",
     about="Harvest run directories into a table and figures: CSV, JSON and a self-contained HTML page.",
+    examples=("frontier-llm scaling report runs/scaling",),
 )
 def _report(args: argparse.Namespace) -> int:
     from frontier_llm.experiments.scaling.figure import write_report

@@ -62,6 +62,7 @@ OPTIONS = {
     "--next": "command that a report suggests",
     "--no-cache": "generation without a cache",
     "--no-jit": "refusal to compile",
+    "--no-preflight": "no doctor on the nodes first",
     "--no-pairs": "no messages between pairs of ranks",
     "--notice-command": "command that receives notices",
     "--no-verify": "no comparison with digests",
@@ -137,6 +138,7 @@ ARGUMENTS = {
     "PREFIX": "dataset: path without .bin/.idx",
     "RUN": "name in configs/runs, or the path of a run file",
     "RUN_DIR": "run directory",
+    "kind": "kind of shipped things",
     "key=value": "changed key of a run",
     "shell": "shell",
 }

@@ -123,6 +123,11 @@ def site_names() -> list[str]:
     return sorted(path.stem for path in (root_dir() / "slurm" / "sites").glob("*.yaml"))
 
 
+def site_file(name: str) -> Path:
+    """Return the path of a shipped site's file."""
+    return root_dir() / "slurm" / "sites" / f"{name}.yaml"
+
+
 def load_site(name_or_path: str | None = None) -> Site:
     """Load a shipped site by name, or a site file by path. Default: FRONTIER_LLM_SITE, or else `generic`.
 
@@ -137,7 +142,7 @@ def load_site(name_or_path: str | None = None) -> Site:
                 suggest(name_or_path, site_names()) + "; or give the path of a site file",
                 "--site",
             )
-        path = root_dir() / "slurm" / "sites" / f"{name_or_path}.yaml"
+        path = site_file(name_or_path)
     content = read_yaml(path)
     if FORMER_WARNING_TIME in content and "warning_time_s" not in content:
         log.info(f"{path}: {FORMER_WARNING_TIME} is now called warning_time_s: write the new name")

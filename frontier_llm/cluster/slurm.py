@@ -32,14 +32,17 @@ ACTIVE = frozenset(
 )
 _NO_CLUSTER = re.compile(r"configuration source|Unable to contact slurm controller|Could not establish")
 _AWAY = re.compile(
-    r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|did not respond "
-    r"within"
-)
+    r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode"
+)  # texts of Slurm
 # Time for which a command is repeated. Slurm's controller restarts within minutes. A restart must not end a run of
 # 384 nodes.
 PATIENCE_S = 900.0
 PAUSE_S = 10.0
 _BAD_STATES = ("down", "drain", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
+
+
+class ControllerAway(FrontierError):
+    """The Slurm controller does not respond. The same command may succeed later."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def call(
             command[0],
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise FrontierError(
+        raise ControllerAway(
             f"{command[0]} did not respond within {timeout_s:.0f} s",
             "try again when the Slurm controller responds",
             command[0],
@@ -105,7 +108,8 @@ def call(
     if done.returncode:
         complaint = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]
         fix = "run this where Slurm's commands work (try sinfo)" if _NO_CLUSTER.search(done.stderr) else ""
-        raise FrontierError(complaint[-1] if fix else "\n".join(complaint), fix, " ".join(command[:3]))
+        error_class = ControllerAway if _AWAY.search(done.stderr) else FrontierError
+        raise error_class(complaint[-1] if fix else "\n".join(complaint), fix, " ".join(command[:3]))
     return done.stdout
 
 
@@ -119,8 +123,8 @@ def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
     while True:
         try:
             return call(command)
-        except FrontierError as error:
-            if not _AWAY.search(str(error)) or time.monotonic() - started_s > patience_s:
+        except ControllerAway:
+            if time.monotonic() - started_s > patience_s:
                 raise
             if not warned:
                 log.warn(

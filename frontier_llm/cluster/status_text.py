@@ -4,19 +4,56 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from textwrap import shorten
 
 from frontier_llm.cluster.status import Status
 from frontier_llm.run import hostlist
 from frontier_llm.run.job import Job
 from frontier_llm.run.run_dir import Slow
+from frontier_llm.tables import aligned
 from frontier_llm.units import format_count, format_seconds, plural
 
 BAR = 24  # width in characters
+NOTE = 48  # longest note in the table, in characters
 
 
 def render(statuses: Sequence[Status]) -> str:
     """Return the statuses as text for a terminal."""
     return "\n\n".join(_render_one(status) for status in statuses)
+
+
+def table(statuses: Sequence[Status]) -> str:
+    """Return one line per run."""
+    head = ("run", "state", "job", ">step", ">of", ">done", ">loss", ">tokens/s", ">time left", ">restarts", "note")
+    return aligned(head, (_row(status) for status in statuses))
+
+
+def _row(status: Status) -> tuple[str, ...]:
+    has_end = status.eta_s is not None and status.state not in ("finished", "stopped")
+    return (
+        status.run_dir,
+        status.state,
+        status.job_id or "",
+        f"{status.step:,}",
+        f"{status.steps:,}" if status.steps else "",
+        f"{min(1.0, status.step / status.steps):.0%}" if status.steps else "",
+        f"{status.loss:.4f}" if status.loss is not None else "",
+        f"{status.tokens_per_s:,.0f}" if status.tokens_per_s is not None else "",
+        format_seconds(status.eta_s) if has_end and status.eta_s is not None else "",
+        str(status.restarts) if status.restarts else "",
+        _note(status),
+    )
+
+
+def _note(status: Status) -> str:
+    """Return the most urgent fact that the other columns do not have, cut to one short line."""
+    if status.damage:
+        text = f"damaged: {status.damage[0]}"
+    elif status.slow_hosts:
+        text = f"slow host {status.slow_hosts[0].host}"
+    else:
+        text = status.last_failure or ""
+    return shorten(text, NOTE, placeholder=" …")
 
 
 def _render_one(status: Status) -> str:

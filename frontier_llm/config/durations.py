@@ -127,7 +127,7 @@ def _of_run(
     planned: list[tuple[int, int]],
     stretches: list[tuple[int, int]],
 ) -> Mapping[str, Any]:
-    """Convert the durations that count over the whole run.
+    """Convert the durations that count over the whole run to steps.
 
     `planned` are the stretches of its phases. `stretches` are the steps that the run has done, followed by the rest of
     the plan.

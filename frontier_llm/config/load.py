@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -41,6 +42,13 @@ RENAMED: dict[str, dict[str, str]] = {"machines": {"eos": "h100", "selene": "a10
 def available(kind: str) -> list[str]:
     """Names of the shipped files of a kind: 'models', 'runs' or 'machines'."""
     return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
+
+
+def about_file(path: Path) -> str:
+    """Return the first sentence of the comment at the top of a YAML file. '' if there is no comment."""
+    with path.open(encoding="utf-8") as lines:
+        comment = " ".join(line.strip("# \n") for line in takewhile(lambda line: line.startswith("#"), lines))
+    return re.split(r"\. (?=[A-Z])", comment)[0].rstrip(".")
 
 
 @cache

@@ -68,8 +68,8 @@ def prepare(
 ) -> StdlibCorpus:
     """Make train and validation datasets in `directory`, and a tokenizer for them unless one is given.
 
-    Existing results that match are reused. Raises DataError if the library has no sources, or if the directory cannot
-    be written.
+    Existing results are reused if they were made from the same sources with the same options. Raises DataError if the
+    library has no sources, or if the directory cannot be written.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     directory = Path(directory)

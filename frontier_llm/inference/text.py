@@ -39,7 +39,7 @@ def complete(
 
     `on_text` receives each new piece of a row's text, in complete characters. An empty prompt starts a new document.
     The result of a row does not depend on its batch, because each row has its own random draws. Collective over tp and
-    pp. Every rank returns the same. Raises ConfigError before the first token if a prompt does not fit.
+    pp, and every rank returns all completions. Raises ConfigError before the first token if a prompt does not fit.
     """
     rows = [_Row(tokenizer, stops, prompt) for prompt in prompts]
     sampling = replace(sampling, stop_tokens=(*sampling.stop_tokens, tokenizer.eod))

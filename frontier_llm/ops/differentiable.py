@@ -19,7 +19,7 @@ from frontier_llm.ops.routing import Routing
 
 
 class Attended(NamedTuple):
-    """Tensors that attention saves for its backward.
+    """Tensors that attention saves for its backward. `model/dims.py` explains the letters of the shapes.
 
     The tensors have the layout and the type that the kernels read, so that backward need not copy or convert again.
     """
@@ -28,9 +28,9 @@ class Attended(NamedTuple):
     k: Tensor  # [S, B, g, D]
     v: Tensor  # [S, B, g, D]
     o: Tensor  # [S, B, a, D]
-    logsumexp: Tensor  # [B, a, S or more]
+    logsumexp: Tensor  # [B, a, S, or S padded to complete blocks]
     slopes: Tensor | None  # [a]
-    documents: Tensor | None  # [B, S or more]
+    documents: Tensor | None  # [B, S, or S padded to complete blocks]
     key_documents: Tensor | None = None  # [B, K]; None = the documents of the queries
 
 

@@ -78,9 +78,9 @@ def gradient_destination(config: RunConfig) -> WeightGradients:
 
 
 def build_update(inputs: EngineInputs) -> tuple[GradientSums, Optimizer]:
-    """Allocate and initialise the parameters of the stages. Collective over the world.
+    """Allocate the parameters of this rank's stages. Returns the gradient synchroniser and the optimizer.
 
-    Returns the gradient synchroniser and the optimizer.
+    If `inputs.draws` is true, the initial weights are drawn. Collective over the world.
     """
     config = inputs.config
     mesh = inputs.mesh

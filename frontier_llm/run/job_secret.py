@@ -66,7 +66,7 @@ class JobSecret:
             return file.read(1024)  # can be the secret of an earlier start, so each new connection reads it again
 
     def wait(self, timeout_s: float) -> bytes:
-        """Return the secret. Raises FrontierError if rank 0 has not written it within that time."""
+        """Return the secret. Raises FrontierError if this rank cannot read it within that time."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -78,7 +78,7 @@ class JobSecret:
                         f"{VARIABLE} for all ranks"
                     )
                     raise FrontierError(
-                        f"rank 0 has not written the job's secret within {timeout_s:g} s: {error}",
+                        f"cannot read the job's secret, which rank 0 writes, within {timeout_s:g} s: {error}",
                         fix,
                         str(self._path),
                     ) from error
@@ -113,7 +113,7 @@ def folder_of(secret: bytes) -> Path:
     """Return the path of the job's folder on this node's local disk. Its name cannot be guessed without the secret."""
     local = Path(environ("FRONTIER_LLM_NODE_LOCAL") or "/tmp")  # noqa: S108 the job makes its own folder there
     if not local.is_dir():
-        local = Path("/tmp")  # noqa: S108 the same
+        local = Path("/tmp")  # noqa: S108 the job makes its own folder there
     return local / f"{PREFIX}{hmac.digest(secret, b'folder', 'sha256').hex()[:32]}"
 
 

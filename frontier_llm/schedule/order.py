@@ -62,7 +62,7 @@ def with_messages(
             [
                 Problem(
                     where=f"stage {rank}",
-                    what=f"deadlock: {action} waits for an action of another rank that never starts",
+                    what=f"deadlock: {action} waits for another rank's action, and that action never starts",
                 )
                 for rank, action in stuck
             ]

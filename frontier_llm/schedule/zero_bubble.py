@@ -134,7 +134,7 @@ class VOrder:
         return self._peaks(stages, microbatches, stage)[0]
 
     def peak_waiting(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-        """Return the peak number of activations of the block that wait for W, for `ScheduleRule.peak_waiting`."""
+        """Return the peak number of a block's activations that wait for their W, for `ScheduleRule.peak_waiting`."""
         return self._peaks(stages, microbatches, stage)[1]
 
     def _peaks(self, stages: Number, microbatches: Number, stage: Number) -> tuple[np.ndarray, ...]:

@@ -221,7 +221,7 @@ def _place(rank: int) -> RankEnv:
 def test_the_secret_that_rank_0_writes_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(job_secret.VARIABLE, raising=False)
     other = JobSecret(_place(1), tmp_path)
-    with pytest.raises(FrontierError, match="rank 0 has not written the job's secret"):
+    with pytest.raises(FrontierError, match="cannot read the job's secret, which rank 0 writes"):
         other.wait(0.05)
     first = JobSecret(_place(0), tmp_path)
     (path,) = tmp_path.iterdir()

@@ -52,7 +52,7 @@ def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
 
 
 def cut(rank: int, case: Case) -> tuple[int, int]:
-    """Return the number of buckets for Muon's matrices, and how many of them have matrices that slices split."""
+    """Return the number of buckets for Muon's matrices, and how many of them have a matrix in two owners' slices."""
     buckets = [bucket for bucket in build(rank, case).optimizer.buckets if bucket.whole]
     return len(buckets), sum(not bucket.apart for bucket in buckets)
 

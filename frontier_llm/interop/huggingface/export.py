@@ -146,7 +146,10 @@ class HubRepository:
 
 @contextmanager
 def _refusals(name: str, fix: str) -> Iterator[None]:
-    """Convert all errors of the client. Their classes depend on the client's version and its network library."""
+    """Turn every error of the Hub's client into a CheckpointError.
+
+    The classes of the errors depend on the client's version and its network library.
+    """
     try:
         yield
     except Exception as error:

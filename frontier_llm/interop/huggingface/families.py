@@ -213,8 +213,8 @@ FAMILIES = [
         grouped=True,
         fixed={"use_sliding_window": False},
     ),
-    # After Llama, which computes the same. A Mistral model whose window covers its complete context can be read, and is
-    # written as a Llama.
+    # Stands after Llama, because both compute the same function: a model without a window is written as a Llama. A
+    # Mistral model whose window covers its complete context has no window after reading.
     Family(
         "MistralForCausalLM",
         "mistral",

@@ -42,8 +42,10 @@ class HuggingFaceModel:
         self._check_tensors()
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a rectangle of our parameter `name`. The complete tensors of the file that form the parameter are
-        read."""
+        """Return a rectangle of our parameter `name`.
+
+        Reads the complete tensors of which the parameter consists; of experts only those in the rectangle.
+        """
         rule = self.rules[name]
         if rule.parameter.kind is ParameterKind.EXPERTS:  # read only the rank's own experts, which are few
             some = rule.join(

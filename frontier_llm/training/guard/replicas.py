@@ -43,7 +43,8 @@ class Drift:
 
     tensor: str
     axis: str
-    ranks: tuple[int, ...]  # ranks whose value differs from most; all ranks if there are two copies or no majority
+    # Ranks whose value differs from that of most ranks; all ranks if no value has a majority (always with two copies).
+    ranks: tuple[int, ...]
 
     def problem(self) -> Problem:
         """Return the difference as a Problem for the user."""

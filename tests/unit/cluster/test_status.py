@@ -5,6 +5,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -58,6 +59,20 @@ def test_command_for_people_and_programs(run_directory: Path, capsys: pytest.Cap
     assert all(re.match(r"  [a-z][a-z ]{10}\S", line) and len(line) <= 80 for line in text.splitlines()[1:]), text
     assert main(["status", "--json", str(run_directory)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["job_id"] == "77"
+
+
+def test_several_runs_are_one_line_each(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = run_directory.parent
+    copytree(run_directory, parent / "b")
+    assert main(["status", str(parent)]) == 0
+    told = capsys.readouterr()
+    head, *rows = told.out.splitlines()
+    assert head.split()[:3] == ["run", "state", "job"] and len(rows) == 2
+    for row in rows:
+        assert re.search(r"runs/[ab] +not queued +77 +40 +100 +40% +2\.6000 +1,000 +0:02:00 +1 +rank 3 on n0", row)
+    assert "details of one run: frontier-llm status " in told.err
+    assert main(["status", str(parent / "a"), str(parent / "b")]) == 0  # named runs are shown in detail
+    assert capsys.readouterr().out.count("  checkpoint ") == 2
 
 
 def test_what_the_job_asks_for(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,8 +75,8 @@ def test_stages_that_wait_for_each_other_have_no_order() -> None:
     """Stage 0 needs the gradient of microbatch 0 before it sends microbatch 1. Stage 1 needs microbatch 1 first."""
     with pytest.raises(ScheduleError) as caught:
         custom(["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"])
-    assert "stage 0: deadlock: B0@0 waits for an action of another rank that never starts" in str(caught.value)
-    assert "stage 1: deadlock: F1@1 waits for an action of another rank that never starts" in str(caught.value)
+    assert "stage 0: deadlock: B0@0 waits for another rank's action, and that action never starts" in str(caught.value)
+    assert "stage 1: deadlock: F1@1 waits for another rank's action, and that action never starts" in str(caught.value)
 
 
 def test_check_finds_a_deadlock_between_stages() -> None:

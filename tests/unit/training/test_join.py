@@ -125,7 +125,7 @@ def test_a_log_that_says_socket_ends_the_run(clean: pytest.MonkeyPatch, capfd: p
             join._check_network(serial_mesh(), job)
         path.write_text("NCCL INFO NET/OFI Selected provider is cxi\nNCCL INFO Using network AWS Libfabric\n")
         join._check_network(serial_mesh(), job)
-        assert "collectives between nodes: AWS Libfabric" in capfd.readouterr().err and not path.exists()
+        assert "network of the collectives between nodes: AWS Libfabric" in capfd.readouterr().err and not path.exists()
         clean.setenv("NCCL_DEBUG_FILE", "/elsewhere")
         join._check_network(serial_mesh(), job)
         assert "the network is not checked" in capfd.readouterr().err
