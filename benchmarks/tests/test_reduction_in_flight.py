@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.planner.reduction_in_flight import Linear, backward_of_block, exposed_s
+from benchmarks.planner.reduction_in_flight import CASES, MODEL, Linear, backward_of_block, exposed_s
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.config import load_model
 from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.planner.costs.parameters import stage_numel
+from frontier_llm.planner.costs.time import gradient_reduction_s
+from frontier_llm.planner.search import simulate_layout
 
 
 def linear(column: bool, collective_s: float = 1.0) -> Linear:
@@ -49,3 +54,20 @@ def test_the_layers_are_those_of_the_model() -> None:
     assert [one.column for one in block] == [False, True, False, True]  # down, up, output, query-key-value
     assert sum(one.numel for one in block) * 8 * model.layers == pytest.approx(total_parameters(model), rel=0.02)
     assert all(min(one.input_s, one.weight_s, one.collective_s) > 0 for one in block)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_planner_s_price_agrees_with_the_order_that_runs(name: str) -> None:
+    model = load_model(MODEL)
+    numbers = rates(load_machine("frontier"))
+    layout = CASES[name]
+    numel = float(stage_numel(model, layout.tp, model.layers / layout.pp, False, False))
+    summed_s = float(gradient_reduction_s(layout, numbers, numel)[0])
+    layers = backward_of_block(model, layout, numbers) * (model.layers // layout.pp)
+    shown_s = exposed_s(layers, summed_s / numel, numbers.bucket_parameters, pieces=False)
+    priced_s = simulate_layout(model, layout, numbers).simulated.reduce_s
+    assert 0.9 * summed_s < shown_s < summed_s
+    assert shown_s < priced_s < 1.1 * shown_s
+    # with many communications in flight the last backward hides a part
+    many = simulate_layout(model, layout, replace(numbers, one_in_flight=False))
+    assert many.simulated.reduce_s < 0.7 * priced_s
