@@ -22,11 +22,11 @@ PAGE = MEASURED / "schedules.md"
 ROWS = "primus_schedules.tsv"
 PREFIX = "primus-mi300x-pp8-"
 MICROBATCHES = (16, 32, 64, 128)
-# name in Primus → our schedule and virtual stages per rank; zbb is the zero-bubble schedule with the memory of ZB-H2
+# name in Primus → our schedule and virtual stages per rank; zbb needs as much memory as 1F1B, so it is ZB-H1
 OURS = {
     "1f1b": ("1f1b", 1),
     "interleaved-2": ("interleaved", 2),
-    "zbb": ("zb-h2", 1),
+    "zbb": ("zb-h1", 1),
     "zb-v": ("zb-v", 2),
     "v-half": ("v-half", 2),
     "v-min": ("v-min", 2),
