@@ -224,7 +224,15 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
             moe.top_k,
             moe.top_k,
         )
-    if ranks > rows.nodes:
+    gathered = software.expert_rows_gathered and layout.etp > 1 and rows.nodes == 1
+    if gathered:
+        if layout.ep > 1:
+            yield from there_and_back("ep.once", rows.sent / layout.etp, rows.received / layout.etp, E, 1)
+        for phase in (Phase.F, Phase.I):
+            again = FULL if phase is Phase.F else ()
+            yield send(phase, "all_gather", rows.received * size * H, again, "tp", Under.NOTHING)
+            yield send(phase, "reduce_scatter", rows.received * size * H, axis="tp", under=Under.NOTHING)
+    elif ranks > rows.nodes:
         yield from there_and_back(
             "ep" if rows.nodes == 1 else "ep.node",
             rows.sent,
@@ -240,9 +248,9 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     up = f * (1 + model.gated)
     held = rows.computed if moe.capacity is None else rows.received
     for outputs, inputs, name in ((up, H, "up"), (H, f, "down")):
-        yield Item(Phase.F, EXPERTS, Product(m, outputs, inputs, local, f"experts.{name}"), FULL)
-        yield Item(Phase.I, EXPERTS, Product(m, inputs, outputs, local, f"experts.{name}"))
-        gradient = Product(outputs, inputs, m, local, f"experts.{name}")
+        yield Item(Phase.F, EXPERTS, Product(m, outputs, inputs, local, f"experts.{name}", fp8=True), FULL)
+        yield Item(Phase.I, EXPERTS, Product(m, inputs, outputs, local, f"experts.{name}", fp8=True))
+        gradient = Product(outputs, inputs, m, local, f"experts.{name}", fp8=True)
         yield from weight_gradient(EXPERTS, gradient, software.accumulate_bytes * local * outputs * inputs, software)
     yield Item(Phase.F, EXPERTS, Pass(size * held * (up + f), 1), FULL)
     yield Item(Phase.I, EXPERTS, Pass(size * held * (2 * up + f), 1))
