@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.machine.rates import Rates
@@ -53,7 +53,8 @@ def complexity(layout: Layout) -> tuple[int, int, int]:
 
 def with_slow(rates: Rates) -> Rates:
     """Return the rates with the slow values of their constants."""
-    return replace(rates, **rates.slow, slow={})
+    changes: dict[str, Any] = {**rates.slow, "slow": {}}
+    return replace(rates, **changes)
 
 
 def with_slow_step(plan: Plan, rates: Rates) -> Plan:

@@ -297,7 +297,8 @@ def _special(
         slow_s = np.where(usable, step_s(model, fitting, with_slow(rates)), np.inf)
         found.append(int(np.argmin(slow_s)))
     candidates = order[usable[order]]
-    found += candidates[(fitting.sharding == "weights")[candidates]][:1].tolist()
+    sharded = np.equal(fitting.sharding, "weights")
+    found += candidates[sharded[candidates]][:1].tolist()
     within = candidates[(memory <= SAFE_SHARE * rates.safe_bytes)[candidates]]
     _, first = np.unique(fitting.schedule[within], return_index=True)
     if rates.safe_bytes < rates.memory_bytes:
