@@ -22,6 +22,7 @@ from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
 from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.planner import report
+from frontier_llm.planner.choice import why_not
 from frontier_llm.planner.figures import simulated_part
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
@@ -250,7 +251,7 @@ def plan_of(step_s: float, **risks: object) -> SimpleNamespace:
     ],
 )
 def test_a_faster_runner_up_is_told_what_decided(risks: dict[str, object], said: str) -> None:
-    assert report._why(plan_of(1.0), plan_of(0.99, **risks)) == said  # type: ignore[arg-type]
+    assert why_not(plan_of(1.0), plan_of(0.99, **risks), []) == said  # type: ignore[arg-type]
 
 
 def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
