@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -333,13 +334,10 @@ def model_parameters(model: ModelConfig) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in rank_parameters(model, [everything])}
 
 
+@cache
 def total_parameters(model: ModelConfig) -> int:
     """Return the number of elements of the model. Padding rows are included, and a tied head is counted once."""
-    ends = [StageSpec(0, 0, embedding=True, head=True)]
-    total = sum(parameter.numel for parameter in rank_parameters(model, ends))
-    for layer, count in layer_kinds(model):  # layers of one kind have the same sizes
-        total += count * sum(parameter.numel for parameter in block_parameters(model, layer))
-    return total
+    return sum(parameter.numel for parameter in model_parameters(model).values())
 
 
 def layer_kinds(model: ModelConfig) -> list[tuple[int, int]]:
