@@ -25,12 +25,10 @@ if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
     fi
     mkdir -p "$folder"
     log="$folder/rank_$rank.log"
-    for path in "$folder" "$log"; do
-        if [[ -L "$path" ]]; then
-            echo "rank.sh: $path is a link, and logs are not written through links; remove it" >&2
-            exit 2
-        fi
-    done
+    if [[ -L "$log" || ("$folder" != "$FRONTIER_LLM_LOG_DIR" && -L "$folder") ]]; then
+        echo "rank.sh: $log is a link, and logs are not written through links; remove it" >&2
+        exit 2
+    fi
     if [[ "$rank" -eq 0 ]]; then
         # Slurm's warning reaches every process of the step; tee has to outlive it, or rank 0 would write into a broken
         # pipe
