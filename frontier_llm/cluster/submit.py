@@ -295,6 +295,7 @@ def submit(request: JobRequest) -> Submission:
     submission = prepare(request)
     readiness(request, submission).refuse()
     directory = request.job.directory
+    run_dir.share_with_group(directory)
     read_job(directory)  # raises an error if a damaged record exists, which must not be replaced
     _refuse_busy(request)
     with reserved(directory):
@@ -350,8 +351,10 @@ def _refuse_busy(request: JobRequest) -> None:
     """Raise ConfigError if a job of this run is active, or if the user has too many queued jobs for the site."""
     busy = []
     for job_id in jobs(request.job.directory):
-        if slurm.is_active(job_id):
-            what = f"job {job_id} already runs or is queued for {request.job.directory}"
+        fields = slurm.job_fields(job_id)
+        if fields.get("JobState") in slurm.ACTIVE:
+            owner = fields.get("UserId", "an unknown user").partition("(")[0]
+            what = f"job {job_id} of {owner} already runs or is queued for {request.job.directory}"
             busy.append(Problem("train.run_dir", what, f"scancel {job_id}, or set another train.run_dir"))
     limit = request.site.max_queued_jobs
     if limit is not None:
