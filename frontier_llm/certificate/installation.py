@@ -8,7 +8,7 @@ from frontier_llm.certificate.section import Section, judged, not_checkable
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.readiness import CHECKED, before_the_queue, problems_of
 from frontier_llm.cluster.sites import load_site
-from frontier_llm.cluster.submit import JobRequest, job_variables
+from frontier_llm.cluster.submit import JobRequest, job_variables, start_problems
 from frontier_llm.machine.env import GPU_FILES
 from frontier_llm.run.installation import of_this_interpreter
 from frontier_llm.run.rank_env import environment
@@ -30,7 +30,7 @@ def _at_the_site(request: JobRequest) -> Section:
     if not readiness.is_checkable:
         return not_checkable(NAME, readiness.open_points[0].removeprefix("not checkable here: "))
     checked = f"{CHECKED}: checked in the interpreter of the ranks, as launch/job.sh starts it on {request.site.name}"
-    return judged(NAME, (checked, *readiness.open_points), readiness.problems)
+    return judged(NAME, (checked, *readiness.open_points), (*readiness.problems, *start_problems(request)))
 
 
 def _on_this_computer(subject: Subject) -> Section:
