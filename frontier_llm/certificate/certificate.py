@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from frontier_llm.certificate import communication, configuration, cost, installation, memory, restart
+from frontier_llm.certificate import communication, configuration, installation, memory, restart
 from frontier_llm.certificate.section import Section, Verdict, judged, not_checkable
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.errors import FrontierError, Problem
@@ -41,7 +41,7 @@ ENTRIES = (
     Entry(communication.NAME, communication.check_communication),
     Entry(restart.NAME, restart.check_restart),
     Entry(memory.NAME, memory.check_memory),
-    Entry(cost.NAME, cost.check_cost),
+    Entry(memory.COST, memory.check_cost),
 )
 NAMES = tuple(entry.name for entry in ENTRIES)
 
