@@ -50,8 +50,9 @@ p.sub { color: var(--soft); margin: .2rem 0 1rem }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .8rem }
 .tile, figure, .wide, pre, details { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
 .tile { padding: .7rem 1rem } .tile b { display: block; font-size: 1.35rem } .tile span { color: var(--soft); font-size: .85rem }
-figure { margin: 0 0 .8rem; padding: .3rem; min-width: 0 } .figures figure { margin: 0 } .figures { margin-bottom: .8rem }
+figure { margin: 0 0 .8rem; padding: .3rem; min-width: 0 } .figures figure { margin: 0 }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: .8rem }
+.figures { margin-bottom: .8rem }
 figcaption { font-weight: 600; font-size: .9rem; padding: .3rem .5rem 0; overflow-wrap: anywhere }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 td, th { padding: .35rem .8rem; text-align: left; border-top: 1px solid var(--line); white-space: nowrap }
