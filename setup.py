@@ -238,6 +238,10 @@ setup(
     "laptop",
     python_requires=">=3.11",
     license="Apache-2.0",
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: {version}" for version in ("3.11", "3.12", "3.13")),
+    ],
     packages=find_packages(include=["frontier_llm", "frontier_llm.*"]),
     package_data={
         "frontier_llm": ["_native/*.so", "_native/gpu/*/*", "planner/best_published.json", "py.typed", "__init__.pyi"]
@@ -267,6 +271,8 @@ setup(
             "zstandard",
             *TUNING,  # scipy: also benchmarks/planner/fit_machines.py
             "matplotlib",  # the pictures of docs/
+            "nbclient",  # executes docs/notebook.ipynb
+            "ipykernel",
             "megatron-core==0.16.1",
             "mpi4py",
             TRITON,  # compiles and interprets the GPU kernels
@@ -281,6 +287,6 @@ setup(
         "plot": ["plotly", "tensorboard"],
         "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # the last two for mlflow's local file
         "tune": [*TUNING, "plotly"],
-        "docs": ["mkdocs"],
+        "docs": ["mkdocs", "mkdocs-jupyter"],
     },
 )

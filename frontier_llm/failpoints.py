@@ -8,7 +8,7 @@ the nth call on.
 
 Actions: kill (SIGKILL), stop (SIGSTOP), exit:CODE, sleep:SECONDS, errno:NAME (OSError, e.g. errno:ENOSPC), error:TEXT
 (RuntimeError), hold:SECONDS (sleeps and holds the interpreter lock), perturb (adds 1 to the first value that is passed
-to `hit`).
+to `hit`), fill:NUMBER (replaces each value that is passed to `hit`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from frontier_llm import log
 from frontier_llm.errors import ConfigError
 
-ACTIONS = ("kill", "stop", "exit", "sleep", "errno", "error", "hold", "perturb")
+ACTIONS = ("kill", "stop", "exit", "sleep", "errno", "error", "hold", "perturb", "fill")
 _RULE = re.compile(
     r"(?P<name>[\w.]+)(@(?P<rank>\d+))?(#(?P<nth>\d+))?(?P<repeat>%)?=(?P<action>\w+)(:(?P<argument>.*))?"
 )
@@ -63,7 +63,7 @@ def arm(specification: str, rank: int = 0) -> None:
 
 
 def hit(name: str, values: Any = None) -> None:
-    """Apply the rules that are armed for this place. The action `perturb` changes `values[0]`."""
+    """Apply the rules that are armed for this place. The actions `perturb` and `fill` change `values`."""
     if _armed:
         for rule in _armed.get(name, ()):
             rule.hits += 1
@@ -83,6 +83,8 @@ def _act(name: str, rule: _Rule, values: Any) -> None:
         ctypes.PyDLL(None).sleep(int(rule.argument))
     elif rule.action == "perturb":
         values[0] += 1
+    elif rule.action == "fill":
+        values[:] = [float(rule.argument)] * len(values)
     elif rule.action == "errno":
         number = getattr(errno, rule.argument)
         raise OSError(number, f"{os.strerror(number)} (failpoint {name})")

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Sourced by the other scripts: a virtual environment in .venv with torch, the package and its prebuilt C++ parts.
-# A torch that is already importable and built for ROCm or CUDA is kept; FRONTIER_LLM_EXTRAS adds extras, e.g. "test".
+# A torch that PYTHON (default: python3) can import is used and never replaced, also that of an active uv or conda
+# environment. Otherwise torch is installed: FRONTIER_LLM_TORCH is its requirement (default torch==2.13.0), and
+# FRONTIER_LLM_TORCH_CPU=1 takes the small build for CPUs. FRONTIER_LLM_EXTRAS adds extras, e.g. "test".
 # shellcheck shell=bash
 python="${PYTHON:-python3}"
 extras="${FRONTIER_LLM_EXTRAS:-plot}"
@@ -16,20 +18,32 @@ if ! command -v "${CXX:-c++}" >/dev/null; then
 fi
 
 if [[ ! -x .venv/bin/python ]]; then
-  if "$python" -c 'import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))' 2>/dev/null; then
-    echo "== keeping the torch of this site" >&2
+  find_torch='import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))'
+  if packages="$("$python" -c "$find_torch" 2>/dev/null)"; then
+    echo "== using the torch in $packages" >&2
     "$python" -m venv --system-site-packages .venv
+    # The environment of an environment sees only the packages of the base interpreter, so the folder is named.
+    folder="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    echo "$packages" >"$folder/torch_of_this_machine.pth"
   else
     "$python" -m venv .venv
   fi
 fi
 # shellcheck disable=SC1091
 source .venv/bin/activate
+python -m pip --version >/dev/null 2>&1 || python -m ensurepip --default-pip >/dev/null # `uv venv` installs no pip
 
 # The last line of the error is printed, because a torch that lacks a library is hard to diagnose without it.
 if ! why="$(python -c 'import torch' 2>&1)"; then
   echo "== installing ${FRONTIER_LLM_TORCH:=torch==2.13.0} (${why##*$'\n'})" >&2
-  python -m pip install --quiet --disable-pip-version-check "$FRONTIER_LLM_TORCH"
+  torch_source=()
+  if [[ -n "${FRONTIER_LLM_TORCH_CPU:-}" ]]; then
+    torch_source=(--index-url https://download.pytorch.org/whl/cpu)
+  elif [[ "$(uname -sm)" == "Linux x86_64" ]]; then
+    echo "   The build for CUDA is the default on Linux: a download of about 3 GB, and 4.7 GB in .venv." >&2
+    echo "   Without an NVIDIA GPU, stop with Ctrl-C and set FRONTIER_LLM_TORCH_CPU=1: about 200 MB." >&2
+  fi
+  python -m pip install --quiet --disable-pip-version-check "${torch_source[@]}" "$FRONTIER_LLM_TORCH"
 fi
 
 # Installed once per state of the compiled and packaged sources. Python files are used from the checkout.

@@ -1,4 +1,4 @@
-"""Writes the simulated figures of docs/scaling.md: walltimes of a series, strong scaling, roofline of a block."""
+"""Writes the simulated figures of docs/benchmarks/scaling.md: walltimes, strong scaling, roofline of a block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from frontier_llm.planner.published import PUBLISHED
 from frontier_llm.planner.search import Plan, search, simulate_layout
 from frontier_llm.topology.expert_nodes import run_layout
 
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "benchmarks" / "scaling.md"
 SITE = "frontier"
 STRONG = {"gpt-175b": [8, 16, 32, 64, 128], "gpt-1t": [64, 128, 192, 384]}
 WALLTIMES = ("gpt-175b", [16, 32, 64, 128])

@@ -1,4 +1,4 @@
-"""The simulated figures of docs/scaling.md are those of the program that writes them."""
+"""The simulated figures of docs/benchmarks/scaling.md are those of the program that writes them."""
 
 from __future__ import annotations
 

@@ -14,17 +14,19 @@ from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
-from frontier_llm.pages import can_draw, figures, text
+from frontier_llm.pages import table, text
 from frontier_llm.planner import report
 from frontier_llm.planner.candidates import parse_fixed
 from frontier_llm.planner.emit import recipe, run_content
-from frontier_llm.planner.figures import memory_chart, pipeline_chart, write_figures
+from frontier_llm.planner.figures import pipeline_chart, write_figures
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, campaign
 from frontier_llm.planner.refusal import check_found, too_big
 from frontier_llm.planner.search import Search, default_global_batch, search, smallest_machine
+from frontier_llm.schedule import timeline_svg
+from frontier_llm.units import GIB
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Result of a search: the chosen layout and the runners-up. All times are simulated."""
 
@@ -92,12 +94,21 @@ class Plan:
         cost = campaign(self.machine, self.outcome.best, self.tokens)
         return report.text(self.outcome, self.machine, self.stack, self.rates, cost)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
-        """Return the table and, if Plotly is installed, the pipeline's timeline and the memory per rank."""
-        words = f"<pre>{text(str(self))}</pre>"
-        if not can_draw():
-            return words
-        return words + figures([pipeline_chart(self.outcome.best), memory_chart(self.outcome.best)])
+        """Return the report, the pipeline's timeline, and the memory per rank. A notebook runs no script to show it."""
+        best = self.outcome.best
+        timeline = timeline_svg(best.simulated.timeline, pipeline_chart(best).title, "seconds (simulated)")
+        ranks = [f"pipeline rank {rank}" for rank in range(len(best.memory))]
+        purposes = [name for name in best.memory[0] if any(lines[name] for lines in best.memory)]
+        rows = [[name, *(f"{lines[name] / GIB:.1f}" for lines in best.memory)] for name in purposes]
+        rows.append(["sum", *(f"{sum(lines.values()) / GIB:.1f}" for lines in best.memory)])
+        limit = f"{best.limit_bytes / GIB:.1f}"
+        memory = table([f"GiB of {limit}", *ranks], rows)
+        report_text = f'<pre style="white-space: pre; overflow-x: auto">{text(str(self))}</pre>'
+        return f"{report_text}{timeline}{memory}"
 
 
 def plan(

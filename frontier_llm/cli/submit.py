@@ -21,6 +21,7 @@ from frontier_llm.cli.arguments import (
     run_options,
     show,
 )
+from frontier_llm.run.job import EXAMINED_NODES
 
 if TYPE_CHECKING:
     from frontier_llm.cluster.submit import JobRequest
@@ -72,7 +73,12 @@ if TYPE_CHECKING:
         metavar="H",
         help="give up when starts in a row that reach no step have used so many (default: 3 hours of all nodes)",
     ),
-    option("--preflight", action="store_true", help="`doctor` on every node before the first start"),
+    option(
+        "--preflight",
+        action="store_true",
+        help=f"`doctor` on every node before the first start (default: from {EXAMINED_NODES} nodes on)",
+    ),
+    option("--no-preflight", action="store_true", help="start without `doctor` on any number of nodes"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     option(
@@ -124,7 +130,6 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run import hostlist
-    from frontier_llm.run.rank_env import environ
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
@@ -141,7 +146,7 @@ def submit(args: argparse.Namespace) -> int:
         sbatch=tuple(args.sbatch),
         notice_command=tuple(shlex.split(args.notice_command or "")),
         webhook_file=str(Path(args.webhook_file).resolve()) if args.webhook_file else "",
-        preflight=args.preflight or environ("FRONTIER_LLM_PREFLIGHT") == "1",
+        preflight=_examines(args),
     )
     webhook_address(job)  # raises an error before anything is queued
     request = slurm.JobRequest(
@@ -174,6 +179,16 @@ def submit(args: argparse.Namespace) -> int:
         log.warn(f"submit would refuse this job: {problem}")
     show(args, {**submission.as_dict(), **asdict(readiness)}, lambda: submission.script)
     return 1 if readiness.problems else 0
+
+
+def _examines(args: argparse.Namespace) -> bool:
+    """Whether the job examines its nodes before the first start."""
+    from frontier_llm.run.rank_env import environ
+
+    if args.no_preflight:
+        return False
+    is_large = args.nodes + args.spares >= EXAMINED_NODES
+    return args.preflight or is_large or environ("FRONTIER_LLM_PREFLIGHT") == "1"
 
 
 def _before_maintenance(request: JobRequest, *, chosen: bool) -> JobRequest:

@@ -62,6 +62,7 @@ OPTIONS = {
     "--next": "command that a report suggests",
     "--no-cache": "generation without a cache",
     "--no-jit": "refusal to compile",
+    "--no-preflight": "no doctor on the nodes first",
     "--no-pairs": "no messages between pairs of ranks",
     "--notice-command": "command that receives notices",
     "--no-verify": "no comparison with digests",

@@ -24,7 +24,7 @@ from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.config import RunConfig, load_run, saves_nothing
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
 from frontier_llm.machine.precision import resolve_precision
-from frontier_llm.run.job import CONTINUATIONS, FILE, Job, read_job
+from frontier_llm.run.job import CONTINUATIONS, EXAMINED_NODES, FILE, Job, read_job
 from frontier_llm.run.rank_env import COMMAND, environ
 from frontier_llm.topology.plan import plan_problems
 
@@ -194,7 +194,7 @@ def open_batch(words: Sequence[str], program: tuple[str, ...] = TRAIN, continuat
         flags=flags,
         site=site,
         allocated=len(allocation.nodes),
-        settings={"continuation": default_continuation(config), **chosen},
+        settings={**_defaults(config, len(allocation.nodes)), **chosen},
     )
     run = BatchRun(job=job, config=config, site=site, allocation=allocation, program=program)
     _refuse_layout(run)
@@ -278,6 +278,11 @@ def _refuse_layout(run: BatchRun) -> None:
             "nodes", f"this job has {run.job.nodes} x {per_node} ranks", "sbatch --nodes=N changes the number of nodes"
         )
         raise LayoutError([*problems, ranks])
+
+
+def _defaults(config: RunConfig, allocated: int) -> dict[str, Any]:
+    """Return the fields of the job of a shipped script that depend on its run and its number of nodes."""
+    return {"continuation": default_continuation(config), "preflight": allocated >= EXAMINED_NODES}
 
 
 def default_continuation(config: RunConfig) -> str:

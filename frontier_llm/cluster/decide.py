@@ -87,6 +87,7 @@ class Now:
     unix_s: float
     nodes: tuple[str, ...]  # nodes of the allocation, in its order.
     unhealthy: tuple[str, ...] = ()  # nodes that Slurm reports as down, draining, failing or not responding.
+    failed_preflight: tuple[str, ...] = ()  # nodes in which the examination before the first start found a fault.
     slow_hosts: tuple[str, ...] = ()  # hosts that were reported as stragglers as often as the site allows.
     time_left_s: float | None = None  # time until the walltime; None: no limit.
     stop_requested: bool = False  # the file STOP exists.
@@ -253,15 +254,16 @@ def _next_job(job: Job, history: History, now: Now, reason: str) -> Decision:
         exit_code = 1 if last is None else last.exit_code or 1
         return GiveUp(Problem("", what, "start it again; it continues from its newest checkpoint"), exit_code, avoid)
     # a requeued job can get the same nodes again, but a new job can exclude them
-    if job.continuation == "requeue" and history.untrusted_hosts.isdisjoint(now.nodes):
+    excluded = history.untrusted_hosts | {*now.failed_preflight}
+    if job.continuation == "requeue" and excluded.isdisjoint(now.nodes):
         return Requeue(reason, avoid)
     return Successor(reason, avoid)
 
 
 def _start(job: Job, history: History, now: Now) -> Decision:
     """Return a start on the best nodes, in the allocation's order. If too few are left, continue in the next job."""
-    avoid = (*now.unhealthy, *now.slow_hosts)
-    unusable = {*now.unhealthy, *history.untrusted_hosts} & {*now.nodes}
+    avoid = (*now.unhealthy, *now.failed_preflight, *now.slow_hosts)
+    unusable = {*now.unhealthy, *now.failed_preflight, *history.untrusted_hosts} & {*now.nodes}
     usable = [node for node in now.nodes if node not in unusable]
     if len(usable) < job.nodes:
         reason = (

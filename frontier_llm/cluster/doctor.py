@@ -11,11 +11,12 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
+from frontier_llm.cluster.node_errors import ErrorCounts, new_errors, read_history, record_counts
 from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, probe
 from frontier_llm.cluster.sites import Site
 from frontier_llm.errors import FrontierError, Problem
@@ -27,6 +28,7 @@ from frontier_llm.units import GIB, format_bytes, plural
 
 MAX_SKEW_S = 2.0  # largest allowed clock difference; srun's own delay is below 0.3 s, and locks compare seconds.
 MIN_GCD_GIB = 60.0  # a GCD has 64 GiB; one with less has lost memory or is in use.
+MAX_USED_GIB = 1.0  # memory in use before a start; the driver itself takes less.
 SLOW_WRITE_S = 5.0  # a longer time to write 1 MiB gives a warning.
 TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
 SRUN_GRACE_S = 5.0
@@ -58,6 +60,7 @@ class Report:
     seconds: float
     installation: tuple[Problem, ...] = ()  # problems of the ranks' interpreter, data and run directory
     variables: tuple[Setting, ...] = ()  # environment variables that the ranks would get
+    counts: Mapping[str, ErrorCounts] = field(default_factory=dict)  # memory errors by host
 
     @property
     def bad_hosts(self) -> tuple[str, ...]:
@@ -129,27 +132,24 @@ def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, tim
         facts = {own.host: own}
         skew_s = {own.host: 0.0}
         nodes = [own.host]
-    return Report(
-        tuple(nodes), tuple(judge(settings.site, facts, skew_s, nodes, needed_bytes)), time.monotonic() - started_s
-    )
+    history = read_history(Path(settings.run_dir))
+    findings = judge(settings.site, facts, skew_s, nodes, needed_bytes, history)
+    counts = {host: ErrorCounts(*fact.errors) for host, fact in facts.items() if fact.errors is not None}
+    return Report(tuple(nodes), tuple(findings), time.monotonic() - started_s, counts=counts)
 
 
-def preflight(site: Site, directory: Path, nodes: Sequence[str], needed: int) -> tuple[str, ...]:
-    """Return the bad nodes of an allocation.
+def preflight(site: Site, directory: Path, nodes: Sequence[str]) -> tuple[str, ...]:
+    """Examine an allocation and return its bad nodes. Records the nodes' error counts in the run directory.
 
-    Raises FrontierError if fewer than `needed` are left, or if all share a fatal fault.
+    Raises FrontierError if all nodes share a fatal fault, because other nodes of the site would have it, too.
     """
     gone = slurm.unhealthy(nodes)  # srun refuses a step that includes such a node
     report = examine(Settings(site=site, run_dir=str(directory)), [node for node in nodes if node not in gone])
+    record_counts(directory, report.counts)
     log.info(report.render())
-    left = 0 if report.shared_fault else len(nodes) - len(gone) - len(report.bad_hosts)
-    if left < needed:
-        fix = (
-            "see the findings above"
-            if report.shared_fault
-            else f"resubmit with --exclude={hostlist.compress([*gone, *report.bad_hosts])}"
-        )
-        raise FrontierError(f"{left} of {len(nodes)} nodes passed, {needed} are needed", fix, "preflight")
+    if report.shared_fault:
+        what = f"none of {plural(len(nodes), 'node')} can be used, because all have the same fault"
+        raise FrontierError(what, "see the findings above", "preflight")
     return report.bad_hosts
 
 
@@ -225,15 +225,24 @@ def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, flo
             offsets[stamp["host"]] = max(offset_s, offsets.get(stamp["host"], offset_s))
         elif line.startswith(FACTS_MARK):
             row = json.loads(line.removeprefix(FACTS_MARK))
-            tuples = {name: tuple(row[name]) for name in ("gcd_memory_gib", "interfaces_down")}
+            tuples = {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
             facts[row["host"]] = Facts(**{**row, **tuples})
     return facts, offsets
 
 
 def judge(
-    site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], nodes: Sequence[str], needed_bytes: int
+    site: Site,
+    facts: Mapping[str, Facts],
+    skew_s: Mapping[str, float],
+    nodes: Sequence[str],
+    needed_bytes: int,
+    history: Mapping[str, Sequence[ErrorCounts]] | None = None,
 ) -> list[NodeFinding]:
-    """Return every finding. Hosts with the same finding are grouped."""
+    """Return every finding. Hosts with the same finding are grouped.
+
+    `history` has the error counts of earlier examinations by host.
+    """
+    earlier_counts = history or {}
     hosts: dict[NodeFinding, list[str]] = defaultdict(list)
     architecture = load_machine(site.machine).device.architecture
     for host in nodes:
@@ -243,6 +252,8 @@ def judge(
         for finding in _findings(site, facts[host], skew_s.get(host, 0.0), needed_bytes, len(nodes) > 1):
             hosts[finding].append(host)
         for finding in _variable_findings(architecture, facts[host]):
+            hosts[finding].append(host)
+        for finding in _error_findings(facts[host], earlier_counts.get(host, ())):
             hosts[finding].append(host)
     for name, expected, value, others in different_values(facts):
         remedy = "load the modules in the job script, and remove settings from ~/.bashrc"
@@ -265,6 +276,16 @@ def _variable_findings(architecture: str | None, fact: Facts) -> Iterator[NodeFi
     if architecture == "gfx90a" and fact.environment.get(CK_ATTENTION) == "1":
         what = f"{CK_ATTENTION}=1: torch 2.12's attention ends with a segmentation fault on gfx90a (AOTriton 0.12b)"
         yield NodeFinding("environment", (), what, f"unset {CK_ATTENTION}", fatal=False)
+
+
+def _error_findings(fact: Facts, history: Sequence[ErrorCounts]) -> Iterator[NodeFinding]:
+    """Yield findings of memory errors, and of memory that another program still uses."""
+    if fact.errors is not None and (reason := new_errors(history, ErrorCounts(*fact.errors))):
+        yield NodeFinding("memory errors", (), reason, BROKEN)
+    used = [gib for gib in fact.gcd_used_gib if gib > MAX_USED_GIB]
+    if used:
+        what = f"{plural(len(used), 'GCD')} with memory in use, up to {max(used):g} GiB"
+        yield NodeFinding("GCD memory", (), what, "exclude the node: another program still runs on it (rocm-smi)")
 
 
 def _gcd_findings(site: Site, fact: Facts) -> Iterator[NodeFinding]:

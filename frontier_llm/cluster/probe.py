@@ -58,6 +58,8 @@ class Facts:
     run_dir_free_bytes: int
     node_local_error: str
     node_local_free_bytes: int
+    gcd_used_gib: tuple[float, ...] = ()  # memory in use, one entry per GCD; empty: the driver does not tell
+    errors: tuple[int, int] | None = None  # (corrected, uncorrected) since the node's start; None: not counted
 
 
 def probe(settings: Settings) -> Facts:
@@ -81,7 +83,39 @@ def probe(settings: Settings) -> Facts:
         run_dir_free_bytes=run_free,
         node_local_error=local_error,
         node_local_free_bytes=local_free,
+        gcd_used_gib=gcd_used_gib(root),
+        errors=memory_errors(root),
     )
+
+
+def gcd_used_gib(root: Path) -> tuple[float, ...]:
+    """Return the memory in use on each GPU in GiB, from the amdgpu driver."""
+    files = sorted((root / "sys/class/drm").glob("card*/device/mem_info_vram_used"))
+    texts = [_text(path) for path in files]
+    return tuple(round(int(text) / GIB, 2) for text in texts if text.isdecimal())
+
+
+def memory_errors(root: Path) -> tuple[int, int] | None:
+    """Return (corrected, uncorrected) errors of all GPUs since the node's start. None if the driver counts none.
+
+    Each file of the amdgpu driver (RAS) has a line `ue: N` and a line `ce: N`.
+    """
+    totals = {"ce": 0, "ue": 0}
+    files = list((root / "sys/class/drm").glob("card*/device/ras/*_err_count"))
+    for path in files:
+        for line in _text(path).splitlines():
+            kind, _, number = line.partition(":")
+            if kind in totals and number.strip().isdecimal():
+                totals[kind] += int(number)
+    return (totals["ce"], totals["ue"]) if files else None
+
+
+def _text(path: Path) -> str:
+    """Return the content of a file of the driver. '' if the driver does not allow reading."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def gcd_memory_gib(root: Path) -> tuple[tuple[float, ...], int]:

@@ -19,6 +19,7 @@ from frontier_llm.cluster import slurm
 from frontier_llm.cluster.attempt import start_ranks
 from frontier_llm.cluster.batch import TRAIN, BatchRun, open_batch
 from frontier_llm.cluster.decide import (
+    Decision,
     Done,
     GiveUp,
     History,
@@ -58,15 +59,15 @@ def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: Non
     _warn_of_records(run)
     allocations.extend_last(run.directory)
     earlier = len(run_dir.attempts(run.directory))
+    failed_preflight: tuple[str, ...] = ()
     decision = look_and_decide(run, earlier)
     if not isinstance(decision, Done):
         admit(run)
         if run.job.preflight and not isinstance(decision, GiveUp):
-            bad = preflight(run.site, run.directory, run.allocation.nodes, run.job.nodes)
-            run_dir.add_bad_hosts(run.directory, bad)
+            failed_preflight = preflight(run.site, run.directory, run.allocation.nodes)
     notifier = Notifier(run.job, run.allocation.job_id)
     try:
-        while isinstance(decision := look_and_decide(run, earlier), Start):
+        while isinstance(decision := look_and_decide(run, earlier, failed_preflight), Start):
             run_dir.add_bad_hosts(run.directory, decision.avoid)
             with Watch(notifier, run.directory):
                 attempt(run, decision)
@@ -95,7 +96,7 @@ def notify_of_end(run: BatchRun, decision: Requeue | Successor | Done | GiveUp, 
             notifier.send("given up", str(decision.problem), step)
 
 
-def look_and_decide(run: BatchRun, earlier: int) -> Start | Requeue | Successor | Done | GiveUp:
+def look_and_decide(run: BatchRun, earlier: int, failed_preflight: tuple[str, ...] = ()) -> Decision:
     """Return the decision for the current state. `earlier` is the number of starts before this supervisor."""
     record_allocation(run)
     history = read_history(run, earlier)
@@ -107,6 +108,7 @@ def look_and_decide(run: BatchRun, earlier: int) -> Start | Requeue | Successor 
             unhealthy=tuple(slurm.unhealthy(run.allocation.nodes)),
             slow_hosts=too_slow(run),
             time_left_s=slurm.time_left_s(run.allocation.job_id),
+            failed_preflight=failed_preflight,
         )
     return decide(run.job, history, now)
 

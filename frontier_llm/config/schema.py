@@ -410,6 +410,8 @@ class GuardConfig(Section):
     straggler_interval: NonNegativeInt = 25
     # Most seconds between comparisons of the ranks' compute times. A rank is reported after two slow intervals.
     straggler_seconds: PositiveFloat = 300.0
+    # Measure every node before the first step, and exclude slow nodes; auto = on 16 nodes and more.
+    start_rates: Literal["auto"] | bool = "auto"
     # Steps between comparisons of all weight copies, also before each save; 0 = never.
     replica_check_interval: NonNegativeInt = 100
 

@@ -18,6 +18,7 @@ from frontier_llm.units import strict_json
 FILE = "job.json"
 VERSION = 2
 CONTINUATIONS = ("requeue", "successor", "never")
+EXAMINED_NODES = 16  # from this number of nodes, every node is examined before the first step by default
 FAILED_START_HOURS = 3.0  # hours × nodes that failed starts may use by default: 18 starts of ten minutes
 _FIX = "correct it, or delete the file: the next start then writes it again with the values of its script"
 

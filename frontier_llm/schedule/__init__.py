@@ -30,7 +30,7 @@ from frontier_llm.schedule.registry import (
     rule,
     split_share,
 )
-from frontier_llm.schedule.render import render_text, timeline_chart
+from frontier_llm.schedule.render import render_text, timeline_chart, timeline_svg
 from frontier_llm.schedule.simulate import Timeline, simulate, simulate_one_in_flight
 from frontier_llm.schedule.zero_bubble import v_names
 
@@ -64,6 +64,7 @@ __all__ = [
     "simulate_one_in_flight",
     "split_share",
     "timeline_chart",
+    "timeline_svg",
     "units",
     "v_names",
     "with_messages",

@@ -1,4 +1,4 @@
-"""Drawings of a timeline: text for terminals and documentation, and a figure for HTML pages."""
+"""Drawings of a timeline: text for terminals and documentation, SVG for notebooks, and a figure for HTML pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import islice
 from math import ceil
 from typing import Any
 
-from frontier_llm.pages import Chart
+from frontier_llm.pages import Chart, text
 from frontier_llm.schedule.actions import Action, Kind, Placement, Schedule
 from frontier_llm.schedule.simulate import Timeline
 from frontier_llm.units import plural
@@ -47,6 +47,54 @@ def render_text(timeline: Timeline, columns: int = 160) -> str:
     return "\n".join(
         [*lines, f"{size}: makespan {timeline.makespan_s:.4g}, bubble {timeline.bubble_fraction:.1%} of compute"]
     )
+
+
+SVG_WIDTH_PX = 900
+SVG_ROW_PX = 22
+SVG_MARGIN_PX = 70
+
+
+def timeline_svg(timeline: Timeline, title: str, unit: str = "time units", most_actions: int = 6000) -> str:
+    """Draw the timeline as SVG with one row per pipeline rank and a legend. It needs no script.
+
+    If the schedule has more than `most_actions` actions, only the beginning is drawn.
+    """
+    schedule = timeline.schedule
+    per_stage = most_actions // schedule.stages
+    rows = [list(islice(timeline.spans(stage), per_stage)) for stage in range(schedule.stages)]
+    drawn_until_s = max(end_s for spans in rows for *_, end_s in spans)
+    px_per_s = (SVG_WIDTH_PX - SVG_MARGIN_PX) / drawn_until_s
+    parts = [f'<text x="0" y="14" font-weight="600">{text(title)}</text>']
+    for stage, spans in enumerate(rows):
+        top_px = 24 + stage * SVG_ROW_PX
+        parts.append(f'<text x="0" y="{top_px + 14}">rank {stage}</text>')
+        idle_px = SVG_WIDTH_PX - SVG_MARGIN_PX
+        parts.append(_rectangle(SVG_MARGIN_PX, top_px, idle_px, "#8883", "idle"))
+        for action, start_s, end_s in spans:
+            left_px = SVG_MARGIN_PX + start_s * px_per_s
+            width_px = (end_s - start_s) * px_per_s
+            note = f"{_words(action.kind)}, microbatch {action.microbatch}"
+            parts.append(_rectangle(left_px, top_px, width_px, _color(action, schedule.placement), note))
+    bottom_px = 24 + schedule.stages * SVG_ROW_PX
+    parts.append(f'<text x="{SVG_MARGIN_PX}" y="{bottom_px + 14}">0 to {drawn_until_s:.4g} {text(unit)}</text>')
+    kinds = sorted({action.kind for spans in rows for action, *_ in spans}, key=list(Kind).index)
+    for index, kind in enumerate(kinds):
+        left_px = SVG_MARGIN_PX + 240 + 150 * index
+        parts.append(_rectangle(left_px, bottom_px + 3, 14, COLORS[kind], ""))
+        parts.append(f'<text x="{left_px + 20}" y="{bottom_px + 14}">{_words(kind)}</text>')
+    size = f'viewBox="0 0 {SVG_WIDTH_PX} {bottom_px + 22}" width="100%"'
+    style = 'font-family="system-ui, sans-serif" font-size="12" fill="currentColor"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
+
+
+def _rectangle(left_px: float, top_px: float, width_px: float, color: str, note: str) -> str:
+    """Return a rectangle of a timeline's row. Browsers show `note` under the pointer."""
+    place = f'x="{left_px:.1f}" y="{top_px:.0f}" width="{width_px:.1f}" height="{SVG_ROW_PX - 4}"'
+    return f'<rect {place} fill="{color}"><title>{text(note)}</title></rect>'
+
+
+def _words(kind: Kind) -> str:
+    return kind.name.lower().replace("_", " ")
 
 
 def _color(action: Action, placement: Placement) -> str:
@@ -103,7 +151,7 @@ def _bars(
     labelled: bool,
 ) -> dict[str, Any]:
     """Return all bars of one kind as one trace, which the legend can hide."""
-    name = kind.name.lower().replace("_", " ")
+    name = _words(kind)
     hover = [
         f"{name}, microbatch {action.microbatch}"
         + (f", virtual stage {action.position}" if schedule.chunks > 1 else "")

@@ -42,6 +42,7 @@ from frontier_llm.topology.rank_variables import (
 from frontier_llm.training.agreement import RankReport, agree, judge
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.device import Found, find_device, keep_freed_memory
+from frontier_llm.training.start_rates import check_rates
 from frontier_llm.units import plural
 
 
@@ -86,6 +87,8 @@ def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -
     With `draws` False, the initial weights are not drawn, because a checkpoint will replace them.
     """
     with joined(config, place) as (plan, mesh, device):
+        run_dir = Path(config.train.run_dir)
+        check_rates(config.guard, place, mesh, device, lambda failure: _record_failed_start(run_dir, failure))
         batches = open_batches(phases_of(config)[0].config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, plan, mesh, device, batches, draws)
         yield state

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,9 +84,9 @@ def files_of(folder: str) -> list[str]:
     return [path.removeprefix(f"{folder}/") for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
 
 
-def test_each_script_is_in_the_table_of_the_contributors_page() -> None:
-    scripts = files_of("scripts")
-    rows = re.findall(r"^\| `scripts/([\w./]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
+def test_each_script_is_in_the_table_of_their_readme() -> None:
+    scripts = [name for name in files_of("scripts") if name != "README.md"]
+    rows = re.findall(r"^\| `scripts/([\w./]+)` \|", (ROOT / "scripts" / "README.md").read_text(encoding="utf-8"), re.M)
     assert sorted(rows) == sorted(scripts)
     assert len(scripts) <= MOST_SCRIPTS, "a program that produces a figure belongs to benchmarks/"
 
@@ -108,3 +111,50 @@ def test_a_wheel_contains_the_package_and_its_shared_files_alone(tmp_path: Path)
     assert done.returncode == 2 and f"installed from a wheel ({tmp_path}/packages/frontier_llm)" in done.stderr
     (place,) = (tmp_path / "data" / "share").iterdir()
     assert {path.name for path in place.iterdir()} == {"configs", "docs", "launch", "slurm"}
+
+
+@pytest.mark.thorough
+def test_a_wheel_from_a_source_archive_works_without_the_checkout(tmp_path: Path) -> None:
+    """The libraries of the checkout stand for those that the wheel would compile: their sources are compared."""
+    build_archive = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
+    run_in(ROOT, [*build_archive, "sdist", "--dist-dir", str(tmp_path)])
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("frontier_llm-*/")
+    assert [path.name for path in source.rglob("*.so")] == []
+    for folder in ("csrc", "configs", "slurm", "launch"):
+        packed = {str(path.relative_to(source / folder)) for path in (source / folder).rglob("*") if path.is_file()}
+        assert packed == set(files_of(folder)), folder
+
+    library = tmp_path / "library"
+    native = library / "frontier_llm" / "_native"
+    native.mkdir(parents=True)
+    for path in (ROOT / "frontier_llm" / "_native").glob("*.so"):
+        shutil.copyfile(path, native / path.name)  # newer than the sources, so that setup.py does not compile them
+    build_wheel = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(library)]
+    run_in(source, [*build_wheel, "bdist_wheel", "--dist-dir", str(tmp_path)])
+    (wheel,) = tmp_path.glob("*.whl")
+
+    environment = tmp_path / "environment"
+    python = environment / "bin" / "python"
+    run_in(tmp_path, [sys.executable, "-m", "venv", "--without-pip", str(environment)])
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    run_in(tmp_path, [*pip, str(wheel)])
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # The dependencies of this environment. The checkout's own .pth files are not read from there.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    command = str(environment / "bin" / "frontier-llm")
+    assert str(environment) in run_in(
+        tmp_path, [str(python), "-c", "import frontier_llm; print(frontier_llm.__file__)"]
+    )
+    assert "TP" in run_in(tmp_path, [command, "plan", "gpt-22b", "--machine", "frontier", "--nodes", "2"])
+    assert "C++" in run_in(tmp_path, [command, "ops", "list"])
+
+
+def run_in(folder: Path, command: list[str]) -> str:
+    """Run a command in a folder, without this checkout on Python's path, and return its output."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -46,6 +46,7 @@ def test_the_site_has_every_page_once() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     moved = [line.removeprefix("/") for line in site["not_in_nav"].split()]
     expected = [page.relative_to(DOCS).as_posix() for page in PAGES if DOCS in page.parents]
+    expected += [notebook.relative_to(DOCS).as_posix() for notebook in DOCS.rglob("*.ipynb")]
     assert sorted(pages_of(site["nav"]) + moved) == sorted(expected)
 
 

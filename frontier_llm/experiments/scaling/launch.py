@@ -138,7 +138,8 @@ class AllocationRanks:
 
         Raises FrontierError if too few nodes are left or if all nodes have the same fault.
         """
-        self._failed += preflight(self.site, directory, self.allocation.nodes, self.nodes)
+        self._failed += preflight(self.site, directory, self.allocation.nodes)
+        self._choose(self.nodes)
 
     def _choose(self, count: int) -> tuple[str, ...]:
         bad = {*self._failed, *slurm.unhealthy(self.allocation.nodes)}

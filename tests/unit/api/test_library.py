@@ -88,8 +88,12 @@ def test_a_plan_becomes_a_run_and_a_notebook_shows_it() -> None:
     assert run.config.train.steps == 3
     assert run.config.model.name == "tiny"
     assert "TP" in chosen.table()
+    assert repr(chosen) == str(chosen)
     html = chosen._repr_html_()
-    assert html.startswith("<pre>") and "Memory per pipeline rank" in html
+    assert html.startswith("<pre") and "pipeline rank 0" in html
+    # A notebook runs no script of this package: the timeline is drawn with rectangles.
+    assert "<script" not in html
+    assert html.count("forward, microbatch") >= chosen.as_dict()["plans"][0]["microbatches"]
     assert chosen.as_dict()["promise"]
 
 

@@ -114,6 +114,30 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         Done,
         {"reason": "stopped at step 7 by /run/STOP; delete the file to continue"},
     ),
+    (
+        "a node that failed preflight gives way to the spare",
+        JOB,
+        NEW,
+        replace(NOW, failed_preflight=("n1",)),
+        Start,
+        {"nodes": WITHOUT_N1, "avoid": ("n1",)},
+    ),
+    (
+        "with too few nodes after preflight a new job excludes them, because a requeued job can get them again",
+        JOB,
+        NEW,
+        replace(NOW, failed_preflight=("n0", "n1")),
+        Successor,
+        {"avoid": ("n0", "n1"), "reason": "n[0-1] failed; only 1 of the 2 needed nodes are left"},
+    ),
+    (
+        "too few nodes after preflight end a run that is not continued",
+        NEVER,
+        NEW,
+        replace(NOW, failed_preflight=("n0", "n1")),
+        GiveUp,
+        {"avoid": ("n0", "n1")},
+    ),
     # budget: Slurm charges 2 nodes and a spare, so 12 node-hours last 4 h
     ("ranks save when the budget ends", BUDGET, NEW, NOW, Start, {"save_after_s": 4 * 3600 - 120.0}),
     (

@@ -10,12 +10,15 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster.doctor import Report, _read_answers, ask_nodes, examine, judge
+from frontier_llm.cluster.node_errors import ErrorCounts, read_history, record_counts
 from frontier_llm.cluster.probe import (
     NO_FI_INFO,
     Facts,
     Settings,
     gcd_memory_gib,
+    gcd_used_gib,
     interface_is_up,
+    memory_errors,
     plugin_error,
     provider_error,
 )
@@ -60,6 +63,7 @@ def test_a_healthy_allocation_has_no_findings() -> None:
         ({"run_dir_write_s": 9.0}, "run directory"),
         ({"node_local_error": "No such file"}, "local disk"),
         ({"node_local_free_bytes": GIB}, "local disk"),
+        ({"gcd_used_gib": (0.1,) * 7 + (12.0,)}, "GCD memory"),
     ],
 )
 def test_each_fault_is_found_on_its_host(changes: dict[str, object], check: str) -> None:
@@ -110,6 +114,43 @@ def test_one_node_needs_no_network() -> None:
     )
     # without fi_info the provider cannot be determined
     assert [(finding.check, finding.fatal) for finding in found] == [("libfabric", False)]
+
+
+@pytest.mark.parametrize(
+    ("errors", "history", "reason"),
+    [
+        ((0, 1), [(0, 0)], "1 uncorrected memory errors since the last examination"),
+        ((7, 3), [(9, 3)], "3 uncorrected memory errors since the last examination"),  # counted again after a restart
+        ((0, 3), [(0, 3)], ""),
+        ((500, 0), [], ""),  # no history: the errors can be years old
+        ((130, 0), [(0, 0), (10, 0), (20, 0), (30, 0)], "100 corrected memory errors since the last examination"),
+        ((129, 0), [(0, 0), (10, 0), (20, 0), (30, 0)], ""),  # less than 10 times the usual 10
+        ((9, 0), [(0, 0)] * 4, ""),  # a healthy node may have some
+        ((10, 0), [(0, 0)] * 4, "10 corrected memory errors since the last examination, and usually 0"),
+        (None, [(0, 0)], ""),
+    ],
+)
+def test_memory_errors_are_compared_with_the_nodes_own_history(
+    errors: tuple[int, int] | None, history: list[tuple[int, int]], reason: str, tmp_path: Path
+) -> None:
+    for counts in history:
+        record_counts(tmp_path, {"n1": ErrorCounts(*counts), "n0": ErrorCounts(10**6, 0)})
+    facts = {node: healthy(node) for node in ("n0", "n1")}
+    facts["n1"] = replace(facts["n1"], errors=errors)
+    found = judge(FRONTIER, facts, {}, ["n0", "n1"], 0, read_history(tmp_path))
+    assert [(finding.check, finding.hosts) for finding in found] == ([("memory errors", ("n1",))] if reason else [])
+    assert not reason or found[0].what.startswith(reason)
+
+
+def test_error_counts_and_used_memory_are_read_from_the_driver(tmp_path: Path) -> None:
+    assert (memory_errors(tmp_path), gcd_used_gib(tmp_path)) == (None, ())
+    for card in ("card0", "card1"):
+        device = tmp_path / "sys/class/drm" / card / "device"
+        (device / "ras").mkdir(parents=True)
+        (device / "ras/umc_err_count").write_text("ue: 1\nce: 20\n")
+        (device / "ras/gfx_err_count").write_text("ue: 0\nce: 3\n")
+        (device / "mem_info_vram_used").write_text(f"{3 * GIB}\n")
+    assert (memory_errors(tmp_path), gcd_used_gib(tmp_path)) == ((46, 2), (3.0, 3.0))
 
 
 def plant(root: Path, gcds: int, memory_gib: int = 64) -> None:

@@ -1,0 +1,87 @@
+"""scripts/install.sh: the torch that it uses, and the message before a large download.
+
+A stand-in for pip records its arguments, so nothing is downloaded or built.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+# Creating pip takes most of the seconds of a new environment, and the stand-in takes its place.
+PYTHON = """#!/usr/bin/env bash
+python="$(dirname "$0")/active/bin/python"
+if [[ "$1 $2" == "-m venv" ]]; then exec "$python" -m venv --without-pip "${@:3}"; fi
+exec "$python" "$@"
+"""
+PIP = """
+import os, sys
+with open(os.environ["RECORD"], "a") as file:
+    print(*sys.argv[1:], file=file)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the script, the files that it reads, a stand-in for pip, and an environment without torch."""
+    folder = tmp_path / "checkout"
+    (folder / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "install.sh", folder / "scripts")
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    (tmp_path / "stand_in" / "pip").mkdir(parents=True)
+    (tmp_path / "stand_in" / "pip" / "__init__.py").touch()
+    (tmp_path / "stand_in" / "pip" / "__main__.py").write_text(PIP, encoding="utf-8")
+    (tmp_path / "python").write_text(PYTHON, encoding="utf-8")
+    (tmp_path / "python").chmod(0o755)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "active")], check=True)
+    return folder
+
+
+def install(checkout: Path, **variables: str) -> tuple[str, str]:
+    """Return the messages of the script and the arguments of pip."""
+    place = checkout.parent
+    record = place / "pip.txt"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FRONTIER_LLM_")}
+    environment |= {
+        "PYTHON": str(place / "python"),
+        "PYTHONPATH": str(place / "stand_in"),
+        "RECORD": str(record),
+        **variables,
+    }
+    done = subprocess.run(
+        ["bash", "-ec", "source scripts/install.sh; python -c 'import torch; print(torch.__file__)' || true"],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout, record.read_text(encoding="utf-8")
+
+
+def test_the_torch_of_an_active_environment_is_used_and_not_replaced(checkout: Path) -> None:
+    (packages,) = (checkout.parent / "active" / "lib").glob("python*/site-packages")
+    (packages / "torch").mkdir()
+    (packages / "torch" / "__init__.py").write_text("", encoding="utf-8")
+    messages, pip = install(checkout)
+    assert f"using the torch in {packages}" in messages
+    assert messages.splitlines()[-1] == str(packages / "torch" / "__init__.py")
+    assert "torch" not in pip and "--editable" in pip
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="only the index for x86 has the build for CUDA by default")
+def test_a_large_download_is_announced_with_its_size_and_the_build_for_cpus(checkout: Path) -> None:
+    messages, pip = install(checkout)
+    assert "a download of about 3 GB" in messages and "FRONTIER_LLM_TORCH_CPU=1" in messages
+    assert "torch==2.13.0" in pip and "--index-url" not in pip
+    messages, pip = install(checkout, FRONTIER_LLM_TORCH_CPU="1", FRONTIER_LLM_TORCH="torch==2.14.0")
+    assert "GB" not in messages
+    assert "--index-url https://download.pytorch.org/whl/cpu torch==2.14.0" in pip
