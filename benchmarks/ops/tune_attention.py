@@ -6,7 +6,7 @@ the GPU.
     python -m benchmarks.ops.tune_attention simulate [--out build/tune]
 
 `build` needs Triton and no GPU. `run` needs the GPU and no Triton, and takes a minute. `simulate` is for gfx90a, needs
-no GPU, and takes seconds for each candidate.
+no GPU, and takes seconds for each candidate. Its shares of the matrix rate are upper bounds.
 
 `run` times each candidate inside the complete op, together with the shipped kernels. `simulate` executes one block of
 each candidate in tests/cdna2 and times it there. Both print the best blocks in the format of
@@ -232,7 +232,8 @@ def simulate(shipped: Path, out: Path, sequence: int = 1024) -> dict[str, Any]:
 
 def simulated_share(ops: GpuOps, gpu: TracingGpu, line: dict[str, Any], sequence: int) -> tuple[float, Timing]:
     """Return the useful FLOPs of a kernel's first, longest block, as a share of the matrix units' peak in its time.
-    Also returns its timing.
+
+    The share is an upper bound (tests/cdna2/timing.py). Also returns its timing.
     """
     kernel = line["kernel"]
     constants = line["constants"]
@@ -303,7 +304,9 @@ def main() -> None:
     if args.action == "simulate":
         shares = simulate(args.shipped or GPU_DIR / "gfx90a", args.out, args.sequence)
         (args.out / "shares.json").write_text(json.dumps(shares, indent=1, default=asdict), encoding="utf-8")
-        print("| kernel | blocks | useful share | matrix busy | vector busy | LDS busy |\n|---|---|---|---|---|---|")
+        print("Shares are upper bounds: the model has no clocks under load and no contention for L2 and HBM.\n")
+        print("| kernel | blocks | useful share, at most | matrix busy | vector busy | LDS busy |")
+        print("|---|---|---|---|---|---|")
         for key, best in shares.items():
             for share, blocks, timing in best[:5]:
                 busy = (timing.matrix_share, timing.vector_share, timing.lds_share)

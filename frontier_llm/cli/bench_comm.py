@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli.arguments import JSON, command, option, positive, positive_amount, run_options, show, size_of
 from frontier_llm.tables import aligned
-from frontier_llm.units import format_bytes, format_seconds
+from frontier_llm.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from frontier_llm.comm import Mesh
     from frontier_llm.config import RunConfig
-    from frontier_llm.experiments.measure.links import LinkTime, Pair
+    from frontier_llm.experiments.measure.links import CommunicatorMemory, LinkTime, Pair
     from frontier_llm.experiments.measure.pieces import PiecesTime
     from frontier_llm.run.launchers import RankEnv
 
@@ -109,6 +109,7 @@ def comm(args: argparse.Namespace) -> int:
             measurements = links.bench_comm(mesh, device, links.sizes_between(min(args.min, largest), largest))
             pieces = bench_pieces(mesh, config.model, layout_of(config, mesh.world.size), device)
             pairs = [] if args.no_pairs else links.bench_pairs(mesh, device)
+            memory = links.communicator_memory(mesh, device)
             if mesh.world.rank == 0:
                 _write_files(
                     args=args,
@@ -116,6 +117,7 @@ def comm(args: argparse.Namespace) -> int:
                     mesh=mesh,
                     measurements=measurements,
                     pieces=pieces,
+                    memory=memory,
                     per_node=place.local_world_size,
                 )
                 _report(
@@ -124,6 +126,7 @@ def comm(args: argparse.Namespace) -> int:
                     measurements=measurements,
                     pieces=pieces,
                     pairs=pairs,
+                    memory=memory,
                     per_node=place.local_world_size,
                 )
 
@@ -136,6 +139,7 @@ def _write_files(
     mesh: Mesh,
     measurements: list[LinkTime],
     pieces: list[PiecesTime],
+    memory: CommunicatorMemory | None,
     per_node: int,
 ) -> None:
     """Write the table of algorithms and the machine file that the user requested."""
@@ -144,8 +148,7 @@ def _write_files(
     from frontier_llm import log
     from frontier_llm.errors import LayoutError
     from frontier_llm.experiments.measure.link_tables import algorithm_rules, node_tables
-    from frontier_llm.experiments.measure.machine_file import rounded, write_machine, write_yaml
-    from frontier_llm.experiments.measure.pieces import chunk_overlap
+    from frontier_llm.experiments.measure.machine_file import write_machine, write_yaml
     from frontier_llm.machine.load import load_machine, own_stack
 
     where = f"frontier-llm bench comm on {platform.node()}"
@@ -174,13 +177,25 @@ def _write_files(
             "title": f"{base}, collectives measured",
             "node": {"collectives": tables},
         }
-        if pieces:
-            overlap = {"value": rounded(chunk_overlap(pieces)), "tag": "measured", "source": where}
-            content["stacks"] = {own_stack(load_machine(base)): {"chunk_overlap": overlap}}
+        if numbers := stack_numbers(pieces, memory, where):
+            content["stacks"] = {own_stack(load_machine(base)): numbers}
         write_machine(args.emit_machine, content)
         log.info(
             f"wrote {args.emit_machine} ({where}): use it with `frontier-llm plan MODEL --machine {args.emit_machine}`"
         )
+
+
+def stack_numbers(pieces: list[PiecesTime], memory: CommunicatorMemory | None, where: str) -> dict[str, dict[str, Any]]:
+    """Return the measured constants of this package's stack, as a machine file has them. `where` is their source."""
+    from frontier_llm.experiments.measure.machine_file import rounded
+    from frontier_llm.experiments.measure.pieces import chunk_overlap
+
+    measured: dict[str, float] = {}
+    if pieces:
+        measured["chunk_overlap"] = chunk_overlap(pieces)
+    if memory is not None:
+        measured["reserve_gib"] = memory.measured_bytes / GIB
+    return {key: {"value": rounded(value), "tag": "measured", "source": where} for key, value in measured.items()}
 
 
 def _report(
@@ -189,6 +204,7 @@ def _report(
     measurements: list[LinkTime],
     pieces: list[PiecesTime],
     pairs: list[Pair],
+    memory: CommunicatorMemory | None,
     per_node: int,
 ) -> None:
     from frontier_llm.experiments.measure.link_tables import contention, draw_pairs, link_kind, slow_links
@@ -203,10 +219,25 @@ def _report(
         "pieces": [one.as_json() for one in pieces],
         "pairs": [{**vars(pair), "kind": kind(pair.a, pair.b)} for pair in pairs],
         "slow_links": [vars(pair) for pair in slow],
+        "memory": None if memory is None else vars(memory),
     }
-    show(args, content, lambda: "\n".join([*_lines(measurements, pairs, slow, kind), *_piece_lines(pieces)]))
+    lines = [*_lines(measurements, pairs, slow, kind), *_piece_lines(pieces), *memory_lines(memory)]
+    show(args, content, lambda: "\n".join(lines))
     if args.figures and pairs:  # last, because a missing plotting package must not prevent the output above
         draw_pairs(args.figures, pairs)
+
+
+def memory_lines(memory: CommunicatorMemory | None) -> Iterator[str]:
+    """Yield a line with the device memory of the communicators, if it was measured."""
+    if memory is not None:
+        before, warm, measured = (
+            format_bytes(size) for size in (memory.before_bytes, memory.warm_bytes, memory.measured_bytes)
+        )
+        yield (
+            f"device memory outside torch: {before} before the first use of {memory.communicators} communicators, "
+            f"{warm} after it, {measured} after the measurements: "
+            f"{format_bytes(round(memory.per_communicator_bytes))} per communicator"
+        )
 
 
 def _piece_lines(pieces: list[PiecesTime]) -> Iterator[str]:

@@ -29,7 +29,14 @@ from frontier_llm.comm.composed import (
     start_shift,
 )
 from frontier_llm.comm.group import DONE, Group, Pending, TorchGroup
-from frontier_llm.comm.groups import build_mesh, connect, disconnect, dump_flight_record, process_group
+from frontier_llm.comm.groups import (
+    build_mesh,
+    connect,
+    disconnect,
+    dump_flight_record,
+    end_communication,
+    process_group,
+)
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import Receive, Sends, post_receive
 from frontier_llm.comm.rendezvous import Meeting
@@ -61,6 +68,7 @@ __all__ = [
     "connect",
     "disconnect",
     "dump_flight_record",
+    "end_communication",
     "load_algorithms",
     "maximum",
     "moved",

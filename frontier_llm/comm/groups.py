@@ -18,10 +18,11 @@ from frontier_llm import log
 from frontier_llm.comm.algorithms import load_algorithms
 from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.group import Group, OneInFlight, TorchGroup
+from frontier_llm.comm.group_memory import GroupMemory, outside_allocator_bytes
 from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.interleaving import Interleaving
-from frontier_llm.comm.ledger import Ledger
+from frontier_llm.comm.ranges import new_ledger
 from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store, limit_answer_time
 from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.comm.warm_up import LIMIT_S, first_use, warm_up
@@ -106,7 +107,8 @@ class _Groups:
         self._timeouts_s = comm.timeouts_s.model_dump()
         self._logged: set[str] = set()
         self._made: list[tuple[str, tuple[int, ...], Group]] = []
-        self.ledger = Ledger()
+        self.ledger = new_ledger()
+        self.memory = self.ledger.memory = GroupMemory(lambda: outside_allocator_bytes(self.device))
 
     def axis(self, name: str, ranks: tuple[int, ...], apart: int = 0) -> Axis:
         """Create the axis over `ranks`. Collective over these ranks only.
@@ -177,20 +179,22 @@ class _Groups:
         """
         for name, ranks, group in self._made:
             if name.split(".")[0] != "pp":
-                warm_up(name, ranks, group, self.device, self._limit_s(name))
+                with self.memory.first_use(name):
+                    warm_up(name, ranks, group, self.device, self._limit_s(name))
 
     def open_channels(self, channels: Mapping[str, Axis], placement: Placement) -> None:
         """Send the first message of every channel."""
         for channel in placement.streams:
             axis = channels[channel.value]
             limit_s = min(LIMIT_S, 0.9 * self._limit_s(axis.name))
-            first_use(  # noqa: B023, RUF100
-                limit_s,
-                axis.name,
-                axis.ranks,
-                self.device,
-                lambda: _open_channel(axis, placement.streams[channel], self.device),  # noqa: B023
-            )
+            with self.memory.first_use(axis.name):
+                first_use(  # noqa: B023, RUF100
+                    limit_s,
+                    axis.name,
+                    axis.ranks,
+                    self.device,
+                    lambda: _open_channel(axis, placement.streams[channel], self.device),  # noqa: B023
+                )
 
     def _limit_s(self, name: str) -> float:
         # axes such as dp.rail, dp.cp and pp.forward use the time-out of the axis before the dot
@@ -310,6 +314,16 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
             "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
     return _new_group(axis.ranks, timeout_s)
+
+
+def end_communication(mesh: Mesh, device: torch.device) -> None:
+    """With one communication in flight, wait until all communication that this rank has queued has ended.
+
+    FSDP and DeepSpeed have communicators of their own. They call this function wherever their communication follows
+    this package's, or precedes it. On a CPU each communication ends before the next begins anyway.
+    """
+    if mesh.one_in_flight and device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from frontier_llm.comm.group_memory import GroupMemory
 from frontier_llm.files import write_replaced
 from frontier_llm.units import strict_json
 
@@ -86,6 +87,7 @@ class Ledger:
     waits: list[Span] | None = field(default=None, repr=False)
     in_flight: int = 0  # number of communications that have begun and whose wait() has not ended
     most_in_flight: int = 0
+    memory: GroupMemory | None = field(default=None, repr=False)  # device memory of the groups; None without groups
     _depth: int = field(default=0, repr=False)
 
     def add(self, axis: str, operation: str, size_bytes: int) -> Call:

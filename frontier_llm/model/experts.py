@@ -106,8 +106,9 @@ class Router(nn.Module):
             balance = rows_BE.sum(0) @ scores_BE.sum(0) * (moe.experts / (moe.top_k * B * S**2))
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores_NE, scores_NE).sum()
-            dropped = entropy.new_zeros(()) if dropped_Nk is None else dropped_Nk.sum()
-            load = torch.cat((own_E.double(), torch.stack((entropy.double(), dropped.double()))))
+            dropped = entropy.new_zeros(()) if dropped_Nk is None else dropped_Nk.sum().to(entropy.dtype)
+            # Numbers of rows below 2^24 are exact in fp32.
+            load = torch.cat((own_E, entropy[None], dropped[None])).double()
         return Routed(balance, logits_NE.logsumexp(-1).square().sum(), load)
 
 

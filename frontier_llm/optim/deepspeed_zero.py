@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from frontier_llm.blueprint.optimizers import MASTER
-from frontier_llm.comm import single
+from frontier_llm.comm import end_communication, single
 from frontier_llm.errors import BackendError
 from frontier_llm.optim.buckets import build_buckets
 from frontier_llm.optim.deepspeed_engine import build_engine
@@ -37,6 +37,7 @@ class DeepSpeedZero:
         self.rule = inputs.rule
         self.updates = 0
         self.device = inputs.device
+        self._mesh = mesh
         self.shards = mesh.dp.size
         self._divided_by = mesh.dp.size
         self._is_first = mesh.world.rank == 0
@@ -47,12 +48,14 @@ class DeepSpeedZero:
         self._parameters = inputs.fill(buckets)
         self._sync = GradientSync(buckets, mesh, inputs.plan.microbatches, overlap=False)
         inputs.gradients.on_accumulated = self._sync.accumulated
+        end_communication(mesh, self.device)
         self._engine = build_engine(inputs, self._parameters, nn.ModuleList(inputs.stages))
         self._zero = self._engine.optimizer
         self._zero.optimizer.allocate()
         for bucket in buckets:
             bucket.flat_weights = torch.empty(0)  # DeepSpeed has moved the weights into its own buffers
         self._check_places()
+        end_communication(mesh, self.device)
 
     def _check_places(self) -> None:
         """Raise BackendError if a parameter's state is not at the position that DeepSpeed reports.
@@ -96,6 +99,7 @@ class DeepSpeedZero:
     def finish(self) -> None:
         """Pass the accumulated gradients to DeepSpeed, which reduces all of them at once."""
         self._sync.finish()
+        end_communication(self._mesh, self.device)  # DeepSpeed's communicators follow this package's
         name = "grad_accum" if self._zero.use_grad_accum_attribute else "grad"
         with self._engine.coalesce_grad_reduction():
             for parameter in self._parameters:
@@ -108,6 +112,7 @@ class DeepSpeedZero:
         DeepSpeed reports -1 for a norm that is not finite. Every rank then returns infinity.
         """
         norm = torch.as_tensor(self._zero.scaled_global_norm(), device=self.device).double()
+        end_communication(self._mesh, self.device)  # the sums over the world follow
         return torch.where(norm < 0, torch.inf, (norm * self._divided_by).square() * self._is_first)
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:
@@ -115,7 +120,9 @@ class DeepSpeedZero:
         self.updates += 1
         for group in self._zero.optimizer.param_groups:
             group.update(lr=lr, step=self.updates, grad_scale=grad_scale * self._divided_by)
+        end_communication(self._mesh, self.device)
         self._zero.step()
+        end_communication(self._mesh, self.device)  # the all-gather of the weights precedes the next forward
 
     def wait_for_gather(self) -> None:
         """Do nothing, because no gather is running between steps."""
@@ -136,4 +143,6 @@ class DeepSpeedZero:
 
     def weights_from_masters(self) -> None:
         """Copy the masters into the working weights and gather them. Collective over dp."""
+        end_communication(self._mesh, self.device)
         self._zero.update_lp_params()
+        end_communication(self._mesh, self.device)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from frontier_llm.blueprint.optimizers import MASTER
-from frontier_llm.comm import Axis, all_reduce_, process_group
+from frontier_llm.comm import Axis, all_reduce_, end_communication, process_group
 from frontier_llm.model import Stage, initial_rows
 from frontier_llm.ops import statistics_dtype, working_dtype
 from frontier_llm.optim.engines import EngineInputs
@@ -90,6 +90,7 @@ class FullySharded:
 
     def begin(self) -> None:
         """Release the gradients of the last step."""
+        end_communication(self._mesh, self.device)
         for shard in self._shards:
             shard.parameter.grad = None
         self._forwards = 0
@@ -111,6 +112,7 @@ class FullySharded:
 
         The sums over dp are already complete.
         """
+        end_communication(self._mesh, self.device)  # FSDP's last reduce-scatter precedes the sums over the world
         for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.parameter.partial_axes()):
             partial = [shard.gradient for shard in self._shards if name in shard.spec.parameter.partial_axes()]
             flat = all_reduce_(torch.cat([gradient.flatten() for gradient in partial]), self._mesh.axis(name))

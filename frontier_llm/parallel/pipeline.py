@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from frontier_llm.comm import Mesh, Receive, Sends, post_receive
+from frontier_llm.comm.ranges import in_ranges
 from frontier_llm.parallel.stages import LOSS, ActivationSpec, Deferral, StageFunction
 from frontier_llm.schedule import Action, Kind, Schedule, check, posted_ahead, units
 
@@ -94,16 +95,18 @@ class Engine:
         # Called with each action before it runs, and with None at the end of a step. Of a paired forward and backward,
         # the action that resumes is passed each time.
         self.on_action: Callable[[Action | None], object] = lambda action: None
-        self._execute = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_FORWARD: self._send,
-            Kind.RECV_FORWARD: self._receive,
-            Kind.SEND_BACKWARD: self._send,
-            Kind.RECV_BACKWARD: self._receive,
-        }
+        self._execute = in_ranges(
+            {
+                Kind.FORWARD: self._forward,
+                Kind.BACKWARD: self._backward,
+                Kind.BACKWARD_INPUT: self._backward_input,
+                Kind.BACKWARD_WEIGHT: self._backward_weight,
+                Kind.SEND_FORWARD: self._send,
+                Kind.RECV_FORWARD: self._receive,
+                Kind.SEND_BACKWARD: self._send,
+                Kind.RECV_BACKWARD: self._receive,
+            }
+        )
         self._flight: _Flight
         self._sends = Sends(SENDS_AHEAD)
 

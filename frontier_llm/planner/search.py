@@ -172,10 +172,13 @@ def search(
             **shared,
         )
         layouts = over_nodes(model, layouts, rates, fixed.get("expert_all_to_all", "auto"))
-        # topology.plan refuses FSDP with one communication in flight, because FSDP starts its own collectives
-        if rates.one_in_flight and not {"sharding", "data_shard"} & fixed.keys():
-            layouts = layouts.where(layouts.sharding != "weights")
-        return layouts
+        if not rates.one_in_flight or "data_shard" in fixed:
+            return layouts
+        # FSDP may have no second communicator here (topology.engine_rules). It is proposed only if it is requested.
+        zero = layouts.sharding != "weights"
+        alone = (layouts.tp == 1) & (layouts.cp == 1) & (layouts.ep == 1) & (layouts.data_shard == 0)
+        allowed = zero | alone if "sharding" in fixed else zero
+        return layouts.where(allowed) if np.any(allowed) else layouts
 
     layouts = legal(tp_max)
     nothing = Search(

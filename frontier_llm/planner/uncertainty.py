@@ -33,6 +33,7 @@ ESTIMATED = "estimated"
 # A prediction counts as known if at least this share of its step time depends only on constants that were measured or
 # fitted on the machine with the stack.
 KNOWN_SHARE = 0.8
+CALIBRATED = "frontier-llm calibrate"  # begins the source of numbers that this command measured with this package
 FITTED = "fitted on"  # begins the source of a constant that was fitted to measured steps
 
 # Basis of a prediction → half width of its band: nine of ten measured steps lie within a factor 1 + half width of the
@@ -91,7 +92,8 @@ def basis(machine: Machine, stack: str, breakdown_s: Mapping[str, float]) -> str
         stack: the stack that prices the step.
         breakdown_s: cause → seconds of the step (`report.breakdown`).
     """
-    if machine.device.gemm_shapes is not None:  # `calibrate` measured this computer with this package
+    measured = machine.device.gemm_shapes
+    if measured is not None and measured.source.startswith(CALIBRATED):
         return SAME
     # the bubble has no constants of its own: its length follows from the compute for which a rank waits
     working = {cause: seconds for cause, seconds in breakdown_s.items() if cause != BUBBLE}

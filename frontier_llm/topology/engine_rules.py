@@ -25,18 +25,32 @@ def in_flight(config: RunConfig, architecture: str | None = None) -> str:
 
 
 def in_flight_problem(config: RunConfig, architecture: str | None = None) -> Problem | None:
-    """Return a Problem if only one communication may be in flight, but the run's engine starts its own collectives."""
-    is_fsdp = config.parallel.data_mode == "fsdp"
-    is_deepspeed = config.optimizer.engine == "deepspeed"
-    if not (is_fsdp or is_deepspeed) or in_flight(config, architecture) == "many":
+    """Return a Problem if only one communication may be in flight, but the run's engine would have several.
+
+    FSDP communicates during forward and backward. Over one axis it has one communicator, whose collectives run one
+    after the other in an order that is equal on all ranks. It can therefore run alone. The collectives of a second
+    communicator (tensor, context or expert parallelism, or the copies of HSDP) would overlap with it.
+
+    DeepSpeed's ZeRO-1 communicates only after the last backward. It takes its turn with this package's communication
+    (`comm.end_communication`), so every layout is allowed.
+    """
+    parallel = config.parallel
+    if parallel.data_mode != "fsdp" or in_flight(config, architecture) == "many":
         return None
-    engine = "fsdp" if is_fsdp else "deepspeed"
+    second = [f"parallel.{key}" for key in ("tensor", "context", "expert") if getattr(parallel, key) > 1]
+    if parallel.data_shard is not None:
+        second.append("parallel.data_shard (sums over the copies)")
+    if not second:
+        return None
     device = f"{architecture} devices" if architecture else config.machine
     return Problem(
         where="comm.in_flight",
-        what=f"{engine} starts collectives in its own order, and only one communication may be in flight on {device}",
-        fix="use the native engine with data_mode=zero, or set comm.in_flight=many if a hang test has passed here "
-        "(frontier-llm bench comm RUN --hang-test)",
+        what=(
+            f"fsdp's collectives would overlap with those of {', '.join(second)}, and only one communication may be "
+            f"in flight on {device}"
+        ),
+        fix="remove these keys (fsdp over all replicas alone is allowed), use data_mode=zero, or set "
+        "comm.in_flight=many if a hang test has passed here (frontier-llm bench comm RUN --hang-test)",
     )
 
 

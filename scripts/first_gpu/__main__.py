@@ -44,6 +44,7 @@ STAGES = (
     Stage("attention", 40, "which attention is fastest here: a table for ops.attention_table"),
     Stage("step_1b", 60, "a 1B model's step; the same losses twice"),
     Stage("step_3b", 60, "a 3B model's step"),
+    Stage("products", 120, "the models' matrix products by shape, on all devices at once for a minute"),
     Stage("reference", 60, "100 steps against the CPU reference"),
     Stage("hang_test", 140, "which orders of communication are safe here"),
     Stage("layout", 90, "tensor x pipeline x data parallel against one device"),

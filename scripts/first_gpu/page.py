@@ -46,6 +46,8 @@ def render(summary: dict[str, Any]) -> tuple[str, str]:
     for stage in ("step_1b", "step_3b"):
         if "step_s" in results.get(stage, {}):
             lines += [f"## {stage}", "", *_step_lines(results[stage]), ""]
+    if results.get("products", {}).get("products"):
+        lines += ["## Matrix products", "", *_product_lines(results["products"]), ""]
     for stage in ("attention", "reference", "hang_test", "layout"):
         if results.get(stage):
             lines += [f"## {stage}", "", "```json", json.dumps(results[stage], indent=1), "```", ""]
@@ -154,6 +156,19 @@ def _step_lines(step: dict[str, Any]) -> Iterator[str]:
         yield f"| `{name}` | {row['seconds_per_step'] * 1e3:.2f} | {share:.1%} | {row['calls_per_step']:.0f} |"
 
 
+def _product_lines(measured: dict[str, Any]) -> Iterator[str]:
+    devices = measured["devices"]
+    yield f"{devices} device(s) busy at once for {measured['measured_for_s']:.0f} s; the slowest device counts."
+    yield f"A product then takes {measured['together_over_alone']:.2f} times as long as on one device alone."
+    yield "\n| product | M x N x K | all busy | TFLOP/s | fastest device | one device alone |"
+    yield "|---|---|--:|--:|--:|--:|"
+    for row in measured["products"]:
+        M, N, K = row["mnk"]
+        rate = 2 * M * N * K / row["seconds"] / TERA
+        times = " | ".join(f"{row[name] * 1e3:.3f} ms" for name in ("fastest_device_s", "alone_s"))
+        yield f"| {row['product']} | {M} x {N} x {K} | {row['seconds'] * 1e3:.3f} ms | {rate:.1f} | {times} |"
+
+
 def _machine_file(machine: dict[str, Any], results: dict[str, Any], timings: list[dict[str, Any]]) -> str:
     """Return the YAML of a machine file for plans on this machine. JSON numbers and strings are valid YAML."""
     ceiling = results.get("ceilings", {})
@@ -173,11 +188,17 @@ def _machine_file(machine: dict[str, Any], results: dict[str, Any], timings: lis
         f"  memory_gbps: {number(ceiling['copy_bytes_per_s'] / 1e9)}",
         *([f"  memory_gib: {number(machine['memory_gib'])}"] if machine.get("memory_gib") else []),
     ]
+    stack = ["    gemm_efficiency: " + number(1.0)]
+    if measured := results.get("products", {}).get("products"):
+        devices = results["products"]["devices"]
+        source = json.dumps(f"{where}, {devices} device(s) busy for {results['products']['measured_for_s']:.0f} s")
+        shapes = [[*row["mnk"], float(f"{row['seconds'] * 1e6:.5g}")] for row in measured]
+        lines.append(f"  gemm_shapes: {{tag: measured, source: {source}, mnk_us: {json.dumps(shapes)}}}")
+        stack.append("    accumulate_bytes: 0  # the measured weight gradients include the accumulation")
     if (safe := results.get("hang_test", {})).get("in_flight"):
         source = json.dumps(safe["source"])
         lines.append(f"in_flight: {{mode: {safe['in_flight']}, tag: measured, source: {source}}}")
     ours = {timing["op"]: timing for timing in timings if timing["way"] == "ours" and timing["seconds"]}
-    stack = ["    gemm_efficiency: " + number(1.0)]
     if "attention" in ours:
         rate = ours["attention"]["flops"] / ours["attention"]["seconds"] / ceiling["gemm_flops_per_s"]
         stack += ["    flash_efficiency: " + number(rate), "    flash_backward: " + number(1.0)]

@@ -360,6 +360,13 @@ def step_3b(out: Path) -> dict[str, Any]:
     return steps.speed("3b", out, twice=False)
 
 
+def products(_out: Path) -> dict[str, Any]:
+    """Time the models' matrix products by shape on all devices at once, for a minute."""
+    import products
+
+    return products.measure()
+
+
 def reference(out: Path) -> dict[str, Any]:
     """Compare a small model's steps on this device with plain torch on the CPU."""
     import steps
@@ -390,6 +397,7 @@ STAGES = (
     attention,
     step_1b,
     step_3b,
+    products,
     reference,
     hang_test,
     layout,

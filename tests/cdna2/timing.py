@@ -6,6 +6,9 @@ A wave issues its instructions in order. Waves overlap if they use different uni
 code itself contains the waits for results: s_nop for vector and matrix instructions, s_waitcnt for memory. An LDS
 access takes the cycles that its addresses need with the LDS' banks. An instruction cache miss costs the latency of a
 load. The model lets all waves of a workgroup arrive at a barrier at the same time. It was not compared with hardware.
+
+A share of the matrix rate by this model is an upper bound: the model has no clocks under load, no contention for L2 and
+HBM, and no hazards between matrix instructions beyond the waits in the code.
 """
 
 from __future__ import annotations

@@ -76,6 +76,32 @@ class Pair:
     gbps: float
 
 
+@dataclass(frozen=True)
+class CommunicatorMemory:
+    """Device memory outside torch's allocator: the maximum over the ranks, in bytes."""
+
+    before_bytes: int  # before the first use of a group
+    warm_bytes: int  # after the first use of every group
+    measured_bytes: int  # after the measurements, for which communicators allocate more
+    communicators: int  # number of groups of the rank with most groups
+
+    @property
+    def per_communicator_bytes(self) -> float:
+        """Additional bytes of one communicator after the measurements."""
+        return (self.measured_bytes - self.before_bytes) / max(self.communicators, 1)
+
+
+def communicator_memory(mesh: Mesh, device: torch.device) -> CommunicatorMemory | None:
+    """Return the memory of this mesh's communicators, after measurements; None on CPUs. Collective over the world."""
+    memory = mesh.ledger.memory
+    if device.type != "cuda" or memory is None:
+        return None
+    warm = memory.before_bytes + sum(memory.by_group.values())
+    numbers = [memory.before_bytes, warm, memory.now_bytes(), len(memory.by_group)]
+    own = torch.tensor(numbers, device=device)
+    return CommunicatorMemory(*(int(number) for number in all_reduce_(own, mesh.world, "max").tolist()))
+
+
 def sizes_between(smallest: int, largest: int, factor: int = 4) -> list[int]:
     """Return smallest, smallest × factor, … up to `largest`. `largest` is always included."""
     growing = (smallest * factor**power for power in count())

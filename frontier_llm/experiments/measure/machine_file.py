@@ -22,6 +22,7 @@ from frontier_llm.machine.load import (
     rates,
 )
 from frontier_llm.machine.rates import Rates, Table
+from frontier_llm.planner import uncertainty
 from frontier_llm.planner.costs.time import step_s
 
 
@@ -127,7 +128,7 @@ def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str,
     """Return the content of a machine file: the file `local` with each calibrated number, its tag and its source."""
     fitted = calibrated_rates(samples, config, rates(load_machine("local")))
     how = f"{samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
-    provenance = {"tag": "measured", "source": f"frontier-llm calibrate, {when}: {how}"}
+    provenance = {"tag": "measured", "source": f"{uncertainty.CALIBRATED}, {when}: {how}"}
     numbers = numbers_of(fitted, CALIBRATED, provenance)
     shapes = [[*(int(size) for size in shape), rounded(seconds * 1e6)] for *shape, seconds in fitted.gemm_shapes]
     device = {

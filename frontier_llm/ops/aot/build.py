@@ -15,15 +15,17 @@ import os
 import re
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.errors import BackendError, suggest
+from frontier_llm.ops.aot.assembler import Assembled, assembler_version, read_log, recorded_log, use_own_assembler
 from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels, variants
 from frontier_llm.ops.manifest import (
     MANIFEST_VERSION,
-    PTXAS_VARIABLES,
     build_command,
     check_triton,
     install_triton,
@@ -53,6 +55,7 @@ class CodeObject:
     abi: int  # as in code_object.Declared
     matrix_instructions: int  # number of MFMA, MMA or WGMMA instructions in the code
     matrix_flops: int  # FLOPs of these instructions, per warp
+    assembled: Assembled | None  # notes of ptxas; None on AMD
 
 
 @dataclass(frozen=True)
@@ -132,11 +135,12 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # older versions of Triton ignore it
     if not amd:
         use_own_assembler()
-    compiled = triton.compile(
-        source,
-        target=GPUTarget(architecture.backend, architecture.target, architecture.wave),
-        options=options,
-    )
+    with nullcontext(StringIO()) if amd else recorded_log() as log:
+        compiled = triton.compile(
+            source,
+            target=GPUTarget(architecture.backend, architecture.target, architecture.wave),
+            options=options,
+        )
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]
     declared = read(binary)
@@ -165,26 +169,8 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         abi=declared.abi,
         matrix_instructions=len(_MATRIX.findall(assembly)),
         matrix_flops=sum(_flops(*match.groups()) for match in _MATRIX.finditer(assembly)),
+        assembled=None if amd else read_log(log.getvalue()),
     )
-
-
-def use_own_assembler() -> None:
-    """Make Triton assemble all NVIDIA code with TRITON_PTXAS_PATH if it is set, otherwise with its wheel's `ptxas`.
-
-    Triton 3.9 would assemble sm_90 with the wheel's `ptxas-blackwell` of CUDA 13, whose code objects (ABI 8) need a
-    driver of CUDA 13. TRITON_PTXAS_BLACKWELL_PATH overrides this choice.
-    """
-    from triton import knobs
-
-    os.environ.setdefault(PTXAS_VARIABLES[1], knobs.nvidia.ptxas.path)
-
-
-def assembler_version(architecture: str) -> str:
-    """Return the version of the ptxas that assembles an NVIDIA architecture's code, such as '12.9'."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    use_own_assembler()
-    return str(get_ptxas(int(ARCHITECTURES[architecture].target)).version)
 
 
 _MATRIX = re.compile(

@@ -57,6 +57,7 @@ class Dispatch:
     received: list[int]
     # For each row in the order of sending: the number of its choice, or -1 for an unused row.
     source: Tensor
+    tokens: Tensor  # For each row in the order of sending: the number of its token, or -1.
     # For each choice: its row in the order of sending, or -1 if it is dropped.
     place: Tensor
     # For each row in the order of experts: its index in the order of arrival. None if the axis has one rank, because
@@ -65,6 +66,7 @@ class Dispatch:
     homeward: Tensor | None  # Inverse of `arrival`, with -1 for unused rows.
     fan: int  # Number of rows per token: chosen experts per token times etp.
     ops: Ops
+    has_unused: bool = True  # False: `source` and `place` contain no -1
 
 
 def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, room: int) -> Tensor:
@@ -101,34 +103,34 @@ def plan_dispatch(
     device = experts_Nk.device
     ranks = axis.size
     local = experts * etp // axis.size
-    part = torch.arange(etp, device=device)
-    # For each choice the index of (rank, expert of the rank). Groups of etp consecutive ranks hold the same experts.
-    # Dropped choices get the index after the last one.
-    slot_A = (((experts_Nk // local)[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
-    if dropped_Nk is not None:
-        slot_A = slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
+    fan = experts_Nk.shape[1] * etp
+    slot_A = _slots(experts_Nk, dropped_Nk, ranks, local, etp)
+    if ranks == 1 and dropped_Nk is None and room is None:
+        return _plan_of_one_rank(slot_A, axis, local, fan, ops)
     leaving_RE = _counts(slot_A, ranks * local + 1)[:-1].view(ranks, local)
-    unknown = room is None and (ranks > 1 or dropped_Nk is not None)
+    unknown = room is None
     counts = _RowCounts(leaving_RE, axis, to_host=unknown)
-    order = slot_A.argsort(stable=True)
+    sorted_A, order = slot_A.sort(stable=True)
     arriving_RE = counts.arrive()
     ends_E = arriving_RE.sum(0).cumsum(0, dtype=torch.int32)
 
     fewest = 1 if ranks > 1 else 0
+    leaving_R = leaving_RE.sum(1)
+    arriving_R = arriving_RE.sum(1)
     if room is not None:
         most = max(fewest, most_rows(room, local, *experts_Nk.shape))
         sent_R = received_R = torch.full((ranks,), most, device=device)
     else:
         most = len(order)
-        sent_R = leaving_RE.sum(1).clamp(min=fewest)
-        received_R = arriving_RE.sum(1).clamp(min=fewest)
-    unread_R = sent_R - leaving_RE.sum(1)  # unused rows, after the used rows for the same rank
-    sorted_A = slot_A[order]
-    at_A = (
-        torch.arange(len(order), device=device)
-        + (unread_R.cumsum(0) - unread_R)[(sorted_A // local).clamp(max=ranks - 1)]
-    )
-    at_A = at_A.masked_fill(sorted_A == ranks * local, -1)
+        sent_R = leaving_R.clamp(min=fewest)
+        received_R = arriving_R.clamp(min=fewest)
+    unread_R = sent_R - leaving_R  # unused rows, after the used rows for the same rank
+    rank_A = sorted_A // local
+    if dropped_Nk is not None:
+        rank_A = rank_A.clamp(max=ranks - 1)
+    at_A = torch.arange(len(order), device=device) + (unread_R.cumsum(0) - unread_R)[rank_A]
+    if dropped_Nk is not None:
+        at_A = at_A.masked_fill(sorted_A == ranks * local, -1)
     place = torch.empty_like(order).index_copy_(0, order, at_A)
 
     if unknown:
@@ -140,17 +142,44 @@ def plan_dispatch(
         sent = received = [most] * ranks
         held = ranks * most
     end = sum(sent)  # index for dropped choices, which the slice below removes
-    source = torch.full((end + 1,), -1, device=device).scatter_(0, at_A % (end + 1), order)[:end]
-    fan = experts_Nk.shape[1] * etp
+    held_A = at_A if dropped_Nk is None else at_A % (end + 1)
+    source = torch.full((end + 1,), -1, device=device).scatter_(0, held_A, order)[:end]
+    tokens = source // fan
     if ranks == 1:
-        return Dispatch(axis, ends_E, sent, received, source, place, None, None, fan, ops)
+        return Dispatch(axis, ends_E, sent, received, source, tokens, place, None, None, fan, ops)
     # Unused rows get the number after the last expert, so that they are sorted after all other rows.
     number = torch.arange(local + 1, device=device).repeat(ranks)
-    with_unread = torch.cat((arriving_RE, (received_R - arriving_RE.sum(1))[:, None]), 1).flatten()
+    with_unread = torch.cat((arriving_RE, (received_R - arriving_R)[:, None]), 1).flatten()
     arrival = number.repeat_interleave(with_unread, output_size=sum(received)).argsort(stable=True)
     homeward = torch.empty_like(arrival).index_copy_(0, arrival, torch.arange(len(arrival), device=device))
     homeward = homeward.masked_fill(homeward >= ends_E[-1], -1)
-    return Dispatch(axis, ends_E, sent, received, source, place, arrival[:held], homeward, fan, ops)
+    return Dispatch(axis, ends_E, sent, received, source, tokens, place, arrival[:held], homeward, fan, ops)
+
+
+def _slots(experts_Nk: Tensor, dropped_Nk: Tensor | None, ranks: int, local: int, etp: int) -> Tensor:
+    """Return for each choice the index of (rank, expert of the rank).
+
+    Groups of etp consecutive ranks hold the same experts. Dropped choices get the index after the last one.
+    """
+    if etp == 1:
+        slot_A = experts_Nk.flatten()
+    else:
+        part = torch.arange(etp, device=experts_Nk.device)
+        rank_Nk = experts_Nk // local
+        slot_A = ((rank_Nk[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
+    if dropped_Nk is None:
+        return slot_A
+    return slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
+
+
+def _plan_of_one_rank(slot_A: Tensor, axis: Axis, experts: int, fan: int, ops: Ops) -> Dispatch:
+    """Plan rows that stay on this rank: they are sorted by expert, and none is dropped or unused."""
+    _let_other_half_run(axis)
+    order = slot_A.argsort(stable=True)
+    ends_E = _counts(slot_A, experts).cumsum(0, dtype=torch.int32)
+    rows = [len(order)]
+    place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    return Dispatch(axis, ends_E, rows, rows, order, order // fan, place, None, None, fan, ops, has_unused=False)
 
 
 def _counts(numbers_A: Tensor, count: int) -> Tensor:
@@ -239,7 +268,9 @@ def _let_other_half_run(axis: Axis) -> None:
 
 def leave(x: Tensor, plan: Dispatch) -> Travel:
     """Begin to send the rows of `x` to their experts. Each entry of `x` has the same number of rows."""
-    return Travel(_gathered(x, (plan.source // _fan(x, plan))[:, None], plan), plan, back=False)
+    fan = _fan(x, plan)
+    entries = plan.source if fan == 1 else plan.tokens if fan == plan.fan else plan.source // fan
+    return Travel(_gathered(x, entries[:, None], plan), plan, back=False)
 
 
 def arrived(travel: Travel, plan: Dispatch) -> Tensor:
@@ -252,6 +283,8 @@ def arrived(travel: Travel, plan: Dispatch) -> Tensor:
 
 def _gathered(x: Tensor, places_Mf: Tensor, plan: Dispatch) -> Tensor:
     """Gather rows with the op. One-dimensional and integer tensors are gathered with plain torch."""
+    if not plan.has_unused and x.dim() == 1 and places_Mf.shape[1] == 1:
+        return x[places_Mf[:, 0]]
     by_op = x.dim() == 2 and x.is_floating_point()
     return plan.ops.gather_rows(x, places_Mf) if by_op else gather_rows(x, places_Mf)
 

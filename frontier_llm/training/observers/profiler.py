@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from frontier_llm import log
+from frontier_llm.comm.ranges import label
 from frontier_llm.config import RunConfig
 from frontier_llm.files import folder_below
 from frontier_llm.schedule import Action
@@ -77,9 +78,7 @@ class Profiler(Observer):
         if action is None:
             self._enter("optimizer")
         elif action.kind.computes:
-            self._enter(
-                f"{action.kind.name.lower()} of microbatch {action.microbatch}, virtual stage {action.position}"
-            )
+            self._enter(label(action))
 
     def _enter(self, phase: str | None) -> None:
         """End the previous named range of the trace. If `phase` is not None, begin a range with this name."""

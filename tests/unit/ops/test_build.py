@@ -18,7 +18,7 @@ import pytest
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import driver, manifest
-from frontier_llm.ops.aot import code_object
+from frontier_llm.ops.aot import assembler, code_object
 from frontier_llm.ops.kernel_table import ARCHITECTURES, HEAD_DIMS, all_kernels, variants
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install --no-deps triton")
@@ -72,7 +72,8 @@ def test_a_damaged_file_is_a_backend_error_whatever_the_damage():
 ASSEMBLE = """
 import sys
 from pathlib import Path
-from frontier_llm.ops.aot.build import Build, assembler_version, compile_one
+from frontier_llm.ops.aot.assembler import assembler_version
+from frontier_llm.ops.aot.build import Build, compile_one
 code = compile_one(Build("sm_90", "accumulate", "bf16", "any", True), Path(sys.argv[1]))
 print(assembler_version("sm_90"), code.abi)
 """
@@ -114,6 +115,35 @@ def test_every_variant_is_there_and_fits_the_machine(gfx90a):
 def test_code_objects_do_not_say_where_they_were_built(gfx90a):
     """The same sources and tools then give the same files everywhere. The manifest's digests can prove it."""
     assert not [path.name for path in gfx90a.glob("*.hsaco") if b"frontier_llm/ops" in path.read_bytes()]
+
+
+EXCEPTIONS = json.loads((Path(__file__).parent / "sm_90_exceptions.json").read_text())
+EXCEPTIONS_AT_MOST = 42  # lower it when the list gets shorter; never raise it
+
+
+def test_the_list_of_exceptions_on_sm_90_does_not_grow():
+    assert len(EXCEPTIONS) <= EXCEPTIONS_AT_MOST
+
+
+def is_no_new_exception(line):
+    """Compare the notes of ptxas 12.9 with the list of exceptions, which names each kernel that has notes."""
+    name = line["file"].removesuffix(".cubin")
+    assembled = line["assembled"]
+    expected = EXCEPTIONS.get(name, {"warnings": [], "stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0})
+    assert assembled == expected, f"{name}: if this is better, correct sm_90_exceptions.json"
+
+
+def test_notes_of_the_assembler_are_read():
+    log = (
+        "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+        "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+        "ptxas info    : Function properties for f\n"
+        "    16 bytes stack frame, 24 bytes spill stores, 32 bytes spill loads\n"
+    )
+    assert assembler.read_log(log) == assembler.Assembled(("C7515",), 16, 24, 32)
+    assert assembler.read_log("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads").is_clean
+    with pytest.raises(BackendError, match="no stack frame for the kernel: no output"):
+        assembler.read_log("")
 
 
 def fits(line, architecture):
@@ -181,6 +211,8 @@ def test_the_other_architectures_too(architecture, tmp_path):
         assert len(lines) == 5
     for line in lines:
         fits(line, architecture)
+        if architecture == "sm_90":
+            is_no_new_exception(line)
         wants_what_the_launcher_gives(line, folder, architecture)
 
 

@@ -84,7 +84,7 @@ def test_products_of_experts_of_xmoe_medium_are_aligned_launches_that_ask_for_no
 
 @pytest.mark.parametrize(
     ("model", "forward", "backward"),
-    [("gpt-22b", 8, 29), ("llama-2-7b", 9, 19), ("llama-2-70b", 9, 19), ("mpt-30b", 11, 20)],
+    [("gpt-22b", 8, 29), ("llama-2-7b", 9, 19), ("llama-2-70b", 9, 19), ("mpt-30b", 11, 20), ("mixtral-8x7b", 40, 40)],
 )
 def test_a_layer_launches_no_more_than_the_page_says(kernels, model, forward, backward):
     """Compare with the table in docs/benchmarks/ops.md.

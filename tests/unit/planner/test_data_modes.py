@@ -121,14 +121,14 @@ def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
     machine = load_machine("frontier")
     path = tmp_path / "mine.yaml"
     found = search(MODEL, FRONTIER, 4, 256, parse_fixed([f"data_mode={mode}"]))
-    # FSDP cannot be emitted for a machine that allows one communication in flight. The planner does not propose it
-    # there unless it is requested.
+    # On a machine that allows one communication in flight, FSDP must be alone. The planner does not propose it there
+    # unless it is requested.
     if mode == "fsdp":
-        with pytest.raises(
-            LayoutError,
-            match=r"comm\.in_flight: fsdp starts collectives in its own order, and only one .* on frontier",
-        ):
-            emit(path, Request("llama-2-7b", "frontier"), machine, found, FRONTIER, None)
+        emit(path, Request("llama-2-7b", "frontier"), machine, found, FRONTIER, None)
+        assert load_run(str(path)).parallel.tensor == 1
+        copies = search(MODEL, FRONTIER, 4, 256, parse_fixed(["data_mode=fsdp", "data_shard=8"]))
+        with pytest.raises(LayoutError, match=r"comm\.in_flight: fsdp's collectives would overlap .* on frontier"):
+            emit(path, Request("llama-2-7b", "frontier"), machine, copies, FRONTIER, None)
         assert {
             plan.layout.sharding for plan in search(MODEL, FRONTIER, 4, 256, parse_fixed(["pipeline=1"])).plans
         } <= {

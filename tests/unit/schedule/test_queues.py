@@ -13,7 +13,7 @@ import pytest
 
 from frontier_llm.schedule import Schedule, ScheduleError, build
 from frontier_llm.schedule.order import posted_ahead
-from tests.harness.dry_run import steps
+from tests.harness.dry_run import Step, steps
 from tests.harness.queues import Packet, execute, packets
 from tests.unit.schedule.test_order import inside_and_behind, posted_ahead_of_use
 
@@ -83,3 +83,56 @@ def test_one_in_flight_needs_the_common_order(name: str, pp: int, m: int, v: int
     ranks = issued(posted_ahead_of_use(build(name, pp, m, v)), one_in_flight=True)
     with pytest.raises(ScheduleError, match="deadlock: queues wait for"):
         execute(ranks, own_queues())
+
+
+def sharded_step(dp: int, blocks: int, microbatches: int, copies: bool) -> list[list[Step]]:
+    """Return each rank's communication in a step of FSDP, and then the sum over the world.
+
+    FSDP has one communicator for all-gathers and reduce-scatters. With `copies` (HSDP) the last sums over the copies
+    are issued by a second stream. Their place among the gathers of the next block depends on each rank's host.
+    """
+    world = tuple(range(dp))
+
+    def of_rank(rank: int) -> list[Step]:
+        listed: list[Step] = []
+
+        def communicate(what: str, stream: str = "shards") -> None:
+            listed.append(Step(what, stream, world))
+
+        for microbatch in range(microbatches):
+            for block in range(blocks):
+                communicate(f"gather {block} of {microbatch}")
+                listed.append(Step("compute", after=(len(listed) - 1,)))
+            for block in reversed(range(blocks)):
+                late = copies and rank % 2
+                if copies and not late:
+                    communicate(f"sum of copies {block} of {microbatch}", "copies")
+                communicate(f"gather {block} of {microbatch} again")
+                listed.append(Step("compute", after=(len(listed) - 1,)))
+                communicate(f"scatter {block} of {microbatch}")
+                if late:
+                    communicate(f"sum of copies {block} of {microbatch}", "copies")
+        # `comm.end_communication`: the host waits before it issues this package's communication
+        listed.append(Step("wait", after=tuple(index for index, step in enumerate(listed) if step.ranks)))
+        communicate("sum of losses", "world")
+        listed.append(Step("host waits", after=(len(listed) - 1,)))
+        return listed
+
+    return [of_rank(rank) for rank in world]
+
+
+def test_fsdp_alone_ends_for_any_assignment_of_streams_to_queues() -> None:
+    """The communication of a rank is one sequence, equal on all ranks: FSDP's communicator, then the world's sums."""
+    ranks = [packets(each, one_in_flight=False) for each in sharded_step(dp=4, blocks=3, microbatches=2, copies=False)]
+    for seed in range(DRAWS):
+        execute(ranks, by_packet(seed))
+        execute(ranks, by_stream(seed, queues=2))
+
+
+def test_sums_over_copies_beside_gathers_can_deadlock() -> None:
+    """This is the reason for which HSDP stays refused with one communication in flight."""
+    ranks = [packets(each, one_in_flight=False) for each in sharded_step(dp=4, blocks=3, microbatches=2, copies=True)]
+    execute(ranks, own_queues())
+    with pytest.raises(ScheduleError, match="deadlock: queues wait for"):
+        for seed in range(DRAWS):
+            execute(ranks, by_stream(seed, queues=2))

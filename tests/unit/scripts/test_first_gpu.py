@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from frontier_llm.machine.load import OWN_STACK, load_machine
+from frontier_llm.machine.load import OWN_STACK, load_machine, rates
+from frontier_llm.planner.uncertainty import SAME, basis
 
 FOLDER = Path(__file__).resolve().parents[3] / "scripts" / "first_gpu"
 
@@ -101,6 +102,20 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
         "machine": machine,
         "ceilings": {"copy_bytes_per_s": 1000.0, "gemm_flops_per_s": 100e12},
         "hang_test": safe,
+        "products": {
+            "devices": 8,
+            "measured_for_s": 60.0,
+            "together_over_alone": 1.25,
+            "products": [
+                {
+                    "product": "1b head, forward",
+                    "mnk": [100, 200, 500],
+                    "seconds": 2e-6,
+                    "fastest_device_s": 1.5e-6,
+                    "alone_s": 1.6e-6,
+                }
+            ],
+        },
     }
     stages = [
         {"stage": name, "about": "", "state": "passed", "seconds": 1, "limit_s": 9, "result": one}
@@ -126,6 +141,11 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
     (tmp_path / "machine.yaml").write_text(content)
     here = load_machine(str(tmp_path / "machine.yaml"))
     assert here.device.peak_tflops.value == 100 and here.in_flight.mode == "one" and here.environment == "h100"
+    assert here.device.gemm_shapes is not None and here.device.gemm_shapes.mnk_us == ((100, 200, 500, 2.0),)
+    assert "8 device(s) busy for 60 s" in here.device.gemm_shapes.source and rates(here).accumulate_bytes == 0
+    assert "| 1b head, forward | 100 x 200 x 500 | 0.002 ms | 10.0 | 0.002 ms | 0.002 ms |" in text
+    # The products alone do not make all constants of a prediction known.
+    assert basis(here, OWN_STACK, {"matrix products": 1.0, "gradient reduction": 1.0}) != SAME
     assert here.stacks[OWN_STACK].flash_efficiency.value == 0.5 and here.stacks[OWN_STACK].hbm_efficiency.value == 0.9
 
 
@@ -149,6 +169,7 @@ def test_the_rehearsal_plays_every_stage_in_a_bare_environment(driver: ModuleTyp
     assert (
         results["addresses"]["launches"] > 40 and results["step_1b"]["bitwise_equal"] and results["step_1b"]["kernels"]
     )
+    assert results["products"]["devices"] == 2 and len(results["products"]["products"]) == 15
     assert results["reference"]["fp32_worst_difference"] < 1e-3 and results["layout"]["worst_difference"] < 0.02
     assert results["hang_test"]["in_flight"] == "many" and (tmp_path / "in_flight.yaml").is_file()
     ways = {(one["op"], one["way"]): one for stage in ("ops", "compiled") for one in results[stage]["timings"]}

@@ -43,18 +43,18 @@ DEEPSPEED = {"engine": "deepspeed"}
             "optimizer.deepspeed_config: is given, but the engine is native",
         ),
         (
-            {"parallel": {"data_mode": "fsdp"}, "comm": {"in_flight": "one"}},
-            "comm.in_flight: fsdp starts collectives in its own order, "
+            {"parallel": {"data_mode": "fsdp", "tensor": 2}, "comm": {"in_flight": "one"}},
+            "comm.in_flight: fsdp's collectives would overlap with those of parallel.tensor, "
             "and only one communication may be in flight on local",
         ),
         (
-            {"parallel": {"data_mode": "fsdp"}, "machine": "lumi"},
-            "comm.in_flight: fsdp starts collectives in its own order, "
-            "and only one communication may be in flight on lumi",
+            {"parallel": {"data_mode": "fsdp", "data_shard": 1}, "machine": "lumi"},
+            "comm.in_flight: fsdp's collectives would overlap with those of parallel.data_shard (sums over the "
+            "copies), and only one communication may be in flight on lumi",
         ),
         (
-            {"optimizer": DEEPSPEED, "machine": "frontier"},
-            "comm.in_flight: deepspeed starts collectives in its own order",
+            {"parallel": {"data_mode": "fsdp", "context": 2}, "machine": "frontier"},
+            "comm.in_flight: fsdp's collectives would overlap with those of parallel.context, ",
         ),
     ],
 )
@@ -70,6 +70,10 @@ def test_refused(sections: dict[str, Any], expected: str) -> None:
         {"parallel": {"tensor": 2}, "optimizer": DEEPSPEED},
         {"parallel": {"data_mode": "fsdp"}, "machine": "frontier", "comm": {"in_flight": "many"}},
         {"machine": "frontier"},
+        {"parallel": {"data_mode": "fsdp"}, "machine": "frontier"},
+        {"parallel": {"data_mode": "fsdp"}, "machine": "lumi"},
+        {"optimizer": DEEPSPEED, "machine": "frontier"},
+        {"parallel": {"tensor": 2}, "optimizer": DEEPSPEED, "machine": "lumi"},
         {"parallel": {"pipeline": 2, "schedule": "zb-h1"}, "optimizer": DEEPSPEED},
     ],
 )

@@ -14,14 +14,27 @@ import torch
 import yaml
 
 from frontier_llm.cli.arguments import size_of
+from frontier_llm.cli.bench_comm import memory_lines, stack_numbers
 from frontier_llm.cli.main import main
-from frontier_llm.comm import Axis, build_mesh, load_algorithms
+from frontier_llm.comm import Axis, build_mesh, load_algorithms, serial_mesh
+from frontier_llm.comm.group_memory import GroupMemory, outside_allocator_bytes
 from frontier_llm.config import CommConfig
 from frontier_llm.experiments.measure import links, timing
 from frontier_llm.experiments.measure.link_tables import algorithm_rules, contention, link_kind, node_tables, slow_links
-from frontier_llm.experiments.measure.links import OPERATIONS, LinkTime, Pair, bench_comm, bench_pairs, sizes_between
-from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.experiments.measure.links import (
+    OPERATIONS,
+    CommunicatorMemory,
+    LinkTime,
+    Pair,
+    bench_comm,
+    bench_pairs,
+    communicator_memory,
+    sizes_between,
+)
+from frontier_llm.experiments.measure.machine_file import write_machine
+from frontier_llm.machine.load import OWN_STACK, load_machine, rates
 from frontier_llm.topology.grid import Grid
+from frontier_llm.units import GIB
 from tests.harness.pool import RankPool
 
 
@@ -194,6 +207,36 @@ def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
     assert [(pair.a, pair.b, round(pair.seconds, 6)) for pair in slow_links(pairs, lambda a, b: "any")] == [
         (1, 2, 0.03)
     ]
+
+
+def test_memory_of_communicators_is_measured_and_written_as_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver with 64 GiB, of which torch has reserved 3 GiB."""
+    used_gib = [3.5]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int((64 - used_gib[0]) * GIB), 64 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+    device = torch.device("cuda", 0)
+    memory = GroupMemory(lambda: outside_allocator_bytes(device))
+    for name, gib in (("tp", 0.25), ("dp", 1.0)):
+        with memory.first_use(name):
+            used_gib[0] += gib
+    assert memory.by_group == {"tp": GIB // 4, "dp": GIB}
+    used_gib[0] += 0.75  # large messages need more buffers
+    mesh = serial_mesh()
+    mesh.ledger.memory = memory
+    monkeypatch.setattr(links.torch, "tensor", lambda values, device: torch.as_tensor(values))
+    measured = communicator_memory(mesh, device)
+    assert measured == CommunicatorMemory(GIB // 2, GIB * 7 // 4, GIB * 5 // 2, 2)
+    assert measured.per_communicator_bytes == GIB
+    assert communicator_memory(mesh, torch.device("cpu")) is None
+    machine = tmp_path / "mine.yaml"
+    content = {"base": "frontier", "title": "measured", "stacks": {OWN_STACK: stack_numbers([], measured, "a test")}}
+    write_machine(machine, content)
+    reserve = load_machine(str(machine)).stacks[OWN_STACK].reserve_gib
+    assert (reserve.value, reserve.tag, reserve.source) == (2.5, "measured", "a test")
+    assert "512.0 MiB before the first use of 2 communicators" in next(memory_lines(measured))
+    assert list(memory_lines(None)) == []
 
 
 @pytest.mark.thorough

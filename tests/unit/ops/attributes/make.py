@@ -24,7 +24,8 @@ FOLDER = Path(__file__).parent
 COMPILE = """
 import sys
 from pathlib import Path
-from frontier_llm.ops.aot.build import Build, assembler_version, compile_one
+from frontier_llm.ops.aot.assembler import assembler_version
+from frontier_llm.ops.aot.build import Build, compile_one
 code = compile_one(Build("sm_90", "accumulate", "bf16", "any", True), Path(sys.argv[1]))
 print(assembler_version("sm_90"), code.file)
 """
