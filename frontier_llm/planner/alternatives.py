@@ -35,11 +35,11 @@ def _alternatives(outcome: Search, rates: Rates) -> Iterator[Alternative]:
         yield _best(f"TP{node}", outcome, rates, {"tp": node})
     if chosen.sharding == "weights" or outcome.fixed.keys() & {"sharding", "data_shard"}:
         return
+    kind: dict[str, object] = {"sharding": "weights"}
     if rates.one_in_flight:
-        reason = "it starts its own collectives, and this machine allows only one communication in flight"
-        yield Alternative("FSDP", None, reason)
-    else:
-        yield _best("FSDP", outcome, rates, {"sharding": "weights"})
+        kind |= {"tp": 1, "cp": 1, "ep": 1, "data_shard": 0}  # no second communicator (topology.engine_rules)
+    if all(outcome.fixed.get(field, value) == value for field, value in kind.items()):
+        yield _best("FSDP", outcome, rates, kind)
 
 
 def _best(name: str, outcome: Search, rates: Rates, kind: dict[str, object]) -> Alternative:

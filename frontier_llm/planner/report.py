@@ -245,8 +245,9 @@ def _why_not(best: Plan, other: Alternative) -> str:
     """Return one line about a kind of layout that was not chosen."""
     if other.plan is None:
         return f"why not {other.name}: {other.reason}"
-    faster = other.plan.step_s < best.step_s
-    reason = "the risk or the complexity is not worth it" if faster else _why(best, other.plan)
+    reason = _why(best, other.plan) if other.plan.step_s >= best.step_s else "within the error of the cost model"
+    if other.plan.layout.sharding == "weights" and other.plan.step_s < best.step_s:
+        reason = f"its overlap is an estimate, so it must be faster by {100 * RESOLUTION:.0f} %"
     return f"why not {other.name}: {layout_words(other.plan)}: {_compared(other.plan, best)} time; {reason}"
 
 
