@@ -365,7 +365,7 @@ def _require_files(prefix: str) -> None:
         fix = f"give the path without its ending: {prefix[:-4]}"
     raise DataError(
         "no such file" + "".join(f", nor {path.name}" for path in missing[1:]),
-        where=str(missing[0].absolute()),
+        where=str(missing[0]),
         fix=fix,
     )
 
