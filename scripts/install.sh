@@ -40,7 +40,7 @@ if ! why="$(python -c 'import torch' 2>&1)"; then
   if [[ -n "${FRONTIER_LLM_TORCH_CPU:-}" ]]; then
     torch_source=(--index-url https://download.pytorch.org/whl/cpu)
   elif [[ "$(uname -sm)" == "Linux x86_64" ]]; then
-    echo "   The build for CUDA is the default on Linux: a download of about 3 GB, and 4.7 GB in .venv." >&2
+    echo "   The build for CUDA is the default on Linux: 3 to 5 GB of libraries (4.7 GB with torch 2.13.0)." >&2
     echo "   Without an NVIDIA GPU, stop with Ctrl-C and set FRONTIER_LLM_TORCH_CPU=1: about 200 MB." >&2
   fi
   python -m pip install --quiet --disable-pip-version-check "${torch_source[@]}" "$FRONTIER_LLM_TORCH"

@@ -16,6 +16,7 @@ from frontier_llm.machine.processor import limit_instruction_set
 limit_instruction_set()  # FRONTIER_LLM_INSTRUCTION_SET=avx2 runs the tests as on a CPU with AVX2; before torch
 
 from tests.harness.pool import RankPool  # noqa: E402
+from tests.harness.summary import pytest_terminal_summary as pytest_terminal_summary  # noqa: E402
 
 # Hypothesis's checks of time are off, because a busy machine makes some of its examples slow at random.
 # pytest's limit per test still applies.

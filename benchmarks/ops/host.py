@@ -2,6 +2,7 @@
 host.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ops.host [--rounds 40] [--dtype fp32]
+    python -m benchmarks.ops.host --gpu-path [--rounds 40]    # the code that a GPU run executes, at TP1 and TP8
     python -m benchmarks.ops.host --limit MS    # models that the host limits, at MS per layer and microbatch
     python -m benchmarks.ops.host --launches MODEL [MODEL…]    # kernel launches of a layer, by operation
 
@@ -10,6 +11,10 @@ harness adds 0.1 us per argument, and a real driver adds its own time. Steps are
 is so small (H32, S16) that computing is a minor part. The costs of layers, microbatches and steps follow from the
 differences between models of 2 and 10 layers with 2 and 10 microbatches. Times are CPU microseconds of the process,
 median and best of the rounds. `--limit` is answered by the cost model.
+
+`--gpu-path` runs steps with the launcher and the fake driver instead of the CPU's ops. With TP8 and sequence
+parallelism its collectives go to torch's process group `fake`, which transfers nothing. Matrix products run on the CPU,
+with 16 tokens. The three paths are timed in turn, so that their ratios do not depend on other load.
 """
 
 from __future__ import annotations
@@ -27,9 +32,12 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.harness import parse_arguments
 from frontier_llm.blueprint.layout import layout_of
+from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.config import RunConfig, load_model, load_run
 from frontier_llm.config.load import build
 from frontier_llm.machine.load import load_machine, rates
@@ -37,10 +45,12 @@ from frontier_llm.ops import Scores
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import layer_s
+from frontier_llm.topology.plan import make_plan
+from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.step import train_step
 from tests.harness.fake_gpu import fake_gpu
-from tests.harness.launches import of_a_layer, without_numbers
+from tests.harness.launches import Source, of_a_layer, with_ops_of, without_numbers
 
 LAUNCHES = 500  # launches that are timed together
 # Numbers of layers and of microbatches.
@@ -58,6 +68,9 @@ MODELS = (
     ("gpt-175b", 8),
     ("gpt-1t", 8),
 )
+# Sizes that attention's kernels support, with eight heads for TP8.
+GPU_TINY = ("hidden=128", "heads=8", "ffn_hidden=256", "vocab_size=128", "sequence_length=16")
+GPU_TP = 8
 TINY = ("hidden=32", "heads=2", "ffn_hidden=64", "vocab_size=64", "sequence_length=16")
 
 
@@ -108,29 +121,64 @@ def bench_launches(rounds: int) -> None:
         )
 
 
-def bench_steps(dtype: str, rounds: int) -> None:
-    with ExitStack() as stack:
-        states = {}
-        for layers, microbatches in product((FEW, MANY), repeat=2):
-            model = [f"model.{setting}" for setting in (*TINY, f"layers={layers}")]
-            batch = [f"batch.global_batch={microbatches}", "batch.micro_batch=1"]
-            config = load_run("bench", [f"precision.dtype={dtype}", *batch, *model])
-            states[layers, microbatches] = stack.enter_context(joined_state(config, None))
-        times: dict[tuple[int, int], list[float]] = {key: [] for key in states}
-        for turn, (key, state) in product(range(rounds + 3), states.items()):
-            measured = microseconds(train_step, state)
-            if turn >= 3:
-                times[key].append(measured)
-    for name, statistic in (("median", median), ("best", min)):
-        us = {key: statistic(measured) for key, measured in times.items()}
+Case = tuple[str, int, int]  # path, layers, microbatches
+
+
+def settings(path: str, dtype: str, shape: Sequence[str], more: Sequence[str] = ()) -> dict[Case, RunConfig]:
+    """Return the runs of a tiny model whose step times give the costs of a layer, a microbatch and a step."""
+    runs = {}
+    for layers, microbatches in product((FEW, MANY), repeat=2):
+        model = [f"model.{setting}" for setting in (*shape, f"layers={layers}")]
+        batch = [f"batch.global_batch={microbatches}", "batch.micro_batch=1"]
+        runs[path, layers, microbatches] = load_run("bench", [f"precision.dtype={dtype}", *batch, *model, *more])
+    return runs
+
+
+def print_costs(states: dict[Case, TrainState], rounds: int) -> None:
+    """Time steps of all states in turn, and print the costs of each path."""
+    times: dict[Case, list[float]] = {key: [] for key in states}
+    for turn, (key, state) in product(range(rounds + 3), states.items()):
+        measured = microseconds(train_step, state)
+        if turn >= 3:
+            times[key].append(measured)
+    paths = dict.fromkeys(path for path, _, _ in states)
+    for (name, statistic), path in product((("median", median), ("best", min)), paths):
+        us = {key[1:]: statistic(measured) for key, measured in times.items() if key[0] == path}
         more = MANY - FEW
         layer = (us[MANY, MANY] - us[FEW, MANY] - us[MANY, FEW] + us[FEW, FEW]) / more**2
         microbatch = (us[FEW, MANY] - us[FEW, FEW]) / more - FEW * layer
         step = us[FEW, FEW] - FEW * microbatch - FEW**2 * layer
         print(
-            f"{name} of {dtype}: {layer:.0f} us per layer and microbatch, {microbatch:.0f} per microbatch besides, "
+            f"{name} of {path}: {layer:.0f} us per layer and microbatch, {microbatch:.0f} per microbatch besides, "
             f"{step:.0f} per step besides"
         )
+
+
+def bench_steps(dtype: str, rounds: int) -> None:
+    with ExitStack() as stack:
+        runs = settings(dtype, dtype, TINY)
+        print_costs({key: stack.enter_context(joined_state(config, None)) for key, config in runs.items()}, rounds)
+
+
+def bench_gpu_path(rounds: int) -> None:
+    """Time the host's work of a GPU run at TP1 and TP8, and of a CPU run of the same model."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GPU_TP)
+    split = [f"parallel.tensor={GPU_TP}", "parallel.sequence_parallel=true", "parallel.data=1"]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        states: dict[Case, TrainState] = {}
+        for key, config in settings("CPU ops, TP1", "bf16", GPU_TINY).items():
+            states[key] = stack.enter_context(joined_state(config, None))
+        kernels, _, _ = stack.enter_context(fake_gpu("gfx90a", folder))
+        stack.enter_context(with_ops_of(kernels))
+        runs = settings("GPU path, TP1", "bf16", GPU_TINY) | settings(f"GPU path, TP{GPU_TP}", "bf16", GPU_TINY, split)
+        for key, config in runs.items():
+            plan = make_plan(config, config.parallel.tensor)
+            mesh = build_mesh(plan.grid, 0, plan.placement) if config.parallel.tensor > 1 else serial_mesh()
+            source = Source(1, config.model.sequence_length, documents=False)
+            source.microbatches = config.batch.global_batch
+            states[key] = build_state(config, plan, mesh, torch.device("cpu"), source)
+        print_costs(states, rounds)
 
 
 def print_launches(models: Sequence[str]) -> None:
@@ -195,8 +243,12 @@ def main() -> None:
     parser.add_argument(
         "--launches", nargs="+", metavar="MODEL", help="only print the kernel launches of a layer of these models"
     )
+    parser.add_argument("--gpu-path", action="store_true", help="only time the code that a GPU run executes")
     args = parse_arguments(parser, smoke=["--rounds", "1"])
     torch.set_num_threads(1)
+    if args.gpu_path:
+        bench_gpu_path(args.rounds)
+        return
     if args.limit or args.launches:
         print_limit(args.limit) if args.limit else print_launches(args.launches)
         return

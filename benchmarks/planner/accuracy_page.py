@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.harness import ROOT, parse_arguments
 from benchmarks.published.datasets import FURTHER, PUBLISHED, PublishedRun, Reading, is_fitted, read_stated, shipped
 from benchmarks.published.predict import RowPrediction, cluster
-from benchmarks.published.validate import band_of, judged
+from benchmarks.published.validate import band_of, judged, order_by_gap, ranked_pairs
 
 PAGE = ROOT / "docs" / "generated" / "planner_accuracy.md"
 FIGURE = ROOT / "docs" / "generated" / "planner_accuracy.svg"
@@ -129,6 +129,17 @@ def summary(rows: Sequence[Judged]) -> Iterator[str]:
         yield f"| {' | '.join(key)} | {len(members)} | {figures} |"
 
 
+def order(rows: Sequence[Judged]) -> Iterator[str]:
+    """Yield a table of the share of pairs in the measured order, by their measured gap."""
+    yield "| measured gap of a pair | fitted: pairs | in the measured order | others: pairs | in the measured order |"
+    yield "|---|--:|--:|--:|--:|"
+    parts = [[one.prediction for one in rows if is_fitted(one.row) == fitted] for fitted in (True, False)]
+    fitted, others = (order_by_gap(ranked_pairs(part)) for part in parts)
+    for (name, number, share), (_, other_number, other_share) in zip(fitted, others, strict=True):
+        words = ["" if value is None else f"{value:.0f} %" for value in (share, other_share)]
+        yield f"| {name} | {number} | {words[0]} | {other_number} | {words[1]} |"
+
+
 def listing(rows: Sequence[Judged]) -> Iterator[str]:
     """Yield the table of all rows, the largest errors first."""
     yield "| row | machine, stack | model | devices | measured, s | predicted, s | error | interval | model |"
@@ -198,6 +209,9 @@ def page(rows: Sequence[Judged], without: Sequence[Reading]) -> str:
         "## By machine, stack and kind\n",
         "\n".join(summary(rows)) + "\n",
         f"Of {len(unseen)} rows of new models with a stated layout, {inside:.0f} % lie inside their interval.\n",
+        "## Order of layouts\n",
+        "Pairs of rows that differ only in their layout, by the difference of their measured times:\n",
+        "\n".join(order(rows)) + "\n",
         "## Yardsticks\n",
         "Errors that other planners report on their own rows:\n",
         "| planner | error | rows |\n|---|--:|---|\n"

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from frontier_llm.planner.uncertainty import BANDS, ESTIMATED, SAME, basis
 from frontier_llm.planner.uncertainty import PUBLISHED as PUBLISHED_STEPS
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, plural, strict_json
+
+# ranges of the measured gap between two rows, each up to the next: name → smallest difference of log time
+GAPS = {"under 1 %": 0.0, "1 to 2 %": 0.01, "2 to 5 %": 0.02, "over 5 %": 0.05}
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,9 @@ def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accu
     """Return the accuracy of one set."""
     errors = np.array([one.error for one in predictions])
     size = 100 * np.abs(errors)
-    right = 0
-    pairs = 0
+    pairs = ranked_pairs(predictions)
     regrets = []
     for group in groups(predictions):
-        for one, other in combinations(group, 2):
-            pairs += 1
-            right += (one.seconds - other.seconds) * (one.row.seconds - other.row.seconds) > 0
         chosen = min(group, key=lambda one: one.seconds)
         regrets.append(chosen.row.seconds / min(one.row.seconds for one in group) - 1)
     return Accuracy(
@@ -64,8 +63,8 @@ def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accu
         median=float(np.median(size)),
         p90=float(np.quantile(size, 0.9)),
         bias=float(100 * errors.mean()),
-        pairs=pairs,
-        order=100 * right / pairs if pairs else None,
+        pairs=len(pairs),
+        order=100 * sum(pair.right for pair in pairs) / len(pairs) if pairs else None,
         regret=100 * float(np.mean(regrets)) if regrets else None,
         false_no_fit=sum(not one.fits and not one.row.approximate for one in predictions),
     )
@@ -83,6 +82,46 @@ def groups(predictions: Iterable[RowPrediction]) -> list[list[RowPrediction]]:
         key = (row.machine, row.stack, *shape, row.layout.devices, row.layout.global_batch)
         groups.setdefault(key, []).append(one)
     return [group for group in groups.values() if len(group) > 1]
+
+
+@dataclass(frozen=True)
+class RankedPair:
+    """Two rows between which a user could choose."""
+
+    gap: float  # difference of the measured log times
+    right: bool  # True if the prediction orders them as measured
+
+
+def ranked_pairs(predictions: Iterable[RowPrediction]) -> list[RankedPair]:
+    """Return all pairs of rows that differ only in their layout."""
+    pairs = []
+    for group in groups(predictions):
+        for one, other in combinations(group, 2):
+            gap = abs(float(np.log(one.row.seconds / other.row.seconds)))
+            right = (one.seconds - other.seconds) * (one.row.seconds - other.row.seconds) > 0
+            pairs.append(RankedPair(gap, right))
+    return pairs
+
+
+def order_by_gap(pairs: Sequence[RankedPair]) -> list[tuple[str, int, float | None]]:
+    """Return for each range of GAPS its name, the number of pairs, and the share in the measured order in percent."""
+    rows = []
+    for (name, low), (_, high) in pairwise([*GAPS.items(), ("", np.inf)]):
+        right = [pair.right for pair in pairs if low <= pair.gap < high]
+        rows.append((name, len(right), 100 * float(np.mean(right)) if right else None))
+    return rows
+
+
+def gap_table(predictions: Sequence[RowPrediction]) -> str:
+    """Return the order by measured gap as a table, for fitted and unseen rows."""
+    parts = [[one for one in predictions if is_fitted(one.row) == fitted] for fitted in (True, False)]
+    fitted, unseen = (order_by_gap(ranked_pairs(part)) for part in parts)
+    head = ("measured gap of a pair", ">fitted: pairs", ">order", ">unseen: pairs", ">order")
+    rows = []
+    for (name, number, share), (_, other_number, other_share) in zip(fitted, unseen, strict=True):
+        words = ["-" if value is None else f"{value:.1f}" for value in (share, other_share)]
+        rows.append((name, number, words[0], other_number, words[1]))
+    return aligned(head, rows)
 
 
 def score_all(predictions: Sequence[RowPrediction]) -> list[Accuracy]:
@@ -221,4 +260,7 @@ def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bo
         "`refused` counts runs that took place but would have been called too big (should be 0)"
     )
     print(as_text(scores))
+    if any(one.pairs for one in scores):
+        print("\nshare of pairs in the measured order, percent, by their measured gap")
+        print(gap_table(predictions))
     return 0

@@ -147,8 +147,6 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     size = DTYPE_BYTES[layout.dtype]
     wide = statistics_bytes(layout.dtype)
     t = T // layout.tp
-    f = model.expert_hidden // layout.etp
-    local = E * layout.etp // ranks
 
     def send(
         phase: Phase,
@@ -224,7 +222,15 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
             moe.top_k,
             moe.top_k,
         )
-    if ranks > rows.nodes:
+    gathered = software.expert_rows_gathered and layout.etp > 1 and rows.nodes == 1
+    if gathered:
+        if layout.ep > 1:
+            yield from there_and_back("ep.once", rows.sent / layout.etp, rows.received / layout.etp, E, 1)
+        for phase in (Phase.F, Phase.I):
+            again = FULL if phase is Phase.F else ()
+            yield send(phase, "all_gather", rows.received * size * H, again, "tp", Under.NOTHING)
+            yield send(phase, "reduce_scatter", rows.received * size * H, axis="tp", under=Under.NOTHING)
+    elif ranks > rows.nodes:
         yield from there_and_back(
             "ep" if rows.nodes == 1 else "ep.node",
             rows.sent,
@@ -236,17 +242,36 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     moved = size * H * 2 * (rows.sent + rows.received + rows.to_nodes + rows.from_nodes)
     yield Item(Phase.F, DISPATCH, Pass(2 * moved, 8), FULL)
     yield Item(Phase.I, DISPATCH, Pass(2 * moved, 8))
+    yield from _experts_products(model, moe, layout, software, rows)
+
+
+def _experts_products(
+    model: ModelConfig,
+    moe: MoeConfig,
+    layout: Layout,
+    software: Software,
+    rows: Rows,
+) -> Iterator[Item]:
+    """Yield the products of this rank's experts and what they keep."""
+    H = model.hidden
+    f = model.expert_hidden // layout.etp
+    local = moe.experts // layout.ep
+    t = rank_tokens(model, layout) // layout.tp
+    size = DTYPE_BYTES[layout.dtype]
+    wide = statistics_bytes(layout.dtype)
     m = round(rows.computed / local)
     up = f * (1 + model.gated)
     held = rows.computed if moe.capacity is None else rows.received
     for outputs, inputs, name in ((up, H, "up"), (H, f, "down")):
-        yield Item(Phase.F, EXPERTS, Product(m, outputs, inputs, local, f"experts.{name}"), FULL)
-        yield Item(Phase.I, EXPERTS, Product(m, inputs, outputs, local, f"experts.{name}"))
-        gradient = Product(outputs, inputs, m, local, f"experts.{name}")
+        yield Item(Phase.F, EXPERTS, Product(m, outputs, inputs, local, f"experts.{name}", fp8=True), FULL)
+        yield Item(Phase.I, EXPERTS, Product(m, inputs, outputs, local, f"experts.{name}", fp8=True))
+        gradient = Product(outputs, inputs, m, local, f"experts.{name}", fp8=True)
         yield from weight_gradient(EXPERTS, gradient, software.accumulate_bytes * local * outputs * inputs, software)
     yield Item(Phase.F, EXPERTS, Pass(size * held * (up + f), 1), FULL)
     yield Item(Phase.I, EXPERTS, Pass(size * held * (2 * up + f), 1))
-    kept = size * held * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (held + 4 * t * E)
+    kept = size * held * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (
+        held + 4 * t * moe.experts
+    )
     yield Item(Phase.F, EXPERTS, Keep(kept + size * t * H, ("none", "selective")))  # last term: the router's input
 
 

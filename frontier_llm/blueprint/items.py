@@ -51,6 +51,9 @@ class SoftwareOptions:
     adding_in_product: bool = False
     optimizer_bytes: NonNegativeFloat = 30.0  # Bytes of memory traffic per owned parameter in the optimizer step.
     p2p_split: bool = False  # Pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
+    # Experts over etp ranks: False sends each row to all of them. True sends it once over ep, gathers it over tp, and
+    # sums the outputs with a reduce-scatter.
+    expert_rows_gathered: bool = False
     # Pipeline messages block the rank (Megatron, DeepSpeed) instead of overlapping its compute.
     blocking_messages: bool = False
     # Parameters per bucket of the gradient sum over dp. 0 = all parameters in one bucket.

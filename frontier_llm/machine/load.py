@@ -17,7 +17,7 @@ from frontier_llm.config.load import as_problem, available, compose, find_file, 
 from frontier_llm.errors import ConfigError, Problem, suggest
 from frontier_llm.machine.env import Vendor, vendor_of_machine
 from frontier_llm.machine.rates import Rates, Table
-from frontier_llm.machine.schema import Machine, Number, vendor_of
+from frontier_llm.machine.schema import Machine, Number, Stack, vendor_of
 from frontier_llm.units import GIB
 
 OWN_STACK = "frontier-llm"  # name of this program's own software stack in machine files
@@ -170,7 +170,27 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         meeting_s=node.waiting.meeting_us * 1e-6 if node.waiting else 0.0,
         spread=node.waiting.spread if node.waiting else 0.0,
         sharded_slowdown=node.waiting.sharded if node.waiting else 1.0,
+        safe_bytes=(device.safe_gib or device.memory_gib).value * GIB,
+        slow=_slow_values(machine, s),
     )
+
+
+# Constants of a stack that are shares: of the peak rate, of the links' bandwidth, or of overlapped communication.
+SHARES = ("gemm_efficiency", "flash_efficiency", "fabric_share", "dp_overlap", "gather_overlap", "tp_overlap")
+
+
+def _slow_values(machine: Machine, stack: Stack) -> dict[str, float]:
+    """Return field → value of the stack `slow_as`, for estimated shares that are lower there."""
+    if not stack.slow_as:
+        return {}
+    other = machine.stacks[stack.slow_as]
+    slow = {}
+    for name in SHARES:
+        own = getattr(stack, name)
+        lower = getattr(other, name).value
+        if own.tag == "estimated" and lower < own.value:
+            slow[name] = lower
+    return slow
 
 
 def _table(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, ...]) -> Table:

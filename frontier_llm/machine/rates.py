@@ -33,6 +33,7 @@ class Rates(Software):
     # device
     peak_flops: float  # FLOP/s of dense 16-bit matrix products
     memory_bytes: float
+    safe_bytes: float  # predicted memory up to which plans have run (`safe_gib` of the machine file)
     hbm_bytes_s: float  # peak
     compute_units: int  # SMs or CUs: the wave size of tiled kernels
     speed_variation: float  # standard deviation of the speed of devices of one type, relative to their mean speed
@@ -82,6 +83,9 @@ class Rates(Software):
     one_in_flight: bool = False  # each communication of a rank ends before the next begins (comm.in_flight)
     # time of the collectives of sharded weights, which torch executes, relative to the times in the tables
     sharded_slowdown: float = 1.0
+    # Field → value of the stack `slow_as`, for estimated shares of a peak and of overlap that are lower there. The
+    # search checks its choice with these values too (planner/choice.py).
+    slow: Mapping[str, float] = field(default_factory=dict)
 
 
 def fabric_bandwidth(rates: Rates, ranks: Number) -> Number:

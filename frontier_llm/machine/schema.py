@@ -178,6 +178,8 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
 
     description: str
     source: str  # source of the options in `SoftwareOptions`
+    # stack of this file that has run: a choice must also be good with its shares, if they are lower than estimated ones
+    slow_as: str = ""
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number
@@ -263,6 +265,15 @@ class Machine(Section):
     def _default_exists(self) -> Machine:
         if self.default_stack not in self.stacks:
             raise ValueError(f"default_stack {self.default_stack!r} is not one of the stacks {sorted(self.stacks)}")
+        return self
+
+    @model_validator(mode="after")
+    def _slow_stacks_exist(self) -> Machine:
+        for name, stack in self.stacks.items():
+            if stack.slow_as not in ("", *self.stacks):
+                raise ValueError(
+                    f"slow_as {stack.slow_as!r} of stack {name} is not one of the stacks {sorted(self.stacks)}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -15,9 +15,10 @@ from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.alternatives import Alternative, alternatives
 from frontier_llm.planner.breakdown import SOURCES, breakdown
+from frontier_llm.planner.choice import RESOLUTION, TIE, why_not
 from frontier_llm.planner.links import axis_links, cost_of_one, safety_words
 from frontier_llm.planner.operations import Campaign
-from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
+from frontier_llm.planner.search import Plan, Search, memory_summary, utilisations
 from frontier_llm.planner.uncertainty import Uncertainty, uncertainty_of
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_count, format_seconds, plural
@@ -141,10 +142,10 @@ def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
             break
     rows = [head, *(line for both in zip(lines, rest, strict=True) for line in both if line)]
     if any(later.step_s < plan.step_s for plan, later in pairwise(plans)):
-        win = f"{100 * RESOLUTION:.0f} %"
         rows.append(
             f"  not sorted by time alone: FSDP (its overlap is an estimate) and plans within 5 % of the memory must be "
-            f"faster by {win}"
+            f"faster by {100 * RESOLUTION:.0f} %; the choice is also good with slow constants, and the simplest within "
+            f"{100 * TIE:.0f} %"
         )
     return "\n".join(rows)
 
@@ -227,7 +228,14 @@ def text(
     if len(outcome.plans) > 1:
         second = outcome.plans[1]
         slower = f"{100 * (second.step_s / best.step_s - 1):+.1f} % time"
-        lines += ["", f"runner-up: {layout_words(second)}: {slower}; {_why(best, second)}"]
+        reason = why_not(best, second, outcome.plans) or _why(best, second)
+        lines += ["", f"runner-up: {layout_words(second)}: {slower}; {reason}"]
+    if outcome.safe is not None:
+        lines.append(
+            f"within {rates.safe_bytes / GIB:.0f} GiB: {layout_words(outcome.safe)}: "
+            f"{outcome.safe.peak_bytes / GIB:.1f} GiB, {step_words(outcome.safe.step_s)} per step "
+            f"({100 * (outcome.safe.step_s / best.step_s - 1):+.1f} %)"
+        )
     lines += [_why_not(best, other) for other in alternatives(outcome, rates)]
     lines += [f"rejected: {line}" for line in outcome.rejected]
     if outcome.across is not None:
@@ -284,18 +292,9 @@ def _days(value: float) -> str:
 
 
 def _why(best: Plan, other: Plan) -> str:
-    """Return why `best` is preferred to `other`: a risk of `other`, or its largest loss of time."""
+    """Return the largest loss of time of `other`."""
     a = best.simulated
     b = other.simulated
-    if other.step_s < best.step_s:  # `search.preference` has put the slower plan first
-        risks = {
-            "its overlap is an estimate": other.layout.sharding == "weights",
-            "it fills memory to within 5 %": other.tight,
-        }
-        return (
-            f"{' and '.join(risk for risk, run in risks.items() if run)}, so it must be faster by "
-            f"{100 * RESOLUTION:.0f} % to be chosen"
-        )
     if abs(best.step_s - other.step_s) < 1e-3 * best.step_s:
         return "a tie within the resolution of the cost model"
     gaps = {
@@ -336,6 +335,7 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
         "global_batch": layout.global_batch,
         "stage_layers": [stage.num_layers for stage in plan.stages],
         "step_s": plan.step_s,
+        "slow_step_s": plan.slow_s,
         "closed_form_step_s": plan.closed_form_s,
         "tokens_per_s": plan.tokens_per_s_per_device * layout.devices,
         "tokens_per_s_per_device": plan.tokens_per_s_per_device,
@@ -376,6 +376,7 @@ def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, 
             for plan in outcome.plans
         ],
         "rejected": list(outcome.rejected),
+        "safe_memory": None if outcome.safe is None else as_dict(outcome.safe, rates),
         "across_nodes": None if outcome.across is None else as_dict(outcome.across, rates),
         "campaign": None if run is None else {**vars(run), "queue": run.queue.name if run.queue else None},
     }

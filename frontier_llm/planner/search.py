@@ -18,12 +18,14 @@ from frontier_llm.blueprint.work import hardware_flops_per_token, model_flops_pe
 from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import SEARCHED, enumerate_layouts
-from frontier_llm.planner.costs.layouts import Layouts
+from frontier_llm.planner.choice import preference, ranked, with_slow, with_slow_step
+from frontier_llm.planner.costs.layouts import Layouts, by_schedule
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import SimulatedStep, simulate_step
-from frontier_llm.schedule import v_names
+from frontier_llm.planner.rejected import other_contexts, rejections
+from frontier_llm.schedule import one_end, v_names
 from frontier_llm.topology.expert_nodes import over_nodes
 from frontier_llm.topology.grid import AXIS_ORDERS
 from frontier_llm.topology.plan import split_layers
@@ -33,10 +35,10 @@ TARGET_TOKENS = 16 * 2**20  # tokens of the default global batch of a large mach
 DEVICE_TOKENS = 128 * 2**10  # most tokens per device of the default global batch, so that a step takes seconds
 WARN_SHARE = 0.95  # share of the device's memory above which the report warns about a plan
 FINALISTS = 8
+# The closed form assumes an even split of the layers, and a rank of the real split can need 3 % more memory.
+SAFE_SHARE = 0.97
+SAFE_SCHEDULES = 2  # number of schedules whose fastest layout within `safe_bytes` is simulated
 NEAR = 1.06  # After three finalists, the next layout's closed-form step must be within this factor of the best.
-# Share of a step below which a difference between two plans is not significant. Predictions are 3-6 % off
-# (docs/benchmarks/planner.md).
-RESOLUTION = 0.03
 # numbers of pieces into which a tensor-parallel product may be cut; with 8 pieces each would be too small for the
 # matrix units
 TENSOR_CHUNKS = (1, 2, 4)
@@ -55,6 +57,8 @@ class Plan:
     limit_bytes: float
     closed_form_s: float
     binding: str = ""
+    safe_bytes: float = np.inf  # memory up to which plans have run (`Rates.safe_bytes`)
+    slow_s: float = 0.0  # seconds of the step with the slow values of the constants (`Rates.slow`); 0: not computed
 
     @property
     def step_s(self) -> float:
@@ -77,6 +81,11 @@ class Plan:
         return max(sum(lines.values()) for lines in self.memory)
 
     @property
+    def is_safe(self) -> bool:
+        """True if the fullest rank needs no more memory than plans have run with."""
+        return self.peak_bytes <= self.safe_bytes
+
+    @property
     def tight(self) -> bool:
         """True if the memory of the fullest rank is within 5 % of the device's memory, which causes a warning."""
         return self.peak_bytes > WARN_SHARE * self.limit_bytes
@@ -92,12 +101,14 @@ class Search:
     legal: int
     fitting: int
     dominated: int
-    plans: tuple[Plan, ...]  # best first; empty if nothing fits
+    plans: tuple[Plan, ...]  # the choice first, then by speed; empty if nothing fits
     smallest_bytes: float  # lowest memory per device of a legal layout
     rejected: tuple[str, ...] = ()
     across: Plan | None = None  # best layout whose tensor-parallel groups span nodes, if requested
     fixed: Mapping[str, Any] = field(default_factory=dict)
     finalists: int = 0  # number of simulated plans; `plans` may be cut to the plans of the report
+    # best plan within the memory up to which plans have run, if the choice needs more; None otherwise, and if none fits
+    safe: Plan | None = None
 
     @property
     def best(self) -> Plan:
@@ -130,6 +141,7 @@ def simulate_layout(model: ModelConfig, layout: Layout, rates: Rates, counts: tu
         simulated=simulated,
         memory=memory,
         limit_bytes=rates.memory_bytes,
+        safe_bytes=rates.safe_bytes,
         closed_form_s=float(step_s(model, layout, rates)),
     )
 
@@ -206,17 +218,19 @@ def search(
         return result
     fitting = layouts.where(fits)
     seconds = step_s(model, fitting, rates)
-    plans = _finalists(model, fitting, seconds, memory[fits] > WARN_SHARE * rates.memory_bytes, rates)
+    plans = _finalists(model, fitting, seconds, memory[fits], rates)
     if fixed.get("schedule") == SEARCHED:
-        plans = sorted((_searched(plan, rates) for plan in plans[:3]), key=preference)
-    plans = [replace(plan, binding=_binding(plan, layouts, fitting)) for plan in plans]
+        plans = [_searched(plan, rates) for plan in sorted(plans, key=preference)[:3]]
+    plans = [with_slow_step(replace(plan, binding=_binding(plan, layouts, fitting)), rates) for plan in plans]
+    plans = ranked(plans)
     wide = legal(8 * rates.node_devices) if cross_node else layouts
     return replace(
         result,
         dominated=_dominated(seconds, memory[fits]),
         plans=tuple(plans),
         finalists=len(plans),
-        rejected=(*_rejections(layouts, memory, fits, rates), *_other_contexts(fitting, seconds)),
+        safe=_safe(plans),
+        rejected=(*rejections(layouts, memory, fits, rates), *other_contexts(fitting, seconds)),
         across=_best_across(model, rates, wide) if cross_node else None,
     )
 
@@ -225,20 +239,32 @@ def _finalists(
     model: ModelConfig,
     fitting: Layouts,
     seconds: np.ndarray,
-    tight: np.ndarray,
+    memory: np.ndarray,
     rates: Rates,
 ) -> list[Plan]:
-    """Return the simulated finalists, best first.
+    """Return the simulated finalists.
 
     For each combination of tp, pp, microbatch size and schedule, only the layout with the shortest closed-form step is
     simulated. Layouts within 5 % of the memory limit count as a combination of their own. The simulations end after
-    FINALISTS layouts or ACTION_BUDGET actions.
+    FINALISTS layouts or ACTION_BUDGET actions. Then the layouts of `_special` are added.
     """
     recompute = np.select([fitting.recompute == name for name in RECOMPUTE], range(len(RECOMPUTE)))
     order = np.lexsort((np.equal(fitting.axis_order, AXIS_ORDERS[1]), recompute, np.asarray(fitting.chunks), seconds))
+    tight = memory > WARN_SHARE * rates.memory_bytes
+    simulated: set[int] = set()
     seen: set[tuple[Any, ...]] = set()
     plans: list[Plan] = []
     spent = 0
+
+    def simulate(index: int) -> int:
+        """Simulate a layout and return its number of actions, or 0 if its real stages do not fit."""
+        simulated.add(index)
+        plan = simulate_layout(model, in_chunks(model, fitting.row(index), rates), rates)
+        if plan.peak_bytes > rates.memory_bytes:
+            return 0  # the real stages can need more memory than the even split that the closed form assumes
+        plans.append(plan)
+        return plan.simulated.timeline.schedule.length
+
     for index in order:
         layout = fitting.row(index)
         variant = (layout.tp, layout.pp, layout.micro_batch, layout.schedule, bool(tight[index]))
@@ -248,12 +274,49 @@ def _finalists(
         far = seconds[index] > NEAR * seconds[order[0]]
         if plans and (len(plans) >= FINALISTS or (far and len(plans) >= 3) or spent > ACTION_BUDGET):
             break
-        plan = simulate_layout(model, in_chunks(model, layout, rates), rates)
-        if plan.peak_bytes > rates.memory_bytes:
-            continue  # the real stages can need more memory than the even split that the closed form assumes
-        spent += plan.simulated.timeline.schedule.length
-        plans.append(plan)
-    return sorted(plans, key=preference)
+        spent += simulate(int(index))
+    for index in _special(model, fitting, seconds, memory, order, rates):
+        if index not in simulated:
+            simulate(index)
+    return plans
+
+
+def _special(
+    model: ModelConfig,
+    fitting: Layouts,
+    seconds: np.ndarray,
+    memory: np.ndarray,
+    order: np.ndarray,
+    rates: Rates,
+) -> list[int]:
+    """Return the indices of layouts that are finalists for another reason than their step time.
+
+    These are the fastest layout with the slow constants, the fastest FSDP layout, and within the memory up to which
+    plans have run the fastest layouts of SAFE_SCHEDULES schedules.
+    """
+    usable = np.ones(len(fitting), dtype=bool)
+    if rates.one_in_flight:
+        # the closed form does not contain the time that messages of interleaved stages wait for each other
+        usable = (fitting.chunks == 1) | by_schedule(fitting, one_end).astype(bool)
+    found = []
+    if rates.slow and usable.any():
+        slow_s = np.where(usable, step_s(model, fitting, with_slow(rates)), np.inf)
+        found.append(int(np.argmin(slow_s)))
+    candidates = order[usable[order]]
+    sharded = np.equal(fitting.sharding, "weights")
+    found += candidates[sharded[candidates]][:1].tolist()
+    within = candidates[(memory <= SAFE_SHARE * rates.safe_bytes)[candidates]]
+    _, first = np.unique(fitting.schedule[within], return_index=True)
+    if rates.safe_bytes < rates.memory_bytes:
+        found += within[np.sort(first)[:SAFE_SCHEDULES]].tolist()
+    return found
+
+
+def _safe(plans: list[Plan]) -> Plan | None:
+    """Return the best plan within the memory up to which plans have run, if the choice needs more memory."""
+    if not plans or plans[0].is_safe:
+        return None
+    return next(iter(ranked([plan for plan in plans if plan.is_safe])), None)
 
 
 def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
@@ -267,15 +330,6 @@ def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
     rows = model.sequence_length // layout.cp // layout.sequence_shards
     options = (replace(layout, tensor_chunks=pieces) for pieces in TENSOR_CHUNKS if rows % pieces == 0)
     return min(options, key=lambda option: sum(times(model, option, rates).block.both(option.microbatches, rates)))
-
-
-def preference(plan: Plan) -> float:
-    """Return the sort key of a plan: the seconds of its step, times 1 + RESOLUTION if the plan is risky.
-
-    FSDP is risky because the overlap of its communication is estimated and not simulated. A plan within 5 % of the
-    device's memory is risky because it runs out of memory if the allocator needs more than estimated.
-    """
-    return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)
 
 
 def _searched(plan: Plan, rates: Rates) -> Plan:
@@ -327,53 +381,6 @@ def overheads(plan: Plan) -> dict[str, float]:
         "gradient reduction": (simulated.reduce_s + simulated.gather_s) / plan.step_s,
         "optimizer": simulated.optimizer_s / plan.step_s,
     }
-
-
-def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: Rates) -> list[str]:
-    """Return lines with the groups of layouts that exceed the device's memory, and how many layouts each group has."""
-    lines = []
-    for axis in ("tp", "cp"):
-        for degree in np.unique(getattr(layouts, axis)):
-            family = getattr(layouts, axis) == degree
-            if not np.any(fits & family):
-                needs = f"{memory[family].min() / GIB:.1f} of {rates.memory_bytes / GIB:.0f} GiB"
-                lines.append(
-                    f"{axis.upper()}{degree}: none of {int(family.sum())} layouts fits; the smallest needs {needs}"
-                )
-    families: dict[str, Any] = {
-        "without recomputation": layouts.recompute == "none",
-        "with selective recomputation": layouts.recompute == "selective",
-    }
-    if np.any(layouts.cp > 1):
-        families["without context parallelism"] = layouts.cp == 1
-    for name, family in families.items():
-        out = int((family & ~fits).sum())
-        if out:
-            lines.append(f"{name} {out} of {int(family.sum())} layouts exceed {rates.memory_bytes / GIB:.0f} GiB")
-    return lines
-
-
-def _other_contexts(fitting: Layouts, seconds: np.ndarray) -> list[str]:
-    """Return lines that compare the best layout with the other algorithms of context-parallel attention.
-
-    Each line gives the fastest layout of one algorithm, or without context parallelism, and how much longer it takes.
-
-    The list is empty if the best layout has no context parallelism.
-    """
-    best = fitting.row(int(np.argmin(seconds)))
-    if best.cp == 1:
-        return []
-    lines = []
-    for way in np.unique(fitting.context_attention[fitting.context_attention != best.context_attention]):
-        family = fitting.context_attention == way
-        fastest = fitting.where(family).row(int(np.argmin(seconds[family])))
-        words = f"TP{fastest.tp} CP{fastest.cp} PP{fastest.pp} DP{fastest.dp}, recompute {fastest.recompute}"
-        name = "CP1" if fastest.cp == 1 else f"attention by {way}"
-        lines.append(
-            f"{name}: the fastest layout that fits, {words}, takes "
-            f"{100 * (seconds[family].min() / seconds.min() - 1):.1f} % longer"
-        )
-    return lines
 
 
 def _best_across(model: ModelConfig, rates: Rates, layouts: Layouts) -> Plan | None:

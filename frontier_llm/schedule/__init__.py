@@ -15,6 +15,7 @@ from frontier_llm.schedule.actions import (
 )
 from frontier_llm.schedule.check import check
 from frontier_llm.schedule.order import ScheduleError, posted_ahead, with_messages
+from frontier_llm.schedule.peaks import peak_in_flight, peak_waiting
 from frontier_llm.schedule.registry import (
     ScheduleRule,
     build,
@@ -22,8 +23,6 @@ from frontier_llm.schedule.registry import (
     idle_share,
     names,
     one_end,
-    peak_in_flight,
-    peak_waiting,
     problems,
     register,
     register_family,

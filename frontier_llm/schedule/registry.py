@@ -31,7 +31,7 @@ class ScheduleRule:
     chunks: Sequence[int] = (1,)  # allowed numbers of virtual stages per rank
     splits_backward: bool = False  # True: all or some backwards are I and W instead of B.
     # Highest number of activations that a pipeline rank keeps, each of one microbatch and virtual stage, from F to B or
-    # W. If it is None, the planner uses an upper bound and counts the actions of its final candidates.
+    # W. If it is None, it is counted on the list of actions (schedule/peaks.py).
     peak_in_flight: Formula | None = None
     # Highest number of these activations that wait between I and W. None has the same meaning as for peak_in_flight.
     peak_waiting: Formula | None = None
@@ -162,28 +162,3 @@ def split_share(name: str, stages: Number, microbatches: Number) -> Number:
     if some is None:
         return float(rule(name).splits_backward) + 0 * microbatches
     return some(stages, microbatches)
-
-
-def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
-    """Return the highest number of virtual-stage activations that a stage keeps at the same time.
-
-    If the schedule has no formula, the result is an upper bound: the number of activations of a complete step.
-    """
-    formula = rule(name).peak_in_flight
-    if formula is None:
-        return microbatches * chunks
-    return formula(stages, microbatches, chunks, stage)
-
-
-def peak_waiting(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
-    """Return the highest number of activations that wait for their weight gradient after their input gradient.
-
-    It is 0 for schedules without a split backward. If the schedule has no formula, the result is the number of
-    activations of a complete step.
-    """
-    if not rule(name).splits_backward:
-        return 0 * microbatches
-    formula = rule(name).peak_waiting
-    if formula is None:
-        return microbatches * chunks
-    return formula(stages, microbatches, chunks, stage)

@@ -123,18 +123,22 @@ class _OneInFlight:
         place = self.place[rank]
         compute_s = self.compute_s[rank]
         communication_s = self.communication_s[rank]
+        waits = self.waits
+        duration = self.duration
+        starts_s = self.start_s[rank]
+        ends_s = self.end_s[rank]
         while place < len(actions):
             action = actions[place]
             kind, microbatch, position = action
             meeting = meetings[kind, position]
             if kind in COMPUTES:
-                if self.waits and communication_s > compute_s:
+                if waits and communication_s > compute_s:
                     compute_s = communication_s
                 if meeting is not None and meeting.ended_s[microbatch] > compute_s:
                     compute_s = meeting.ended_s[microbatch]
-                self.start_s[rank].append(compute_s)
-                compute_s += self.duration(rank, action)
-                self.end_s[rank].append(compute_s)
+                starts_s.append(compute_s)
+                compute_s += duration(rank, action)
+                ends_s.append(compute_s)
             else:
                 assert meeting is not None
                 if microbatch not in meeting.ended_s:

@@ -36,13 +36,17 @@ def experts_inside(layouts: Layout, rates: Rates) -> Number:
 def experts_s(collective: Collective, layout: Layout, rates: Rates) -> float:
     """Return the seconds of an all-to-all of token rows that overlaps with nothing.
 
-    The axis is "ep" (all expert ranks), "ep.node" (the expert ranks of one node) or "ep.rail" (one rank per node).
+    The axis is "ep" (all expert ranks), "ep.once" (one of the etp ranks of each expert), "ep.node" (the expert ranks of
+    one node) or "ep.rail" (one rank per node).
     """
     ranks = layout.ep * layout.etp
     inside = int(experts_inside(layout, rates))
-    among, together = {"ep": (ranks, inside), "ep.node": (inside, inside), "ep.rail": (layout.expert_nodes, 1)}[
-        collective.axis
-    ]
+    among, together = {
+        "ep": (ranks, inside),
+        "ep.once": (layout.ep, max(1, inside // layout.etp)),
+        "ep.node": (inside, inside),
+        "ep.rail": (layout.expert_nodes, 1),
+    }[collective.axis]
     return float(all_to_all_s(collective.size_bytes, among, together, rates))
 
 

@@ -10,7 +10,7 @@ import pytest
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, FrontierError
 from frontier_llm.run import hostlist
-from tests.attacks.fuzz import MOST_CPU_S
+from tests.attacks.fuzz import most_cpu_s
 
 
 @pytest.mark.parametrize("bomb", ["aliases", "merges", "circle", "deep", "long", "wide"])
@@ -30,7 +30,7 @@ def test_what_yaml_unfolds_to_is_bounded(tmp_path: Path, bomb: str) -> None:
     started_s = time.process_time()
     with pytest.raises(ConfigError, match=r"run\.yaml: (has more|contains|cannot read)"):
         load_run(str(path))
-    assert time.process_time() - started_s < MOST_CPU_S
+    assert time.process_time() - started_s < most_cpu_s()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_overrides_that_are_no_numbers(key: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run("train_small", [f"{key}={value}"])
     assert str(caught.value).isprintable() or "\n" in str(caught.value)
-    assert "\x1b" not in str(caught.value) and time.process_time() - started_s < MOST_CPU_S
+    assert "\x1b" not in str(caught.value) and time.process_time() - started_s < most_cpu_s()
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_host_lists_are_counted_before_they_are_made(text: str) -> None:
     started_s = time.process_time()
     with pytest.raises(FrontierError):
         hostlist.expand(text)
-    assert time.process_time() - started_s < MOST_CPU_S
+    assert time.process_time() - started_s < most_cpu_s()

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from frontier_llm.certificate.axis_types import check_axis_types
+from frontier_llm.certificate.section import Verdict
 from frontier_llm.cli.checks import check
 from frontier_llm.config import load_run
 from frontier_llm.config.plugins import import_plugins
@@ -41,7 +43,7 @@ def python_of_the_page() -> list[str]:
 def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the page's Python to one file, as a user would."""
     blocks = python_of_the_page()
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     path = tmp_path_factory.mktemp("extensions") / "my_extensions.py"
     path.write_text("\n\n".join(blocks), encoding="utf-8")
     return path
@@ -68,6 +70,17 @@ def test_a_schedule_with_another_placement_trains_as_the_oracle(ranks: RankPool,
     case = Case(family, pp=2, dp=2, schedule="v-gpipe", settings=("parallel.chunks=2",))
     ours = gather(ranks.run(case.world_size, train_case_with, str(extensions), case))
     assert differences(ours, witness(case.serial(), ours.initial)) == []
+
+
+def test_a_loss_term_that_forgets_a_sum_is_refused_with_its_line(extensions: Path) -> None:
+    import_plugins([str(extensions)])
+    case = Case("llama", tp=2, sequence_parallel=True, settings=("train.loss_weights={activation-norm: 0.5}",))
+    section = check_axis_types(case.config(), case.world_size)
+    lines = extensions.read_text(encoding="utf-8").splitlines()
+    summed = 1 + lines.index("    square = x.double().square().sum()")
+    assert section.verdict is Verdict.REFUSED
+    assert section.problems[0].where == f"{extensions}:{summed} (activation_norm)"
+    assert f"partial over tp (P), and {extensions}:{summed + 1}" in section.problems[0].what
 
 
 def test_an_optimizer_with_one_state_trains_as_the_oracle(ranks: RankPool, extensions: Path) -> None:

@@ -78,15 +78,21 @@ def skip_without_fp32_products_on_meta() -> None:
 
 
 @contextmanager
+def with_ops_of(kernels: Any) -> Iterator[None]:
+    """Let training use the ops of `kernels`, as `select_run_ops` does on a GPU."""
+    functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "select_run_ops", lambda *_, **__: Ops(**functions))
+        yield
+
+
+@contextmanager
 def without_numbers(kernels: Any) -> Iterator[None]:
     """Let training use the ops of `kernels`, and replace code that needs the values of tensors (meta tensors have
     none).
     """
     skip_without_fp32_products_on_meta()
-    with pytest.MonkeyPatch.context() as patch:
-        # as in `select_run_ops`
-        functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))
-        patch.setattr(build, "select_run_ops", lambda *_, **__: Ops(**functions))
+    with with_ops_of(kernels), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
         patch.setattr(engines, "initialize", lambda *_, **__: None)
         patch.setattr(

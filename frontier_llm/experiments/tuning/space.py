@@ -18,9 +18,10 @@ from frontier_llm.config.load import merge
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import enumerate_layouts, fixed_words
+from frontier_llm.planner.choice import preference
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.time import step_s
-from frontier_llm.planner.search import Plan, preference, simulate_layout
+from frontier_llm.planner.search import Plan, simulate_layout
 from frontier_llm.topology.plan import plan_problems
 
 MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 ms each)

@@ -22,6 +22,7 @@ from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
 from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.planner import report
+from frontier_llm.planner.choice import why_not
 from frontier_llm.planner.figures import simulated_part
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
@@ -252,13 +253,13 @@ def plan_of(step_s: float, **risks: object) -> SimpleNamespace:
     ],
 )
 def test_a_faster_runner_up_is_told_what_decided(risks: dict[str, object], said: str) -> None:
-    assert report._why(plan_of(1.0), plan_of(0.99, **risks)) == said  # type: ignore[arg-type]
+    assert why_not(plan_of(1.0), plan_of(0.99, **risks), []) == said  # type: ignore[arg-type]
 
 
 def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert (report._days(64.46), report._days(10176.8)) == ("64.5", "10,177")
     _, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "batch.global_batch=512", "--top", "1")
-    assert re.search(r"dominated; [2-9] finalists simulated", " ".join(out.split()))
+    assert re.search(r"dominated; \d+ finalists simulated", " ".join(out.split()))
 
 
 def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(

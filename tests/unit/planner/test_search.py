@@ -18,12 +18,13 @@ from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.breakdown import breakdown
 from frontier_llm.planner.candidates import enumerate_layouts, legal_node_counts, parse_fixed
+from frontier_llm.planner.choice import RESOLUTION, TIE, preference
 from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.emit import Request, emit
 from frontier_llm.planner.report import layout_words
-from frontier_llm.planner.search import RESOLUTION, default_global_batch, search, simulate_layout, smallest_machine
+from frontier_llm.planner.search import default_global_batch, search, simulate_layout, smallest_machine
 from frontier_llm.topology.plan import plan_problems, split_layers
 
 FRONTIER = rates(load_machine("frontier"))
@@ -153,7 +154,9 @@ def test_big_searches_keep_tensor_parallelism_inside_the_node(model: str, nodes:
 def test_big_searches_count_what_they_leave_out(model: str, nodes: int) -> None:
     found = search(load_model(model), FRONTIER, nodes, default_global_batch(load_model(model), nodes, 8))
     assert found.legal > found.fitting > found.dominated > 0
-    assert [plan.step_s for plan in found.plans] == sorted(plan.step_s for plan in found.plans)
+    others = found.plans[1:]
+    assert list(others) == sorted(others, key=preference)
+    assert preference(found.best) <= (1 + TIE) * (1 + RESOLUTION) * min(map(preference, others))
 
 
 def test_every_enumerated_layout_is_legal_to_the_runtime_and_none_is_missing() -> None:

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 from frontier_llm.errors import LayoutError
 from frontier_llm.schedule import (
     Kind,
-    ScheduleRule,
     build,
     peak_in_flight,
     peak_waiting,
@@ -74,15 +74,23 @@ def test_the_declared_share_of_split_backwards_is_that_of_the_actions(name: str)
         assert split_share(name, stages, microbatches) == pytest.approx(counted, abs=near), (stages, microbatches)
 
 
-def test_peaks_are_arrays_and_a_bound_where_none_is_declared() -> None:
+def test_peaks_are_arrays_and_counted_where_none_is_declared() -> None:
     stages = np.array([4, 8])
     microbatches = np.array([16, 2])
     stage = np.array([[0], [3]])
     assert peak_in_flight("1f1b", stages, 1, microbatches, stage).tolist() == [[4, 2], [1, 2]]
     with patch.dict(registry._RULES):
-        register("undeclared", ScheduleRule(lambda placement, microbatches, rank: [], splits_backward=True))
-        assert peak_in_flight("undeclared", stages, 2, microbatches, stage).tolist() == [32, 4]
-        assert peak_waiting("undeclared", stages, 2, microbatches, stage).tolist() == [32, 4]
+        for name in ("1f1b", "zb-h1", "gpipe", "interleaved"):
+            shipped_rule = rule(name)
+            register("undeclared", replace(shipped_rule, peak_in_flight=None, peak_waiting=None))
+            chunks = 2 if 2 in shipped_rule.chunks else 1
+            for of in (peak_in_flight, peak_waiting):
+                declared, counted = (
+                    np.broadcast_to(of(each, stages, chunks, 64 * stages, stage), (2, 2)).tolist()
+                    for each in (name, "undeclared")
+                )
+                assert counted == declared, name
+            assert peak_in_flight("undeclared", 4, chunks, 64, 1) == peak_in_flight(name, 4, chunks, 64, 1)
     shipped = subprocess.run(  # a separate process, because other tests register schedules too
         [sys.executable, "-c", "from frontier_llm.schedule import names; print(*names())"],
         capture_output=True,

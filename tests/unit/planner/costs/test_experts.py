@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from frontier_llm.blueprint.expert_work import DISPATCH, even_rows, expert_work, nodes_of_a_token
-from frontier_llm.blueprint.items import HostWait, Software
+from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, even_rows, expert_work, nodes_of_a_token
+from frontier_llm.blueprint.items import Collective, HostWait, Software
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.parameters import model_parameters, total_parameters
 from frontier_llm.blueprint.work import block_work, model_flops_per_token
@@ -147,3 +147,29 @@ def test_with_a_capacity_as_many_rows_travel_as_may_and_no_expert_computes_more(
         rows.to_nodes == rows.from_nodes == (0 if nodes == 1 else 4 * LARGE.sequence_length)
     )  # 8 choices at capacity 1.25: any token may go to any node
     assert over_nodes(bounded(1.25), Layout(dp=64, ep=32), FRONTIER).expert_nodes == 4
+
+
+def test_rows_that_are_gathered_travel_once_over_ep() -> None:
+    """Experts over 4 tensor ranks: a row is sent to one of them and gathered, instead of being sent to all four."""
+    layout = Layout(tp=4, cp=1, dp=8, ep=8, etp=4, sequence_parallel=True)
+
+    def sent_bytes(gathered: bool) -> dict[str, int]:
+        sent: dict[str, int] = {}
+        for item in expert_work(LARGE, layout, Software(expert_rows_gathered=gathered)):
+            if isinstance(item.work, Collective) and item.cause == DISPATCH:
+                sent[item.work.operation] = max(sent.get(item.work.operation, 0), item.work.size_bytes)
+        return sent
+
+    everywhere = sent_bytes(gathered=False)
+    once = sent_bytes(gathered=True)
+    assert everywhere["all_to_all"] == 4 * once["all_to_all"]
+    assert once["all_gather"] == once["reduce_scatter"] == everywhere["all_to_all"]
+
+
+def test_experts_products_use_the_fp8_rate() -> None:
+    layout = Layout(dp=8, ep=8)
+    slow, fast = (
+        by_cause(block_work(LARGE, layout, numbers), layout, numbers)[EXPERTS]
+        for numbers in (FRONTIER, replace(FRONTIER, linear_speedup=2.0))
+    )
+    assert all(1.5 < one / other <= 2.0 for one, other in zip(slow, fast, strict=True))

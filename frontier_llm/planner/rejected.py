@@ -1,0 +1,58 @@
+"""Lines of a report about the layouts that a search did not choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.costs.layouts import Layouts
+from frontier_llm.units import GIB
+
+
+def rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: Rates) -> list[str]:
+    """Return lines with the groups of layouts that exceed the device's memory, and how many layouts each group has."""
+    lines = []
+    for axis in ("tp", "cp"):
+        for degree in np.unique(getattr(layouts, axis)):
+            family = getattr(layouts, axis) == degree
+            if not np.any(fits & family):
+                needs = f"{memory[family].min() / GIB:.1f} of {rates.memory_bytes / GIB:.0f} GiB"
+                lines.append(
+                    f"{axis.upper()}{degree}: none of {int(family.sum())} layouts fits; the smallest needs {needs}"
+                )
+    families: dict[str, Any] = {
+        "without recomputation": layouts.recompute == "none",
+        "with selective recomputation": layouts.recompute == "selective",
+    }
+    if np.any(layouts.cp > 1):
+        families["without context parallelism"] = layouts.cp == 1
+    for name, family in families.items():
+        out = int((family & ~fits).sum())
+        if out:
+            lines.append(f"{name} {out} of {int(family.sum())} layouts exceed {rates.memory_bytes / GIB:.0f} GiB")
+    return lines
+
+
+def other_contexts(fitting: Layouts, seconds: np.ndarray) -> list[str]:
+    """Return lines that compare the best layout with the other algorithms of context-parallel attention.
+
+    Each line gives the fastest layout of one algorithm, or without context parallelism, and how much longer it takes.
+
+    The list is empty if the best layout has no context parallelism.
+    """
+    best = fitting.row(int(np.argmin(seconds)))
+    if best.cp == 1:
+        return []
+    lines = []
+    for way in np.unique(fitting.context_attention[fitting.context_attention != best.context_attention]):
+        family = fitting.context_attention == way
+        fastest = fitting.where(family).row(int(np.argmin(seconds[family])))
+        words = f"TP{fastest.tp} CP{fastest.cp} PP{fastest.pp} DP{fastest.dp}, recompute {fastest.recompute}"
+        name = "CP1" if fastest.cp == 1 else f"attention by {way}"
+        lines.append(
+            f"{name}: the fastest layout that fits, {words}, takes "
+            f"{100 * (seconds[family].min() / seconds.min() - 1):.1f} % longer"
+        )
+    return lines

@@ -1,0 +1,99 @@
+"""Highest number of activations that a rank keeps, by a schedule's formula or counted on its list of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+from frontier_llm.schedule.actions import Action, Kind, Placement
+from frontier_llm.schedule.registry import Formula, Number, ScheduleRule, rule
+
+# Peaks are counted for at most this many microbatches per stage if more do not change them.
+STEADY_ROUNDS = 4
+
+Order = Callable[[Placement, int, int], list[Action]]  # as in ScheduleRule
+Place = Callable[[int, int], Placement]
+Peaks = tuple[tuple[int, int], ...]  # for each rank: kept activations, and those of them that wait for their W
+
+
+def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
+    """Return the highest number of virtual-stage activations that a stage keeps at the same time.
+
+    Without a formula in the schedule's rule the number is counted on the list of actions.
+    """
+    return _peak(rule(name).peak_in_flight, 0, name, stages, chunks, microbatches, stage)
+
+
+def peak_waiting(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
+    """Return the highest number of activations that wait for their weight gradient after their input gradient.
+
+    It is 0 for schedules without a split backward. Without a formula it is counted on the list of actions.
+    """
+    if not rule(name).splits_backward:
+        return 0 * microbatches
+    return _peak(rule(name).peak_waiting, 1, name, stages, chunks, microbatches, stage)
+
+
+def _peak(
+    formula: Formula | None,
+    kind: int,
+    name: str,
+    stages: Number,
+    chunks: Number,
+    microbatches: Number,
+    stage: Number,
+) -> Number:
+    if formula is not None:
+        return formula(stages, microbatches, chunks, stage)
+    columns = np.broadcast_arrays(stages, chunks, microbatches, stage)
+    keys, places = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
+    peaks = []
+    for p, v, m, rank in keys.T.astype(int).tolist():
+        peaks.append(counted_peaks(rule(name), p, v, m)[rank][kind])
+    found = np.array(peaks)[places].reshape(columns[0].shape)
+    return found if found.ndim else found.item()
+
+
+def counted_peaks(schedule: ScheduleRule, stages: int, chunks: int, microbatches: int) -> Peaks:
+    """Return the peaks of every rank, counted on the lists of actions.
+
+    If a further round of microbatches does not change them, the result of fewer microbatches is returned.
+    """
+    steady = STEADY_ROUNDS * stages + stages % 2
+    if microbatches > steady + stages:
+        peaks = _count(schedule.order, schedule.placement, stages, chunks, steady)
+        if peaks == _count(schedule.order, schedule.placement, stages, chunks, steady + stages):
+            return peaks
+    return _count(schedule.order, schedule.placement, stages, chunks, microbatches)
+
+
+@lru_cache(maxsize=1024)
+def _count(order: Order, place: Place, stages: int, chunks: int, microbatches: int) -> Peaks:
+    placement = place(stages, chunks)
+    return tuple(_count_rank(order(placement, microbatches, rank)) for rank in range(stages))
+
+
+def _count_rank(order: list[Action]) -> tuple[int, int]:
+    """Return the peaks of one rank, counted after each forward.
+
+    An activation is kept from its F to its B or W, and waits from its I to its W.
+    """
+    kept = 0
+    waiting = 0
+    most_kept = 0
+    most_waiting = 0
+    for action in order:
+        if action.kind is Kind.FORWARD:
+            kept += 1
+            most_kept = max(most_kept, kept)
+            most_waiting = max(most_waiting, waiting)
+        elif action.kind is Kind.BACKWARD:
+            kept -= 1
+        elif action.kind is Kind.BACKWARD_INPUT:
+            waiting += 1
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            kept -= 1
+            waiting -= 1
+    return most_kept, most_waiting

@@ -1,0 +1,102 @@
+"""Tests of the section "types": layouts that pass, planted faults, faults of plugins, and options that are left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from frontier_llm.certificate.axis_types import check_axis_types
+from frontier_llm.certificate.section import Verdict
+from frontier_llm.config import load_run
+from tests.harness.axis_faults import FAULTS, NOT_FOUND, SABOTAGE_LAYOUTS, Fault, check
+from tests.parity.cases import Case, pairwise
+from tests.parity.sabotage import SABOTAGES
+
+EVERYDAY = ("multiply_and_reduce", "Zero.squared_norm_share", "GradientSync._start_sum")  # one fault of each
+_FIRST = [next(fault for fault in FAULTS if fault.function == function) for function in EVERYDAY]
+_SETTINGS = {
+    "gather": Case("llama", tp=2, cp=2, settings=("parallel.context_attention=gather",)),
+    "ring": Case("llama", tp=2, cp=2, sequence_parallel=True, settings=("parallel.context_attention=ring",)),
+    "heads": Case("llama", cp=2, dp=2, settings=("parallel.context_attention=heads",)),
+    "documents": Case("gpt", tp=2, cp=2, pp=2, documents=True, settings=("parallel.context_attention=gather",)),
+    "olmo2": Case("olmo2", tp=2, pp=2, sequence_parallel=True),
+    "gemma2": Case("gemma2", tp=2, pp=2, sequence_parallel=True),
+    "experts": Case("mixtral", tp=2, dp=2, settings=("parallel.expert=2",)),
+    "etp": Case("mixtral", tp=2, dp=2, settings=("parallel.expert=2", "parallel.expert_tensor=2")),
+    "shared expert": Case("deepseek", tp=2, dp=2, pp=2, sequence_parallel=True, settings=("parallel.expert=2",)),
+    "experts and cp": Case("deepseek", tp=2, cp=2, settings=("parallel.expert=2",)),
+    "balance": Case("mixtral", tp=2, dp=2, settings=("parallel.expert=2", "model.moe.balance=global")),
+    "muon": Case("llama", tp=2, dp=2, settings=("optimizer.name=muon",)),
+    "adafactor": Case("gpt", tp=2, dp=2, sequence_parallel=True, settings=("optimizer.name=adafactor",)),
+    "wire": Case("llama", tp=2, dp=2, settings=("optimizer.name=lion", "precision.gradient_wire=bf16")),
+    "dropout and z": Case("gpt", tp=2, settings=("model.dropout=0.1", "train.loss_weights={output-z: 0.01}")),
+    "dualpipe": Case("llama", pp=2, dp=2, schedule="dualpipe-v"),
+}
+
+
+def _passes(case: Case) -> None:
+    section = check_axis_types(case.config(), case.world_size)
+    assert section.verdict is Verdict.PASSED, section.problems
+
+
+def test_a_layout_with_all_axes_passes() -> None:
+    case = Case("gpt", tp=2, pp=2, dp=2, sequence_parallel=True)
+    section = check_axis_types(case.config(), case.world_size)
+    assert section.verdict is Verdict.PASSED, section.problems
+    assert "8 simulated ranks, tp 2 x cp 1 x pp 2 x dp 2" in section.evidence[0]
+    assert all(letter in section.evidence[1] for letter in "RVP")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", pairwise(), ids=str)
+def test_no_layout_of_the_parity_tests_is_refused(case: Case) -> None:
+    _passes(case)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", _SETTINGS.values(), ids=_SETTINGS)
+def test_no_further_option_is_refused(case: Case) -> None:
+    _passes(case)
+
+
+def _is_named(fault: Fault) -> None:
+    section, names_the_line = check(fault)
+    assert section.verdict is Verdict.REFUSED
+    assert names_the_line, section.problems
+
+
+@pytest.mark.parametrize("fault", _FIRST, ids=str)
+def test_a_planted_fault_is_named(fault: Fault) -> None:
+    _is_named(fault)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in _FIRST], ids=str)
+def test_each_planted_fault_is_named(fault: Fault) -> None:
+    _is_named(fault)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SABOTAGE_LAYOUTS)
+def test_the_sabotages_of_the_parity_tests_are_refused(name: str) -> None:
+    case = SABOTAGE_LAYOUTS[name]
+    with SABOTAGES[name]():
+        section = check_axis_types(case.config(), case.world_size)
+    assert section.verdict is (Verdict.PASSED if name in NOT_FOUND else Verdict.REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("setting", "ranks"),
+    [
+        ("parallel.data_mode=fsdp", 2),
+        ("optimizer.engine=deepspeed", 2),
+    ],
+)
+def test_other_engines_are_not_checkable(setting: str, ranks: int) -> None:
+    section = check_axis_types(Case("llama", dp=ranks, settings=(setting,)).config(), ranks)
+    assert section.verdict is Verdict.NOT_CHECKABLE
+    assert setting.split("=")[0] in section.why
+
+
+def test_shipped_run_of_3072_ranks_passes() -> None:
+    section = check_axis_types(load_run("train_1t"), 3072)
+    assert section.verdict is Verdict.PASSED, section.problems

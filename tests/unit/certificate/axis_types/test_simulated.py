@@ -1,0 +1,116 @@
+"""Tests of the simulated ranks: collectives, messages, and ranks that wait for each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from frontier_llm.certificate.axis_types.simulated import Deadlock, Exchange, SimulatedGroup
+from frontier_llm.comm import Axis, all_gather, all_reduce_, broadcast_, reduce_scatter, start_all_to_all_rows
+from frontier_llm.comm.composed import start_shift
+
+
+class Silent:
+    """An observer that records nothing."""
+
+    def sources_of(self, x: Tensor) -> tuple[()]:
+        return ()
+
+    def communicated(self, *args: Any) -> None:
+        pass
+
+    def quiet(self) -> Any:
+        return nullcontext()
+
+    def here(self) -> str:
+        return f"line of {threading.current_thread().name}"
+
+    def described(self, site: str) -> str:
+        return site
+
+
+def run(body: Callable[[Axis], Any], ranks: int = 3) -> list[Any]:
+    """Return the results of `body` on each rank of an axis. Raises the first error."""
+    exchange = Exchange(ranks)
+    results: list[Any] = [None] * ranks
+
+    def one(rank: int) -> None:
+        everyone = tuple(range(ranks))
+        error = None
+        try:
+            group = SimulatedGroup(exchange, "tp", rank, everyone, Silent())
+            results[rank] = body(Axis("tp", rank, ranks, everyone, group))
+        except BaseException as raised:
+            error = raised
+        exchange.leave(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if exchange.failure is not None:
+        raise exchange.failure
+    return results
+
+
+def own(axis: Axis) -> Tensor:
+    """Return three rows that differ between ranks."""
+    return torch.arange(3.0)[:, None] + 10 * axis.rank
+
+
+def test_collectives_have_the_results_of_their_definitions() -> None:
+    everything = torch.cat([torch.arange(3.0)[:, None] + 10 * rank for rank in range(3)])
+    total = everything.view(3, 3, 1).sum(0)
+    for rank, (gathered, summed, scattered, most, first) in enumerate(
+        run(
+            lambda axis: (
+                all_gather(own(axis), axis),
+                all_reduce_(own(axis), axis),
+                reduce_scatter(own(axis), axis),
+                all_reduce_(own(axis), axis, "max"),
+                broadcast_(own(axis), axis, 1),
+            )
+        )
+    ):
+        assert torch.equal(gathered, everything)
+        assert torch.equal(summed, total)
+        assert torch.equal(scattered, total[rank : rank + 1])
+        assert torch.equal(most, everything[6:])
+        assert torch.equal(first, everything[3:6])
+
+
+def test_rows_and_messages_arrive_at_their_rank() -> None:
+    def body(axis: Axis) -> tuple[Tensor, Tensor]:
+        rows, pending = start_all_to_all_rows(own(axis), [1, 1, 1], [1, 1, 1], axis)
+        pending.wait()
+        incoming, shifting = start_shift(own(axis), axis)
+        shifting.wait()
+        return rows, incoming
+
+    for rank, (rows, incoming) in enumerate(run(body)):
+        assert rows.flatten().tolist() == [rank, 10 + rank, 20 + rank]
+        assert incoming[0, 0] == 10 * ((rank - 1) % 3)
+
+
+def test_a_result_is_not_written_before_the_wait() -> None:
+    def body(axis: Axis) -> Tensor:
+        x = own(axis)
+        assert axis.group is not None
+        axis.group.start_all_reduce_(x, "sum")
+        return x
+
+    assert run(body)[2][0, 0] == 20  # a forgotten wait leaves the rank's own value
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    with pytest.raises(Deadlock, match="line of rank 0"):
+        run(lambda axis: axis.rank or all_reduce_(own(axis), axis))
+    with pytest.raises(Deadlock, match="different collectives"):
+        run(lambda axis: all_reduce_(own(axis), axis) if axis.rank else reduce_scatter(own(axis), axis))
