@@ -20,6 +20,8 @@ from typing import Any, BinaryIO
 
 from frontier_llm.errors import ConfigError, FrontierError
 
+NEW_FILE = 0o666  # mode of a new file before the umask, so that a group can share a run directory
+
 
 class NamedFile(io.FileIO):
     """File that adds its path to write errors. A bare ENOSPC does not name the file."""
@@ -53,7 +55,7 @@ def open_plain(path: Path) -> int:
     raise OSError(errno.EINVAL, what, str(path))
 
 
-def open_below(folder: Path, name: str, flags: int, mode: int = 0o644) -> int:
+def open_below(folder: Path, name: str, flags: int, mode: int = NEW_FILE) -> int:
     """Open the file `name` below `folder` without following links. Create missing folders.
 
     `folder` itself can be a link that the user has made. Raises FrontierError for a link or a device below `folder`,
@@ -80,7 +82,7 @@ def write_replaced(path: Path, content: bytes) -> None:
     device.
     """
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, NEW_FILE)
     try:
         write_all(descriptor, memoryview(content), 0)
     finally:
@@ -132,7 +134,7 @@ def _not_below(error: OSError, path: Path) -> Exception:
 @contextlib.contextmanager
 def created(path: Path) -> Iterator[int]:
     """Create a file and yield its descriptor. The file is flushed to the device at the end."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, NEW_FILE)
     try:
         yield descriptor
         os.fsync(descriptor)

@@ -1,8 +1,9 @@
 #!/bin/bash
-# Copy an environment archive to the local disk of the job's nodes and unpack it there. Prints its Python, and in a
-# second line the nodes that did not get it; fails when these are more than the job's spares.
+# Copy an environment archive or a container image to the local disk of the job's nodes; an archive is unpacked there.
+# Prints the path of its Python or of the image, and in a second line the nodes that did not get it. Fails when these
+# are more than the job's spares.
 # Measured on Frontier (OLCF): 8 nodes import torch in 2 s from NVMe, 51 s from Orion, 3 min 56 s from NFS.
-#     broadcast_env.sh ENV.tar.gz [WORD ...]
+#     broadcast_env.sh ENV.tar.gz|IMAGE.sif [WORD ...]
 # WORD: of the job. The job can do without as many nodes as job.spares=N says, else "spares" in job.json of
 # --run-dir=DIR, else FRONTIER_LLM_SPARE_NODES.
 set -euo pipefail
@@ -30,6 +31,8 @@ if [[ ! -r "$archive" ]]; then
     echo "broadcast_env.sh: cannot read $archive; make it with conda-pack -o ENV.tar.gz" >&2
     exit 2
 fi
+copy="$target/env.tar.gz"
+if [[ "$archive" == *.sif ]]; then copy="$target/image.sif"; fi
 all="$(scontrol show hostnames "${SLURM_JOB_NODELIST:?}" | sort)"
 # srun refuses a step that has a node which is gone; one that only drains can still work
 lost_states=down,fail,unknown,no_respond
@@ -50,15 +53,19 @@ on_every_node() {
 here="$(on_every_node mkdir -m 700 "$target")" # without -p: fails when it is there already
 status=0
 # sbcast may fail on one node and go on: who has not got the whole archive cannot unpack it
-sbcast --preserve --force "$archive" "$target/env.tar.gz" >&2 || status=$?
+sbcast --preserve --force "$archive" "$copy" >&2 || status=$?
 # gzip's stream has one reader; pigz gives reading, checking and writing a core each
 # $1 belongs to the inner shell
 # shellcheck disable=SC2016
 here="$(on_every_node bash -c 'set -e
+    if [[ "$2" == *.sif ]]; then # an image is used as it is, if it is complete
+        [[ "$(stat -c %s "$1/image.sif")" == "$(stat -c %s "$2")" ]]
+        exit
+    fi
     unpack=(tar --no-overwrite-dir -C "$1" -xf "$1/env.tar.gz") # or its entry "." would set the mode
     if command -v pigz >/dev/null; then "${unpack[@]}" --use-compress-program="pigz -d"; else "${unpack[@]}" --gzip; fi
     rm -f "$1/env.tar.gz"
-    if [[ -x "$1/bin/conda-unpack" ]]; then "$1/bin/conda-unpack"; fi' unpack "$target")"
+    if [[ -x "$1/bin/conda-unpack" ]]; then "$1/bin/conda-unpack"; fi' unpack "$target" "$archive")"
 missing="$(comm -23 <(echo "$all") <(echo "$here") | paste -sd,)"
 count="$(comm -23 <(echo "$all") <(echo "$here") | grep -c . || true)"
 if [[ "$count" -gt "$spares" ]]; then
@@ -66,5 +73,5 @@ if [[ "$count" -gt "$spares" ]]; then
         "$spares spares; check that $(dirname "$target") has room for $(stat -c %s "$archive") bytes on every node" >&2
     exit 1
 fi
-echo "$target/bin/python"
+if [[ "$archive" == *.sif ]]; then echo "$copy"; else echo "$target/bin/python"; fi
 echo "$missing"

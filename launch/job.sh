@@ -6,7 +6,7 @@
 # FRONTIER_LLM_PYTHON       the interpreter (default: that of the environment active at sbatch, else python3 after the
 #                           site's modules)
 # FRONTIER_LLM_CONTAINER    an Apptainer image: the ranks use its Python, this shell keeps using the host's (which needs
-#                           no torch)
+#                           no torch); from 1,024 nodes on, an image *.sif is copied to every node's local disk
 # FRONTIER_LLM_ENV_ARCHIVE  a conda-pack or venv-pack .tar.gz: copied to every node's local disk and used from there
 set -euo pipefail
 
@@ -69,6 +69,14 @@ if ! "$python" -c "$needs"; then
     exit 2
 fi
 if [[ -n "${FRONTIER_LLM_CONTAINER:-}" ]]; then
+    nodes="${SLURM_JOB_NUM_NODES:-1}"
+    from="${FRONTIER_LLM_BROADCAST_NODES:-1024}" # from so many nodes on, reading one image would load the file system
+    if [[ "$FRONTIER_LLM_CONTAINER" == *.sif && -z "$as_rank" && "$nodes" -ge "$from" ]]; then
+        copied="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_CONTAINER" "${@:2}")"
+        FRONTIER_LLM_CONTAINER="$(sed -n 1p <<<"$copied")"
+        FRONTIER_LLM_BROKEN_NODES="$(sed -n 2p <<<"$copied")" # spares take their place (cluster/slurm.py)
+        export FRONTIER_LLM_CONTAINER FRONTIER_LLM_BROKEN_NODES
+    fi
     export FRONTIER_LLM_RANK_PYTHON="$root/launch/container_python.sh"
 fi
 export FRONTIER_LLM_PYTHON="$python" FRONTIER_LLM_SITE="$site" FRONTIER_LLM_ROOT="$root"

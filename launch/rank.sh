@@ -19,9 +19,13 @@ ulimit -S -c 0 # no core files of tens of GB each: a watchdog ends ranks by abor
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 
 if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
-    mkdir -p "$FRONTIER_LLM_LOG_DIR"
-    log="$FRONTIER_LLM_LOG_DIR/rank_$rank.log"
-    if [[ -L "$log" ]]; then
+    folder="$FRONTIER_LLM_LOG_DIR"
+    if [[ "$rank" -ge 1000 ]]; then # one folder per 1,000 ranks (cluster/rank_logs.py)
+        folder+="/$(printf %06d $((rank / 1000 * 1000)))"
+    fi
+    mkdir -p "$folder"
+    log="$folder/rank_$rank.log"
+    if [[ -L "$log" || ("$folder" != "$FRONTIER_LLM_LOG_DIR" && -L "$folder") ]]; then
         echo "rank.sh: $log is a link, and logs are not written through links; remove it" >&2
         exit 2
     fi

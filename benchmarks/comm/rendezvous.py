@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from benchmarks.harness import parse_arguments, run_ranks
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
-from frontier_llm.comm.rendezvous import CONNECTIONS, StoreKind, open_store
+from frontier_llm.comm.rendezvous import StoreKind, open_store
+from frontier_llm.run.launchers import STORE_CONNECTIONS
 from frontier_llm.topology.grid import Grid
 
 JOIN_OPERATIONS = 3  # torch's store barrier, also once per group: add, wait, set by the last rank
@@ -191,7 +192,7 @@ def extrapolate(kind: str, row: Row, us_per_id: float) -> None:
         print(
             f"extrapolated, {kind}, {ranks:,} ranks: {operations_s:.1f} s of operations and {ids_s:.1f} s of ids "
             f"({sent_gb:.2f} GB) "
-            f"on the server; up to {CONNECTIONS * ranks:,} connections"
+            f"on the server; up to {STORE_CONNECTIONS * ranks:,} connections"
         )
 
 

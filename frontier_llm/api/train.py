@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from frontier_llm import errors
 from frontier_llm.api.run import Run, as_table, load_run
-from frontier_llm.cluster.rank_logs import failure_lines
+from frontier_llm.cluster.rank_logs import failure_lines, rank_log
 from frontier_llm.errors import FrontierError, Problem, RankFailure
 from frontier_llm.run import run_dir as records
 from frontier_llm.run.failure import forget_failure, read_failure
@@ -153,7 +153,7 @@ class _Child:
         if record is None:
             return RankFailure("\n".join([own, *failure_lines(self.log)[-SHOWN_LINES:]]), where="rank 0")
         logs = self.run.run_dir / "logs"
-        log = logs / f"rank_{record.rank}.log"
+        log = rank_log(logs, record.rank or 0)
         lines = list(record.message) or (failure_lines(log) if log.is_file() else failure_lines(self.log))
         what = "\n".join([record.describe(), *lines[-SHOWN_LINES:]])
         return RankFailure(what, f"the logs of all ranks are in {logs}", where=f"rank {record.rank}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -334,7 +333,6 @@ def model_parameters(model: ModelConfig) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in rank_parameters(model, [everything])}
 
 
-@cache
 def total_parameters(model: ModelConfig) -> int:
     """Return the number of elements of the model. Padding rows are included, and a tied head is counted once."""
     return sum(parameter.numel for parameter in model_parameters(model).values())

@@ -54,6 +54,7 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.doctor import examine
     from frontier_llm.cluster.probe import Settings
     from frontier_llm.cluster.readiness import installation_problems
+    from frontier_llm.cluster.site_state import requeue_note
     from frontier_llm.cluster.site_variables import expected_settings
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
@@ -61,7 +62,7 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run import hostlist
     from frontier_llm.run.rank_env import environ
-    from frontier_llm.topology.rank_variables import run_variables
+    from frontier_llm.topology.rank_variables import environment_name, run_variables
 
     if not args.run:
         refuse_settings(args.overrides, lambda key: True, "name the run that it changes: --run RUN")
@@ -76,6 +77,8 @@ def doctor(args: argparse.Namespace) -> int:
     installed = installation_problems(site, config, directory.resolve())
     for point in installed.open_points:
         log.info(point)
+    if note := requeue_note():
+        log.warn(note)
     if args.installation:
         show(args, asdict(installed), installed.render)
         return 1 if installed.problems else 0
@@ -85,7 +88,7 @@ def doctor(args: argparse.Namespace) -> int:
     settings = Settings(site=site, run_dir=str(directory.resolve()), system_root=args.system_root)
     report = examine(settings, hostlist.expand(nodelist or ""), needed_bytes, args.timeout)
     nodes = len(report.hosts)
-    wanted = run_variables(config, nodes) if config else environment(site.machine, nodes)
+    wanted = run_variables(config, nodes) if config else environment(environment_name(site.machine), nodes)
     report = replace(report, variables=tuple(expected_settings(wanted, site)), installation=installed.problems)
     show(args, report.as_dict(), report.render)
     return 0 if report.healthy else 1

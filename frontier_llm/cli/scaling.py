@@ -49,7 +49,7 @@ def _series_command(mode: Mode, batch: Sequence[Option], line: str) -> Command:
         ),
         option(
             "--site",
-            help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)",
+            help="a site (frontier-llm list sites), or the path of a site file (default: inside a job, its own)",
         ),
         *batch,
         option(

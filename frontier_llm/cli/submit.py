@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 @command(
     *run_options(),
-    option("--site", required=True, help="frontier, lumi, generic, local, or the path of a site file"),
+    option(
+        "--site",
+        required=True,
+        help="a site (frontier-llm list sites), or the path of a site file",
+    ),
     option(
         "--nodes",
         type=positive,

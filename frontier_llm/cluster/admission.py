@@ -293,8 +293,7 @@ def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
 
 def start_note(request: submit.JobRequest) -> str:
     """Return a warning if the ranks of many nodes would all import torch from the shared file system. '' otherwise."""
-    elsewhere = request.site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
-    if elsewhere or request.site.bind != "gcd" or request.job.all_nodes <= MANY_NODES:
+    if not submit.imports_from_shared_files(request) or request.job.all_nodes <= MANY_NODES:
         return ""
     return (
         f"{request.job.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}, "

@@ -21,7 +21,7 @@ from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.notices import WEBHOOK_VARIABLE
-from frontier_llm.cluster.rank_logs import conclusion, failure_lines, first_traceback, prune
+from frontier_llm.cluster.rank_logs import conclusion, failure_lines, first_traceback, prune, rank_log
 from frontier_llm.cluster.site_variables import step_variables
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
@@ -258,7 +258,7 @@ def _refusal(fate: Fate, rank: int, log_dir: Path) -> Outcome:
     """Return the outcome for a rank that refused to start. It recorded nothing, because training had not begun."""
     message: tuple[str, ...] = ()
     with suppress(OSError):
-        message = tuple(failure_lines(log_dir / f"rank_{rank}.log"))
+        message = tuple(failure_lines(rank_log(log_dir, rank)))
     reasons = [line.strip() for line in conclusion(message)[:1]]
     what = "; ".join([fate.how, *reasons])
     failure = Failure(what, Evidence.LOGS, cause="refused", rank=rank, host=fate.host, message=message)

@@ -21,6 +21,7 @@ from frontier_llm.config.fields import Section
 from frontier_llm.files import package_digest
 from frontier_llm.machine.env import CK_ATTENTION
 from frontier_llm.machine.env import environment as machine_environment
+from frontier_llm.machine.load import load_machine
 from frontier_llm.run.installation import storage
 from frontier_llm.run.rank_env import environ, environment, node_name
 from frontier_llm.units import GIB
@@ -186,7 +187,7 @@ def comparable_environment(site: Site) -> dict[str, str]:
     """Return values that must be equal on all nodes: interpreter, kernel, ROCm, package, the site's variables."""
     version = Path("/opt/rocm/.info/version")
     env = environment()
-    of_machine = [variable.name for variable in machine_environment(site.machine, 2)]
+    of_machine = [variable.name for variable in machine_environment(load_machine(site.machine).environment, 2)]
     variables = (*site.environment, *of_machine, CK_ATTENTION)
     return {
         "python": f"{sys.version.split()[0]} at {sys.executable}",

@@ -15,9 +15,28 @@ _TRACEBACK = "Traceback (most recent call last)"
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _REFUSAL = re.compile(r"frontier-llm [a-z]+: error")  # printed by cli.main above a FrontierError
 _HEADING = re.compile(rf"({re.escape(_TRACEBACK)}|{_REFUSAL.pattern}$)")
+RANKS_PER_FOLDER = 1000  # a folder with tens of thousands of files is slow on Lustre
 TAIL_LINES = 40  # last lines that are returned for a log that has neither a traceback nor a refusal
 KEPT_STARTS = 20  # newest starts of which the logs of all ranks are kept
 TAIL_BYTES = 1 << 20  # only the log's last bytes are searched: thousands of logs lie on the parallel file system
+
+
+def rank_log(log_dir: Path, rank: int) -> Path:
+    """Return the log of a rank. The first RANKS_PER_FOLDER ranks write into `log_dir`, and others into its folders.
+
+    launch/rank.sh chooses the same path. A log of an older version, which lies in `log_dir`, is found, too.
+    """
+    flat = log_dir / f"rank_{rank}.log"
+    first = rank - rank % RANKS_PER_FOLDER
+    if first == 0 or flat.exists():
+        return flat
+    return log_dir / f"{first:06}" / flat.name
+
+
+def rank_logs(log_dir: Path) -> list[Path]:
+    """Return the logs of all ranks of a start. Links to folders are not followed."""
+    folders = [path for path in log_dir.glob("[0-9]" * 6) if path.is_dir() and not path.is_symlink()]
+    return [path for folder in (log_dir, *folders) for path in folder.glob("rank_*.log")]
 
 
 def failure_lines(log: Path) -> list[str]:
@@ -58,7 +77,7 @@ def first_traceback(log_dir: Path) -> tuple[int | None, bool, tuple[str, ...]]:
     The rank with the earliest other error is returned. If all errors report lost peers, it is the earliest of these.
     """
     tracebacks: list[tuple[bool, int, int, tuple[str, ...]]] = []
-    for path in log_dir.glob("rank_*.log"):
+    for path in rank_logs(log_dir):
         lines = tuple(failure_lines(path))
         if last_words := conclusion(lines):
             secondary = lost_a_peer("\n".join(last_words))
@@ -74,7 +93,7 @@ def prune(logs: Path, kept: int = KEPT_STARTS) -> None:
     """
     starts = sorted(path for path in logs.glob("attempt_*") if path.is_dir() and not path.is_symlink())
     for folder in starts[:-kept]:
-        for path in folder.glob("rank_*.log"):
+        for path in rank_logs(folder):
             if path.name != "rank_0.log" and not path.is_symlink():
                 with suppress(OSError):
                     path.unlink()

@@ -17,6 +17,7 @@ from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.code import snapshot
+from frontier_llm.cluster.site_state import site_problems
 from frontier_llm.cluster.sites import Site, root_dir
 from frontier_llm.config import RunConfig, dump, saves_nothing
 from frontier_llm.errors import ConfigError, FrontierError, Problem
@@ -82,6 +83,8 @@ def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: 
     """
     if reason := why_not_here(site):
         return Readiness(open_points=(f"{reason}. `submit` on the site checks {CHECKED}",), is_checkable=False)
+    if gone := tuple(site_problems(site)):
+        return Readiness(gone)
     open_points: list[str] = []
     if archive := environ("FRONTIER_LLM_ENV_ARCHIVE"):
         open_points.append(
@@ -104,6 +107,8 @@ def installation_problems(site: Site, config: RunConfig | None, directory: Path)
     job.sh."""
     if reason := why_not_here(site):
         return Readiness(open_points=(f"the installation is {reason}",), is_checkable=False)
+    if gone := tuple(site_problems(site)):
+        return Readiness(gone)
     if environ("FRONTIER_LLM_SITE") != site.name or environ("FRONTIER_LLM_ROOT") is None:
         return Readiness(_problems_as_rank(site, config, directory, {"FRONTIER_LLM_PYTHON": rank_python()}))
     try:

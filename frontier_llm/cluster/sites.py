@@ -68,6 +68,8 @@ class Site(Section):
     scratch_quota_tb: PositiveFloat | None = None  # default quota of a project on scratch.
     node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
     container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another.
+    environment_is_local: bool = False  # the Python environment lies on each node's own disk.
+    open_files: PositiveInt | None = None  # hard limit of open files on compute nodes; None: as on the login node.
     bind: Literal["gcd", "none"] = "none"
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -76,6 +78,8 @@ class Site(Section):
     unset: tuple[str, ...] = ()  # variables of modules that ranks must not have; a user's own exports stay.
     proxy: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+:[0-9]+$")] | None = None  # proxy to the internet.
     environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded.
+    # keys for which no reliable source was found, with their meaning; `submit` asks for those that the file lacks.
+    unknown: dict[str, str] = Field(default_factory=dict)
 
     def scratch_dir(self, account: str, user: str) -> Path | None:
         """Return the project's scratch directory.
@@ -147,6 +151,8 @@ def load_site(name_or_path: str | None = None) -> Site:
     if FORMER_WARNING_TIME in content and "warning_time_s" not in content:
         log.info(f"{path}: {FORMER_WARNING_TIME} is now called warning_time_s: write the new name")
         content["warning_time_s"] = content.pop(FORMER_WARNING_TIME)
+    if isinstance(unknown := content.get("unknown"), dict):
+        content["unknown"] = {key: meaning for key, meaning in unknown.items() if key not in content}
     if "partitions" not in content and isinstance(content.get("machine"), str):
         content["partitions"] = machine_partitions(content["machine"])
     return build(Site, content, where=str(path))
@@ -224,6 +230,9 @@ def request_problems(
     partition: str | None,
 ) -> Iterator[Problem]:
     """Yield everything that the site would refuse, with the limit and the nearest allowed value."""
+    for key, meaning in site.unknown.items():
+        what = f"the file of {site.name} has no `{key}`, for which no reliable source was found: {meaning}"
+        yield Problem("--site", what, f"copy slurm/sites/{site.name}.yaml, add `{key}:`, and pass --site FILE")
     if site.account == "required" and not account:
         yield Problem("--account", f"{site.name} charges every job to a project", "pass -A PROJECT (e.g. -A ABC123)")
     if nodes < 1:

@@ -13,9 +13,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 from frontier_llm.cluster import slurm
@@ -33,11 +34,13 @@ from frontier_llm.planner.predict import START_S, PointPrediction, walltime_minu
 from frontier_llm.run import hostlist, run_dir
 from frontier_llm.run.holder import jobs, reserved
 from frontier_llm.run.job import Job, read_job, write_job
+from frontier_llm.run.launchers import STORE_CONNECTIONS
 from frontier_llm.run.rank_env import environ, environment
 from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_seconds, plural
 
 SCRIPT = "job.sbatch"
+SHARED_IMPORT_NODES = 64  # more nodes may not import torch from a shared file system
 QUEUE_SLACK_MINUTES = 5  # a job that waits this long can still end before the maintenance
 
 
@@ -241,8 +244,47 @@ def prepare(request: JobRequest) -> Submission:
 
 
 def readiness(request: JobRequest, submission: Submission) -> Readiness:
-    """Check that everything the job needs is installed at the site."""
-    return before_the_queue(request.config, request.site, request.job.directory, submission.variables)
+    """Check that everything the job needs is installed at the site, and that so many nodes can start."""
+    found = before_the_queue(request.config, request.site, request.job.directory, submission.variables)
+    if not found.is_checkable:
+        return found
+    return replace(found, problems=(*found.problems, *start_problems(request)))
+
+
+def start_problems(request: JobRequest, limits: Callable[[int], tuple[int, int]] = getrlimit) -> Iterator[Problem]:
+    """Yield the reasons why a job on many nodes could not start, or would be slow to start.
+
+    `limits` returns the soft and the hard limit of a resource.
+    """
+    site = request.site
+    ranks = request.job.nodes * request.tasks_per_node
+    connections = STORE_CONNECTIONS * ranks
+    hard = limits(RLIMIT_NOFILE)[1] if site.open_files is None else site.open_files
+    if request.config.comm.backend != "mpi" and hard != RLIM_INFINITY and connections > hard:
+        what = (
+            f"{ranks} ranks open up to {connections} connections to the store of rank 0 ({STORE_CONNECTIONS} per "
+            f"rank), and a process may open {hard} files (ulimit -Hn)"
+        )
+        most = hard // (STORE_CONNECTIONS * request.tasks_per_node)
+        fix = f"--nodes {most} or less; or set open_files in the site file to the limit of its compute nodes"
+        yield Problem("--nodes", what, fix)
+    if imports_from_shared_files(request) and request.job.all_nodes > SHARED_IMPORT_NODES:
+        what = (
+            f"{request.job.all_nodes} nodes would import torch from a shared file system, and at most "
+            f"{SHARED_IMPORT_NODES} may: 8 nodes of Frontier took 4 min from NFS"
+        )
+        fix = (
+            "export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz (docs/frontier.md, section 1) or FRONTIER_LLM_CONTAINER; or "
+            "set environment_is_local=true in the site file if the environment lies on every node"
+        )
+        yield Problem("FRONTIER_LLM_PYTHON", what, fix)
+
+
+def imports_from_shared_files(request: JobRequest) -> bool:
+    """Whether the ranks would import torch from files that all nodes share. A container image is a single file."""
+    site = request.site
+    elsewhere = site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
+    return site.bind == "gcd" and not site.environment_is_local and not elsewhere
 
 
 def submit(request: JobRequest) -> Submission:
@@ -253,6 +295,7 @@ def submit(request: JobRequest) -> Submission:
     submission = prepare(request)
     readiness(request, submission).refuse()
     directory = request.job.directory
+    run_dir.share_with_group(directory)
     read_job(directory)  # raises an error if a damaged record exists, which must not be replaced
     _refuse_busy(request)
     with reserved(directory):
@@ -308,8 +351,10 @@ def _refuse_busy(request: JobRequest) -> None:
     """Raise ConfigError if a job of this run is active, or if the user has too many queued jobs for the site."""
     busy = []
     for job_id in jobs(request.job.directory):
-        if slurm.is_active(job_id):
-            what = f"job {job_id} already runs or is queued for {request.job.directory}"
+        fields = slurm.job_fields(job_id)
+        if fields.get("JobState") in slurm.ACTIVE:
+            owner = fields.get("UserId", "an unknown user").partition("(")[0]
+            what = f"job {job_id} of {owner} already runs or is queued for {request.job.directory}"
             busy.append(Problem("train.run_dir", what, f"scancel {job_id}, or set another train.run_dir"))
     limit = request.site.max_queued_jobs
     if limit is not None:

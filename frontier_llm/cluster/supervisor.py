@@ -52,6 +52,7 @@ def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: Non
 
     `admit` can refuse the rest of the run by an error. Return the exit code of the batch script.
     """
+    run_dir.share_with_group(run.directory)  # srun passes the mask to the ranks
     refuse_second_holder(run)
     if read_job(run.directory) != run.job:
         with reserved(run.directory):

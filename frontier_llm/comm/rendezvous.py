@@ -38,9 +38,9 @@ from frontier_llm.comm.store_launch import StoreProcess
 from frontier_llm.comm.store_process import JOB_KEY, raise_open_file_limit
 from frontier_llm.errors import BackendError
 from frontier_llm.files import write_atomically
+from frontier_llm.run.launchers import STORE_CONNECTIONS
 from frontier_llm.run.threads import in_daemon
 
-CONNECTIONS = 4  # largest number per rank: for process groups, failure records, heartbeats, and RCCL's watchdog
 RETRY_S = 0.02  # time between two attempts to connect to a store that does not listen yet
 LOOPBACK = "127.0.0.1"
 
@@ -91,7 +91,9 @@ def start_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
     else:
         listener = _listen(meeting.address, meeting.port)
     with listener:
-        process = StoreProcess(listener, CONNECTIONS * world_size, _token(meeting), longest_s=max(60.0, 2 * timeout_s))
+        process = StoreProcess(
+            listener, STORE_CONNECTIONS * world_size, _token(meeting), longest_s=max(60.0, 2 * timeout_s)
+        )
     _starting.append(process)
     _closing.append(process.let_go)
 
@@ -235,7 +237,7 @@ def _check_token(store: dist.Store, meeting: Meeting, deadline_s: float) -> None
 
 def _join_authenticated(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> _Joined:
     if rank == 0:
-        problem = raise_open_file_limit(CONNECTIONS * world_size)
+        problem = raise_open_file_limit(STORE_CONNECTIONS * world_size)
         if problem is not None:
             raise BackendError(
                 f"rank 0: {problem}",

@@ -22,6 +22,9 @@ from frontier_llm.run import hostlist
 # So no outgoing connection of another process can occupy the port that all ranks have derived.
 FIRST_PORT = 20_000
 PORT_COUNT = 12_000
+# Largest number of connections of one rank to the job's store: for process groups, failure records, heartbeats, and
+# RCCL's watchdog.
+STORE_CONNECTIONS = 4
 
 
 @dataclass(frozen=True)

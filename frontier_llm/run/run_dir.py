@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -109,6 +110,21 @@ def refuse_moved(run_dir: Path, before: tuple[int, int]) -> None:
     """
     if place(run_dir) != before:
         raise Moved(MOVED, MOVE_BACK, str(run_dir))
+
+
+def share_with_group(run_dir: Path) -> bool:
+    """Let the group write the files that this process and its children make, if it may write the run directory.
+
+    Another member of the group can then continue the run. Returns whether the run directory is shared in this way.
+    """
+    try:
+        is_shared = bool(run_dir.stat().st_mode & stat.S_IWGRP)
+    except OSError:
+        return False
+    if is_shared:
+        mask = os.umask(0)
+        os.umask(mask & ~stat.S_IRWXG)
+    return is_shared
 
 
 def open_lines(path: Path) -> FileIO:

@@ -128,7 +128,8 @@ def test_wrong_directory_is_explained(cluster: LocalSlurm, tmp_path) -> None:
 def job_sh(cluster: LocalSlurm, tmp_path: Path, env: dict[str, str]) -> tuple[dict[str, str], str]:
     """Run launch/job.sh with a module that prints which Python runs it. Returns the job and its output."""
     (tmp_path / "say.py").write_text(
-        "import sys, os; print('python', sys.argv[1:], os.environ['FRONTIER_LLM_PYTHON'], flush=True)"
+        "import sys, os; print('python', sys.argv[1:], os.environ['FRONTIER_LLM_PYTHON'], flush=True)\n"
+        "print('image', os.environ.get('FRONTIER_LLM_CONTAINER'), flush=True)"
     )
     script = tmp_path / "job.sh"
     script.write_text(f'#!/bin/bash\nexec {ROOT}/launch/job.sh "${{SITE:-local}}" say "a b"\n')
@@ -167,6 +168,19 @@ def test_the_environment_is_broadcast_and_used(cluster: LocalSlurm, tmp_path: Pa
         assert target.stat().st_mode & 0o777 == 0o700
     finally:
         shutil.rmtree(target, ignore_errors=True)
+
+
+def test_an_image_is_broadcast_and_used(cluster: LocalSlurm, tmp_path: Path) -> None:
+    image = tmp_path / "torch.sif"
+    image.write_bytes(os.urandom(4096))
+    env = {"FRONTIER_LLM_CONTAINER": str(image), "FRONTIER_LLM_BROADCAST_NODES": "1"}
+    job, text = job_sh(cluster, tmp_path, env)
+    said = re.search(rf"image (/tmp/frontier_llm_env_{job['JobId']}_[0-9a-f]{{16}})/image.sif", text)
+    assert said is not None and job["JobState"] == "COMPLETED", text
+    try:
+        assert (Path(said[1]) / "image.sif").read_bytes() == image.read_bytes()
+    finally:
+        shutil.rmtree(said[1], ignore_errors=True)
 
 
 def test_a_failed_broadcast_ends_the_job(cluster: LocalSlurm, tmp_path: Path) -> None:

@@ -272,12 +272,16 @@ def test_logs_of_old_starts_are_pruned_to_those_of_rank_0(tmp_path: Path) -> Non
     for number in range(1, 5):
         folder = logs / f"attempt_{number:04}"
         folder.mkdir(parents=True)
-        for name in ("rank_0.log", "rank_1.log", "rank_12.log", "notes.txt"):
+        (folder / "001000").mkdir()
+        for name in ("rank_0.log", "rank_1.log", "rank_12.log", "001000/rank_1234.log", "notes.txt"):
             (folder / name).touch()
     (logs / "attempt_0000").symlink_to(elsewhere)
     prune(logs, kept=2)
-    left = {folder.name: sorted(path.name for path in folder.iterdir()) for folder in sorted(logs.iterdir())}
-    everything = ["notes.txt", "rank_0.log", "rank_1.log", "rank_12.log"]
+    left = {
+        folder.name: sorted(path.name for path in folder.rglob("*") if path.is_file())
+        for folder in sorted(logs.iterdir())
+    }
+    everything = ["notes.txt", "rank_0.log", "rank_1.log", "rank_12.log", "rank_1234.log"]
     assert left == {
         "attempt_0000": ["rank_1.log"],
         "attempt_0001": ["notes.txt", "rank_0.log"],

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cluster import slurm
+from frontier_llm.cluster.rank_logs import rank_log, rank_logs
 from frontier_llm.cluster.sbatch import render_site
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.errors import ConfigError
@@ -158,12 +159,16 @@ def test_the_address_is_the_interfaces_own(tmp_path: Path) -> None:
 
 def test_a_rank_has_its_own_log_and_rank_0_speaks_to_the_job_too(tmp_path: Path) -> None:
     outputs = []
-    for rank in ("0", "1"):
+    for rank in ("0", "1", "999", "1000", "75263"):
         env = {"PATH": "/usr/bin:/bin", "SLURM_PROCID": rank, "FRONTIER_LLM_LOG_DIR": str(tmp_path / "logs")}
         command = [LAUNCH / "rank.sh", "bash", "-c", "echo out $SLURM_PROCID; echo err >&2"]
         outputs.append(subprocess.run(command, capture_output=True, text=True, env=env).stdout)
-    assert outputs == ["out 0\nerr\n", ""]
-    assert [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)] == ["out 0\nerr\n", "out 1\nerr\n"]
+    assert outputs == ["out 0\nerr\n", "", "", "", ""]
+    for rank, number in enumerate(("0", "1", "999", "1000", "75263")):
+        log = rank_log(tmp_path / "logs", int(number))
+        assert log.read_text() == f"out {number}\nerr\n", rank
+    folders = sorted(path.name for path in (tmp_path / "logs").iterdir() if path.is_dir())
+    assert folders == ["001000", "075000"] and len(rank_logs(tmp_path / "logs")) == 5
 
 
 def test_a_rank_leaves_no_bytecode_and_no_core_behind(tmp_path: Path) -> None:

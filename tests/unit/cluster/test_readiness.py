@@ -11,6 +11,7 @@ import pytest
 from frontier_llm.cluster import readiness, slurm
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.readiness import before_the_queue, problems_of, refuse_unready
+from frontier_llm.cluster.site_state import requeue_note, site_problems
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import ConfigError, Problem
@@ -193,6 +194,39 @@ def test_the_interpreter_of_the_job_is_asked_with_the_modules_of_the_site(
     said = "\n".join(map(str, answer.problems))
     assert "the module gone/1 cannot be loaded" in said and "correct slurm/sites/planted.yaml" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_module_or_image_that_is_gone_is_named_with_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "cluster_name", lambda: "here")
+    listed = "/modules:\\nrocm/\\nrocm/6.3.3\\nrocm/7.0.1(default)\\nPrgEnv-cray/8.6.0\\n"
+    monkeypatch.setenv("BASH_FUNC_module%%", f"() {{ printf '{listed}'; }}")
+    config = load_run("train_small", ["machine=local", f"train.run_dir={tmp_path}/run"])
+
+    def problems(modules: str) -> list[str]:
+        site = load_site(str(planted_site(tmp_path, modules)))
+        return [str(problem) for problem in site_problems(site)]
+
+    assert problems("[rocm, PrgEnv-cray, rocm/7.0.1]") == []
+    (gone,) = problems("[rocm, rocm/7.0.0]")
+    assert "planted has no module rocm/7.0.0" in gone and "the nearest is rocm/7.0.1" in gone
+    answer = before_the_queue(config, load_site(str(planted_site(tmp_path, "[rocm/7.0.0]"))), tmp_path / "run", {})
+    assert [str(problem) for problem in answer.problems] == [gone]
+    images = tmp_path / "images"
+    (images / "torch-2.12").mkdir(parents=True)
+    (images / "torch-2.12" / "torch-2.12.sif").touch()
+    monkeypatch.setenv("FRONTIER_LLM_CONTAINER", str(images / "torch-2.10" / "torch-2.10.sif"))
+    (gone,) = problems("[]")
+    assert "no file" in gone and f"the nearest is {images}/torch-2.12/torch-2.12.sif" in gone
+
+
+@pytest.mark.parametrize(("setting", "noted"), [("JobRequeue              = 0", True), ("JobRequeue = 1", False)])
+def test_a_site_that_does_not_requeue_is_pointed_out(
+    setting: str, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "call", lambda command, timeout_s: f"JobFileAppend = 0\n{setting}\nKillWait = 30\n")
+    assert ("JobRequeue=0" in requeue_note()) is noted
 
 
 def test_an_archive_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from frontier_llm.errors import ConfigError
 
 
 def test_every_shipped_site_loads() -> None:
-    assert site_names() == ["frontier", "generic", "local", "lumi"]
+    assert site_names() == ["adastra", "dardel", "frontier", "generic", "local", "lumi", "setonix"]
     assert all(load_site(name).name == name for name in site_names())
 
 

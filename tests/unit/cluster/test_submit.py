@@ -15,7 +15,7 @@ from frontier_llm.cli.main import main
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.code import code_digest, snapshot
 from frontier_llm.cluster.sites import load_site, root_dir
-from frontier_llm.cluster.submit import JobRequest, before_maintenance, wanted_job
+from frontier_llm.cluster.submit import JobRequest, before_maintenance, start_problems, wanted_job
 from frontier_llm.cluster.warning_time import next_warning_s, save_seconds
 from frontier_llm.config import load_run
 from frontier_llm.planner.predict import START_S, PointPrediction, walltime_minutes
@@ -44,6 +44,45 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SMALL = ["submit", "train_small", "--site", "frontier", "-A", "ABC123"]
+# values that a user of these sites could find with the commands in the messages
+FOUND = {
+    "partitions": {"gpu": [{"max_nodes": 40, "max_hours": 24}]},
+    "bind": "gcd",
+    "interface": "hsn0",
+    "interfaces": ["hsn0", "hsn1", "hsn2", "hsn3"],
+    "network_plugin": "librccl-net.so",
+    "sbatch": {"constraint": "MI250", "exclusive": ""},
+    "modules": ["rocm"],
+    "node_local": "/tmp",
+}
+
+
+@pytest.mark.parametrize("site", ["setonix", "dardel", "adastra"])
+def test_an_untested_site_asks_for_each_key_without_a_source(
+    site: str,
+    fake_slurm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(slurm, "cluster_name", lambda: None)
+    words = ["submit", "train_small", "--nodes", "2", "-A", "project", "--dry-run", f"train.run_dir={tmp_path}/run"]
+    shipped = root_dir() / "slurm" / "sites" / f"{site}.yaml"
+    content = yaml.safe_load(shipped.read_text())
+    assert main([*words, "--site", site]) == 2
+    refusal = capsys.readouterr().err
+    assert set(content["unknown"]) <= set(FOUND)
+    for key in content["unknown"]:
+        assert f"the file of {site} has no `{key}`" in refusal
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump({**content, **{key: FOUND[key] for key in content["unknown"]}}))
+    assert main([*words, "--site", str(own)]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=2" in script and "#SBATCH --gpus-per-node=8" in script
+    assert ("#SBATCH --constraint=MI250" in script) == (site == "adastra")
+    assert ("#SBATCH --hint=nomultithread" in script) == (site == "dardel")
+
+
 PRETRAIN_1T = [
     "submit",
     "pretrain_1t",
@@ -277,6 +316,46 @@ def test_many_nodes_are_told_to_bring_their_environment(
     assert not noted("lumi", 16)  # an image is one file
     monkeypatch.setenv("FRONTIER_LLM_ENV_ARCHIVE", "env.tar.gz")
     assert not noted("frontier", 16)
+
+
+def requested(nodes: int, directory: Path, **of_site: object) -> JobRequest:
+    site = load_site("frontier").model_copy(update=of_site)
+    config = load_run("train_22b", ["machine=frontier", f"train.run_dir={directory}/run"])
+    return JobRequest(wanted_job(config, site, nodes), config, site)
+
+
+def test_a_job_whose_connections_the_store_may_not_open_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FRONTIER_LLM_CONTAINER", "image.sif")
+
+    def refused(nodes: int, hard: int, **of_site: object) -> list[str]:
+        request = requested(nodes, tmp_path, **of_site)
+        return [str(problem) for problem in start_problems(request, lambda resource: (1024, hard))]
+
+    assert refused(128, 4096) == []  # 128 nodes x 8 ranks x 4 connections
+    (problem,) = refused(129, 4096)
+    assert "1032 ranks open up to 4128 connections" in problem and "may open 4096 files (ulimit -Hn)" in problem
+    assert "--nodes 128 or less" in problem
+    assert refused(9408, -1) == []  # no limit
+    assert refused(129, 4096, open_files=1_048_576) == [] and len(refused(129, 1_048_576, open_files=4096)) == 1
+
+
+def test_many_nodes_may_not_import_torch_from_a_shared_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FRONTIER_LLM_CONTAINER", "FRONTIER_LLM_ENV_ARCHIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refused(nodes: int, **of_site: object) -> bool:
+        problems = start_problems(requested(nodes, tmp_path, **of_site), lambda resource: (1024, -1))
+        return any("would import torch from a shared file system" in problem.what for problem in problems)
+
+    assert not refused(64) and refused(65)
+    assert not refused(65, environment_is_local=True)
+    assert not refused(65, bind="none")
+    monkeypatch.setenv("FRONTIER_LLM_ENV_ARCHIVE", "env.tar.gz")
+    assert not refused(65)
 
 
 def test_fp16_on_mi250x_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

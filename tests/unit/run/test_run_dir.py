@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+
+import pytest
 
 from frontier_llm.run import run_dir
 from frontier_llm.run.holder import last_start, take
@@ -72,3 +75,22 @@ def test_a_start_counts_those_that_had_no_supervisor(tmp_path: Path) -> None:
     lock.parent.mkdir(parents=True)
     lock.touch()
     assert take(tmp_path, "11", "n0") == 8
+
+
+@pytest.mark.parametrize(("mode", "shared", "file_mode"), [(0o2770, True, 0o660), (0o2750, False, 0o600)])
+def test_a_group_that_may_write_the_run_directory_may_write_its_files(
+    tmp_path: Path, mode: int, shared: bool, file_mode: int
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(mode)
+    before = os.umask(0o077)
+    try:
+        assert run_dir.share_with_group(run) is shared
+        run_dir.append_line(run / "attempts.jsonl", {})
+        (run / "checkpoints").mkdir()
+    finally:
+        os.umask(before)
+    assert (run / "attempts.jsonl").stat().st_mode & 0o777 == file_mode
+    assert bool((run / "checkpoints").stat().st_mode & 0o020) is shared
+    assert not run_dir.share_with_group(tmp_path / "gone")
