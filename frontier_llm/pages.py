@@ -52,6 +52,7 @@ p.sub { color: var(--soft); margin: .2rem 0 1rem }
 .tile { padding: .7rem 1rem } .tile b { display: block; font-size: 1.35rem } .tile span { color: var(--soft); font-size: .85rem }
 figure { margin: 0 0 .8rem; padding: .3rem; min-width: 0 } .figures figure { margin: 0 }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: .8rem }
+.figures { margin-bottom: .8rem }
 figcaption { font-weight: 600; font-size: .9rem; padding: .3rem .5rem 0; overflow-wrap: anywhere }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 td, th { padding: .35rem .8rem; text-align: left; border-top: 1px solid var(--line); white-space: nowrap }
@@ -188,9 +189,16 @@ def figure(chart: Chart) -> str:
 
 
 def _powers(chart: Chart) -> dict[str, Any]:
-    """Return a logarithmic axis that is labelled with about eight of the values, such as numbers of devices."""
+    """Return a logarithmic axis with labels at some of the values, such as numbers of devices.
+
+    Two labels are at least a ninth of the axis apart, so that they do not overlap.
+    """
     values = sorted({value for trace in chart.traces for value in trace["x"]})
-    shown = values[:: len(values) // 9 + 1]
+    factor = (values[-1] / values[0]) ** (1 / 9)
+    shown = values[:1]
+    for value in values[1:]:
+        if value >= shown[-1] * factor:
+            shown.append(value)
     return {"type": "log", "tickvals": shown, "ticktext": [f"{value:,g}" for value in shown]}
 
 

@@ -148,7 +148,7 @@ def plan(
         model,
         numbers,
         nodes,
-        global_batch or batch or default_global_batch(model, nodes),
+        global_batch or batch or default_global_batch(model, nodes, numbers.node_devices),
         parse_fixed([f"{key}={value}" for key, value in (fixed or {}).items()]),
         **shared,
     )

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint.facts import JobFacts
 from frontier_llm.checkpoint.manifest import Manifest
-from frontier_llm.config import ModelConfig, RunConfig, Stretches, in_steps, phases_of
+from frontier_llm.config import ModelConfig, OptimizerConfig, RunConfig, Stretches, in_steps, phases_of
 from frontier_llm.config.keys import check_allowable
 from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.data.blend import whole_weights
 from frontier_llm.errors import CheckpointError, Problem
-from frontier_llm.optim.scalars import decay_begin
+from frontier_llm.optim.scalars import decay_begin, learning_rate
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
 # The only keys that must not change before the first step (for example with imported weights): they define the weights.
@@ -56,6 +56,7 @@ class Change:
     mathematics: bool
     note: str = ""
     allowable: bool = True  # False if no flag can allow it, for example other shapes of weights
+    remedy: str = ""  # a word that keeps the mathematics although the key changes
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
@@ -87,6 +88,35 @@ def _under(key: str, roots: Collection[str]) -> bool:
 def _ends_with_run(flat: Mapping[str, Any]) -> bool:
     """Return True if the learning rate of every step depends on the run's number of steps."""
     return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
+
+
+def _decay_end(flat: Mapping[str, Any]) -> Any:
+    """Return the schedule and the step at which its decay ends, for a schedule that decays from the warm-up on.
+
+    `flat` has steps in place of durations. Returns None for another schedule.
+    """
+    schedule = flat.get("optimizer.schedule")
+    if schedule not in ("cosine", "linear"):
+        return None
+    end = flat.get("optimizer.decay_steps")
+    return schedule, flat.get("train.steps") if end is None else end
+
+
+def _new_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str:
+    """Return the reason why another end of the decay changes the mathematics, with the rates of step `step`."""
+    why = "the learning rate of every step depends on train.steps while optimizer.decay_steps is null"
+    rates = [_rate(flat, step) for flat in (before, after)]
+    return why + (f"; at step {step} it would be {rates[1]:.3g} instead of {rates[0]:.3g}" if None not in rates else "")
+
+
+def _rate(flat: Mapping[str, Any], step: int) -> float | None:
+    """Return the learning rate of a step. None if the configuration is of another version."""
+    names = ("lr", "min_lr", "schedule", "warmup_steps", "decay_steps")
+    try:
+        config = OptimizerConfig.model_validate({name: flat[f"optimizer.{name}"] for name in names})
+    except (KeyError, ValidationError):
+        return None
+    return learning_rate(config, step, flat["train.steps"])
 
 
 def _trained_phases(config: Mapping[str, Any], step: int, done: Stretches) -> list[Any]:
@@ -200,8 +230,13 @@ def config_changes(
     steps_before = dict(flattened(in_steps(saved, done)))
     steps_after = dict(flattened(in_steps(current, done)))
     same_data = _trained_blend(contents[0]) == _trained_blend(contents[1])
-    mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
+    # another schedule is a change of its own
+    same_schedule = before.get("optimizer.schedule") == after.get("optimizer.schedule")
+    ends_with_run = same_schedule and (_ends_with_run(before) or _ends_with_run(after))
+    same_decay = _decay_end(steps_before) is not None and _decay_end(steps_before) == _decay_end(steps_after)
+    mathematics = _MATHEMATICS + (("train.steps",) if ends_with_run and not same_decay else ())
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
+    harmless = (*_HARMLESS, "optimizer.decay_steps") if same_decay else _HARMLESS
     if begun and _trained_phases(contents[0], step, done) != _trained_phases(contents[1], step, done):
         mathematics += ("train.phases",)
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
@@ -209,16 +244,17 @@ def config_changes(
         "train.steps": _lost_decay(steps_before, steps_after, step),
         "optimizer.name": "only the weights would be loaded",
     }
+    remedies = {}
     if "train.steps" in mathematics:
-        notes["train.steps"] = (
-            "the learning rate of every step depends on train.steps while optimizer.decay_steps is null"
-        )
+        notes["train.steps"] = _new_decay(steps_before, steps_after, step)
+    if "train.steps" in mathematics and _ends_with_run(before):
+        remedies["train.steps"] = f"optimizer.decay_steps={before.get('train.steps')}"
     changes = []
     for key in keys:
         was = before.get(key, _ABSENT)
         now = after.get(key, _ABSENT)
         if was != now and steps_before.get(key, _ABSENT) != steps_after.get(key, _ABSENT):
-            counts = _under(key, mathematics) and not _under(key, _HARMLESS) and not (key == "data.train" and same_data)
+            counts = _under(key, mathematics) and not _under(key, harmless) and not (key == "data.train" and same_data)
             if key == "data.seed" and counts:
                 note = (
                     "each source keeps the order of the first seed; --restart-source PATH gives it the order of the "
@@ -227,11 +263,8 @@ def config_changes(
                 changes.append(Change(key, was, now, counts, note, allowable=False))
                 continue
             fits = not (counts and key.startswith("model.")) or _fits(saved["model"], current["model"], key)
-            changes.append(
-                Change(
-                    key, was, now, counts, notes.get(key, "") if fits else "the saved weights have other shapes", fits
-                )
-            )
+            note = notes.get(key, "") if fits else "the saved weights have other shapes"
+            changes.append(Change(key, was, now, counts, note, fits, remedies.get(key, "")))
     return changes
 
 
@@ -306,6 +339,8 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
         flags = " ".join(dict.fromkeys(f"--allow-change {change.key}" for change in refused))
         problems = [Problem(where, f"the run would change its mathematics: {change}") for change in refused]
         ways = ["restore the values"]
+        if remedies := [change.remedy for change in refused if change.remedy]:
+            ways.append(f"add {' '.join(remedies)} to keep the rates of all trained steps (docs/train_longer.md)")
         if all(change.allowable for change in refused):
             ways.append(f"add {flags}")
         fix = f"{', '.join(ways)}, or start a new run with another train.run_dir"  # shown once, with the last problem

@@ -39,7 +39,7 @@ def find(path: Path) -> list[Path]:
         raise CheckpointError(
             "contains no complete checkpoint",
             "give a run directory, its checkpoints folder or a step_… folder",
-            str(path),
+            str(path.absolute()),
         )
     return checkpoints[::-1]
 

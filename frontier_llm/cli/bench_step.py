@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, command, option, positive, run_options, show
@@ -55,10 +56,8 @@ def _lines(result: StepBench) -> Iterator[str]:
         f"{result.fraction_of_gemm:.2f} of the {result.gemm_tflops:.3f} TFLOP/s that its matrix products reach alone"
     )
     yield f"{result.model_tflops:.3f} model TFLOP/s per device: {share}"
-    phases = [
-        (name, format_seconds(seconds), f"{seconds / result.step_time_s:.1%}")
-        for name, seconds in result.phases_s.items()
-    ]
+    mean_s = fmean(result.step_times_s)  # the phases are means too, while step_time_s is the median
+    phases = [(name, format_seconds(seconds), f"{seconds / mean_s:.1%}") for name, seconds in result.phases_s.items()]
     yield aligned(("phase", ">time", ">share"), phases, indent="  ")
     gemms = [(gemm["name"], gemm["M"], gemm["N"], gemm["K"], f"{gemm['tflops']:.3f}") for gemm in result.gemms]
     yield aligned(("product", ">M", ">N", ">K", ">TFLOP/s (forward and both gradients)"), gemms, indent="  ")

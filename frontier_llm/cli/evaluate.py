@@ -216,6 +216,11 @@ def _report(
     if args.output:
         write_atomically(Path(args.output), strict_json(content) + "\n")
     notes = [f"{opened.path}: {verification(args, opened)}"] if args.no_verify else []
+    if losses and opened.run is not None and not args.windows:
+        notes.append(
+            f"every window of the data counts; training scores {opened.run.train.eval_samples} samples of it "
+            "(train.eval_samples), so its held-out loss differs"
+        )
     show(args, content, lambda: "\n".join([*_tables(losses, recalls, results, args.positions > 1), *notes]))
 
 

@@ -228,7 +228,11 @@ def _plan(args: argparse.Namespace) -> int:
     nodes = args.nodes or _smallest(model, machine, numbers)
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; the plan assumes {nodes}", file=sys.stderr)
-    batch = base.batch.global_batch if base else _global_batch(settings) or default_global_batch(model, nodes)
+    batch = (
+        base.batch.global_batch
+        if base
+        else _global_batch(settings) or default_global_batch(model, nodes, numbers.node_devices)
+    )
     shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else _state_choices(settings)
     outcome = search(
         model,

@@ -251,9 +251,10 @@ def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> st
     used = sum(trial.node_hours for trial in search.trials)
     trial_s = START_S + args.steps * plans[0].step_s
     left = max(0.0, args.max_node_hours - used)
+    steps_s = [plan.step_s for plan in plans]
     return (
-        f"{plural(len(plans), 'layout')} of {search.space.legal} legal ones fit, {format_seconds(plans[0].step_s)} to "
-        f"{format_seconds(max(plan.step_s for plan in plans))} per step (predicted)\n"
+        f"{plural(len(plans), 'layout')} of {search.space.legal} legal ones fit, {format_seconds(min(steps_s))} to "
+        f"{format_seconds(max(steps_s))} per step (predicted)\n"
         f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} "
         f"(start assumed, until one is measured), "
         f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.max_node_hours:.3g} node-hours are used\n"

@@ -18,7 +18,7 @@ from pydantic import Field
 from frontier_llm import log
 from frontier_llm.config import build
 from frontier_llm.config.fields import PositiveFloat, PositiveInt, Section
-from frontier_llm.config.load import read_yaml
+from frontier_llm.config.load import read_yaml, with_machine_path
 from frontier_llm.errors import ConfigError, Problem, nearest, suggest
 from frontier_llm.machine.load import load_machine
 from frontier_llm.run.rank_env import environ
@@ -147,7 +147,7 @@ def load_site(name_or_path: str | None = None) -> Site:
                 "--site",
             )
         path = site_file(name_or_path)
-    content = read_yaml(path)
+    content = with_machine_path(read_yaml(path), path.parent)
     if FORMER_WARNING_TIME in content and "warning_time_s" not in content:
         log.info(f"{path}: {FORMER_WARNING_TIME} is now called warning_time_s: write the new name")
         content["warning_time_s"] = content.pop(FORMER_WARNING_TIME)

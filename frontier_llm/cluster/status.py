@@ -121,12 +121,11 @@ def read_status(directory: Path) -> Status:
     Raises FrontierError if `directory` is not a run directory.
     """
     if not directory.is_dir():
-        raise FrontierError(
-            "no such run directory", "give the path of a run directory, or no path for all under runs/", str(directory)
-        )
+        fix = "give the path of a run directory, or no path for all under runs/"
+        raise FrontierError("no such run directory", fix, str(directory.absolute()))
     if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
         raise FrontierError(
-            "is not a run directory", f"a run directory has one of {', '.join(RUN_MARKS)}", str(directory)
+            "is not a run directory", f"a run directory has one of {', '.join(RUN_MARKS)}", str(directory.absolute())
         )
     parts = RunParts(directory)
     rows = parts.read(run_dir.steps, list[dict[str, Any]]())

@@ -33,6 +33,7 @@ T = TypeVar("T", bound=BaseModel)
 
 # Bytes of a YAML file or value. A file of this size takes a second or two to parse. The largest shipped file has 10 KB.
 MAXIMUM_BYTES = 1 << 17
+_ENDINGS = (".yaml", ".yml")
 MAXIMUM_NODES = 100_000  # Values in a YAML file with aliases expanded. The shipped files have fewer than 1,000.
 
 # Former name → current name, by kind of file.
@@ -68,7 +69,7 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     candidates = [Path(name)] if relative_to is None else [relative_to / name, Path(name)]
     for path in candidates:
         # os.path.isfile, because Path.is_file() raises for a name that is too long
-        if path.suffix in (".yaml", ".yml") and os.path.isfile(path):
+        if path.suffix in _ENDINGS and os.path.isfile(path):
             return path
     shipped = available(kind)
     if name in RENAMED.get(kind, {}):
@@ -85,7 +86,11 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
             f"{name} is a model, not a run: use a run that trains it, or write a run file with `model: {name}`; runs: "
             f"{', '.join(shipped)}"
         )
-    raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=fix)
+    what = f"no {kind[:-1]} file {name!r}"
+    if name.endswith(_ENDINGS):
+        what = f"no {kind[:-1]} file {' or '.join(dict.fromkeys(os.path.abspath(path) for path in candidates))}"
+        fix = f"check the path, or give one of {', '.join(shipped)}"
+    raise ConfigError(what, fix=fix)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -174,9 +179,26 @@ def compose(path: Path, kind: str) -> tuple[dict[str, Any], list[Path]]:
 
 
 def _expanded(path: Path) -> dict[str, Any]:
-    """Return a file's content with the models and plugins that it names by relative paths resolved."""
+    """Return a file's content with the model, machine and plugins that it names by relative paths resolved."""
     content = plugin_paths(read_yaml(path), path.parent, str(path))
-    return _expand_model(content, path.parent)
+    return _expand_model(with_machine_path(content, path.parent), path.parent)
+
+
+def with_machine_path(content: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the content of a run or site file with the path of its machine file made absolute.
+
+    A relative path counts from `directory`, the folder of the file that names it. A path that exists only relative to
+    the working directory, as in earlier versions, is accepted with a notice.
+    """
+    name = content.get("machine")
+    if not isinstance(name, str) or not name.endswith(_ENDINGS):
+        return content
+    path = (directory / name).resolve()
+    elsewhere = Path(name).resolve()
+    if not os.path.isfile(path) and os.path.isfile(elsewhere):
+        log.info(f"machine: {name} is not in {directory.resolve()}; the file in the working directory is used")
+        path = elsewhere
+    return {**content, "machine": str(path)}
 
 
 def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, files: list[Path]) -> dict[str, Any]:
@@ -366,7 +388,8 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
     path = find_file(name_or_path, "runs")
     overrides = list(overrides)
     content, _ = compose(path, "runs")
-    over = plugin_paths(_expand_model(parse_overrides(overrides), None), Path.cwd(), "command line")
+    typed_content = with_machine_path(_expand_model(parse_overrides(overrides), None), Path.cwd())
+    over = plugin_paths(typed_content, Path.cwd(), "command line")
     merged = merge(content, over)
     try:
         config = build(RunConfig, merged)

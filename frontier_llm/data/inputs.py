@@ -71,7 +71,7 @@ def find_inputs(
         if not files and not is_url(path) and not Path(path).is_dir():
             siblings = [child.name for child in Path(path).parent.iterdir()] if Path(path).parent.is_dir() else []
             fix = suggest(Path(path).name, siblings[:20]) if siblings else "check the path"
-            problems.append(Problem(where=path, what="no such file or directory", fix=fix))
+            problems.append(Problem(where=str(Path(path).absolute()), what="no such file or directory", fix=fix))
             continue
         # index.json beside MDS shards only repeats their headers
         shards = {_folder(file) for file in files if ".mds" in file.name}

@@ -235,7 +235,7 @@ def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
             "give a tokenizer's file or directory, hf://OWNER/NAME to fetch one from the Hub, train one with "
             "`frontier-llm data tokenizer`, or give `bytes`"
         )
-        raise DataError("no such tokenizer", where=str(path), fix=fix)
+        raise DataError("no such tokenizer", where=str(path.absolute()), fix=fix)
     for file in filter(None, (path, _merges_beside(path), path.with_name("tokenizer_config.json"))):
         if file.is_file() and file.stat().st_size == 0:  # a file in /proc also has size 0, and may be endless
             raise DataError("is empty", where=str(file), fix="give the tokenizer's own file")

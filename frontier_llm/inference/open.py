@@ -66,7 +66,7 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
         "give a run directory (with checkpoints/), a checkpoint (with manifest.json) or a Hugging Face directory "
         "(with config.json)"
     )
-    raise CheckpointError(what, fix, str(path))
+    raise CheckpointError(what, fix, str(path.absolute()))
 
 
 def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:

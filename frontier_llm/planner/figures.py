@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from frontier_llm.blueprint.items import FlashCore, Pass, Product
+from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.work import block_work, flops
 from frontier_llm.errors import ConfigError, not_installed
 from frontier_llm.files import write_atomically
@@ -19,6 +20,8 @@ from frontier_llm.machine.schema import Machine
 from frontier_llm.pages import PARTS, Chart, can_draw, figure, figures, level, line, points, text, write_page
 from frontier_llm.planner import report
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes
+from frontier_llm.planner.alternatives import alternatives
+from frontier_llm.planner.breakdown import breakdown
 from frontier_llm.planner.candidates import enumerate_layouts
 from frontier_llm.planner.costs.layouts import as_table, ranks_per_node
 from frontier_llm.planner.costs.memory import peak_memory
@@ -28,6 +31,8 @@ from frontier_llm.planner.published import PUBLISHED
 from frontier_llm.planner.search import Plan, Search
 from frontier_llm.schedule import Kind, timeline_chart
 from frontier_llm.units import GIB, format_bytes, strict_json
+
+SAME_EFFICIENCY = 0.01  # difference of two efficiencies that cannot be seen in a chart
 
 
 def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, numbers: Rates) -> Path:
@@ -42,6 +47,7 @@ def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, num
     title = f"{outcome.model.name} on {outcome.nodes} nodes of {machine.name}"
     parts = [
         figure(pipeline_chart(outcome.best)),
+        figure(step_chart(outcome, numbers)),
         figure(memory_chart(outcome.best)),
         figure(roofline_chart(outcome.best, numbers)),
         figures(throughput_charts(outcome, numbers)),
@@ -68,6 +74,40 @@ def simulated_part(plan: Plan) -> str:
     return ""
 
 
+def step_chart(outcome: Search, numbers: Rates) -> Chart:
+    """Return a stacked bar of the step's time by cause for the choice, the runner-up and the kinds not chosen."""
+    compared = {"the choice": outcome.best}
+    if len(outcome.plans) > 1:
+        compared["the runner-up"] = outcome.plans[1]
+    compared |= {other.name: other.plan for other in alternatives(outcome, numbers) if other.plan is not None}
+    causes = {name: breakdown(plan, numbers) for name, plan in compared.items()}
+    labels = [f"{name}: {_short(plan.layout)}" for name, plan in compared.items()]
+    names = list(dict.fromkeys(name for parts in causes.values() for name in parts))
+    largest = {name: max(parts.get(name, 0.0) / sum(parts.values()) for parts in causes.values()) for name in names}
+    shown = [name for name in names if largest[name] > 0.01]
+    small = [name for name in names if name not in shown]
+    rows = {name: [parts.get(name, 0.0) for parts in causes.values()] for name in shown}
+    rows["everything below 1 %"] = [sum(parts.get(name, 0.0) for name in small) for parts in causes.values()]
+    traces = [
+        _part(name, labels, values, PARTS[index % len(PARTS)]) for index, (name, values) in enumerate(rows.items())
+    ]
+    return Chart(
+        title="Where a step goes",
+        x="",
+        y="seconds of a step (simulated)",
+        traces=traces,
+        height_px=460,
+        layout={"barmode": "stack"},
+    )
+
+
+def _short(layout: Layout) -> str:
+    """Return the degrees of a layout, which fit below a bar."""
+    context = f" CP{layout.cp}" if layout.cp > 1 else ""
+    sharding = " FSDP" if layout.sharding == "weights" else ""
+    return f"TP{layout.tp}{context} PP{layout.pp} DP{layout.dp}{sharding}"
+
+
 def memory_chart(plan: Plan) -> Chart:
     """Return a stacked chart of each pipeline rank's memory by purpose, with the device's limit."""
     ranks = list(range(len(plan.memory)))
@@ -86,7 +126,7 @@ def memory_chart(plan: Plan) -> Chart:
     )
 
 
-def _part(name: str, ranks: list[int], values: list[float], color: str) -> dict[str, Any]:
+def _part(name: str, ranks: Sequence[int | str], values: list[float], color: str) -> dict[str, Any]:
     marker = {"color": color, "line": {"color": "#888", "width": 0.5}}
     return {"type": "bar", "name": name, "x": ranks, "y": values, "marker": marker}
 
@@ -147,16 +187,21 @@ def intensity(executed: float, moved_bytes: float) -> float:
 def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
     """Yield charts of the best throughput of the layouts that fit, by TP, PP and microbatches.
 
-    The throughput is computed in closed form, so that all layouts are included.
+    The throughput is computed in closed form, so that all layouts of the search are included. A star is the simulated
+    choice. A chart of a single value is left out.
     """
+    chosen = outcome.best.layout
     layouts = enumerate_layouts(
         outcome.model,
         outcome.nodes * numbers.node_devices,
         outcome.global_batch,
         numbers.node_devices,
         outcome.fixed,
-        tp_max=8 * numbers.node_devices,
+        dtype=chosen.dtype,
+        optimizer=chosen.optimizer,
     )
+    if numbers.one_in_flight:
+        layouts = layouts.where(layouts.sharding != "weights")  # as in the search
     layouts = layouts.where(peak_memory(outcome.model, layouts, numbers) <= numbers.memory_bytes)
     speed = (
         layouts.global_batch * outcome.model.sequence_length / step_s(outcome.model, layouts, numbers) / layouts.devices
@@ -164,9 +209,22 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
     for field, label in (("tp", "TP"), ("pp", "PP"), ("microbatches", "microbatches per step")):
         values = np.asarray(getattr(layouts, field))
         degrees = np.unique(values)
-        best = [speed[values == degree].max() for degree in degrees]
-        title = f"Best layout by {label}"
-        yield Chart(title, label, "tokens/s per device", [line(label, degrees, best, marks="circle")], log_x=True)
+        if len(degrees) < 2:
+            continue
+        fastest = [int(np.flatnonzero(values == degree)[speed[values == degree].argmax()]) for degree in degrees]
+        hover = [_short(layouts.row(index)) for index in fastest]
+        traces = [
+            line("closed form", degrees, speed[fastest], marks="circle", hover=hover),
+            points(
+                name="the choice, simulated",
+                x=[getattr(chosen, field)],
+                y=[outcome.best.tokens_per_s_per_device],
+                index=3,
+                shape="star",
+                hover=[_short(chosen)],
+            ),
+        ]
+        yield Chart(f"Best layout by {label}", label, "tokens/s per device", traces, log_x=True)
 
 
 def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
@@ -227,23 +285,30 @@ def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndar
 
 
 def scaling_charts(outcome: Search, machine: Machine, numbers: Rates) -> Iterator[Chart]:
-    """Yield charts of predicted weak and strong scaling, with ORNL's published efficiencies of the same model."""
+    """Yield charts of predicted weak and strong scaling, with ORNL's published efficiencies of the same model.
+
+    A chart is left out if it only shows an efficiency of about 1. So is a second prediction that is the same line.
+    """
     ornl = rates(machine, "megatron-deepspeed") if machine.name == "frontier" else None
     for weak in (True, False):
-        traces = [line("predicted, this plan", *scaling_points(outcome, numbers, weak), 0, marks="circle")]
+        devices, efficiency = scaling_points(outcome, numbers, weak)
+        lowest = efficiency.min()
+        traces = [line("predicted, this plan", devices, efficiency, 0, marks="circle")]
         if ornl:
-            traces.append(
-                line(
-                    "predicted, ORNL's 2023 software",
-                    *scaling_points(outcome, ornl, weak),
-                    1,
-                    marks="square",
-                    dash="dash",
-                )
-            )
-        for point in (
+            other = scaling_points(outcome, ornl, weak)[1]
+            lowest = min(lowest, other.min())
+            if np.abs(other - efficiency).max() > SAME_EFFICIENCY:
+                name = "predicted, ORNL's 2023 software"
+                traces.append(line(name, devices, other, 1, marks="square", dash="dash"))
+            else:
+                traces[0]["name"] = "predicted, this plan and ORNL's 2023 software"
+        measured = [
             point for point in PUBLISHED if point.model == outcome.model.name and (point.mode == "weak") == weak
-        ):
+        ]
+        if not measured and lowest > 1 - SAME_EFFICIENCY:
+            continue
+        lowest = min([lowest, *(point.efficiency for point in measured)])
+        for point in measured:
             traces.append(
                 points("ORNL, measured (its own baseline)", [point.devices], [point.efficiency], 3, shape="star")
             )
@@ -254,7 +319,7 @@ def scaling_charts(outcome: Search, machine: Machine, numbers: Rates) -> Iterato
             y="efficiency",
             traces=traces,
             log_x=True,
-            layout={"yaxis": {"range": [0, 1.1]}},
+            layout={"yaxis": {"range": [0.95 * lowest, 1.02]}},
         )
 
 

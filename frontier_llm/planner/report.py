@@ -13,6 +13,7 @@ from frontier_llm.machine.load import PLACES, provenance
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
+from frontier_llm.planner.alternatives import Alternative, alternatives
 from frontier_llm.planner.breakdown import SOURCES, breakdown
 from frontier_llm.planner.choice import RESOLUTION, TIE, why_not
 from frontier_llm.planner.links import axis_links, cost_of_one, safety_words
@@ -108,6 +109,7 @@ _COLUMNS = (
     "recompute",
     ">Z",
     ">step",
+    ">vs 1",
     ">tok/s/dev",
     ">bubble",
     ">GiB",
@@ -115,7 +117,16 @@ _COLUMNS = (
 )
 # Number of columns in a plan's first line → format of its second line, which holds the other columns. The first entry
 # whose lines fit the terminal is used.
-_SECOND_LINES = {17: "", 16: "     bound by {16}", 13: "     {13} tok/s/dev, bubble {14}, {15} GiB; bound by {16}"}
+_SECOND_LINES = {
+    18: "",
+    17: "     bound by {17}",
+    14: "     {14} tok/s/dev, bubble {15}, {16} GiB; bound by {17}",
+}
+_LEGEND = (
+    "  TP, CP, PP, DP: ranks over which a layer, a sequence, the layers and the batch are split; v: virtual stages "
+    "per rank; mbs: sequences of a microbatch; m: microbatches; SP: sequence parallel; Z: ZeRO stage, 3 is FSDP; "
+    "vs 1: time of the step compared with the choice"
+)
 
 
 def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
@@ -123,7 +134,7 @@ def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
 
     If the lines exceed `width` characters, each plan has a second line for its last columns.
     """
-    cells = [_cells(index, plan) for index, plan in enumerate(plans, 1)]
+    cells = [_cells(index, plan, plans[0]) for index, plan in enumerate(plans, 1)]
     for columns, second in _SECOND_LINES.items():
         head, *lines = aligned(_COLUMNS[:columns], (row[:columns] for row in cells), indent="  ").splitlines()
         rest = [second.format(*row) for row in cells]
@@ -139,7 +150,7 @@ def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
     return "\n".join(rows)
 
 
-def _cells(index: int, plan: Plan) -> tuple[object, ...]:
+def _cells(index: int, plan: Plan, choice: Plan) -> tuple[object, ...]:
     layout = plan.layout
     sequence_parallel = "y" if layout.sequence_parallel else "n"
     return (
@@ -156,11 +167,17 @@ def _cells(index: int, plan: Plan) -> tuple[object, ...]:
         layout.recompute,
         SHARDING[layout.sharding],
         step_words(plan.step_s),
+        _compared(plan, choice) if plan is not choice else "",
         f"{plan.tokens_per_s_per_device:.1f}",
         f"{100 * plan.simulated.bubble:.1f} %",
         f"{plan.peak_bytes / GIB:.1f}",
         plan.binding,
     )
+
+
+def _compared(plan: Plan, choice: Plan) -> str:
+    """Return the difference of two step times as text: '+1.3 %'."""
+    return f"{100 * (plan.step_s / choice.step_s - 1):+.1f} %"
 
 
 def wrapped(text: str, width: int) -> str:
@@ -206,6 +223,7 @@ def text(
         *safety_words(best, machine, rates),
         "",
         table(outcome.plans, width),
+        _LEGEND,
     ]
     if len(outcome.plans) > 1:
         second = outcome.plans[1]
@@ -218,6 +236,7 @@ def text(
             f"{outcome.safe.peak_bytes / GIB:.1f} GiB, {step_words(outcome.safe.step_s)} per step "
             f"({100 * (outcome.safe.step_s / best.step_s - 1):+.1f} %)"
         )
+    lines += [_why_not(best, other) for other in alternatives(outcome, rates)]
     lines += [f"rejected: {line}" for line in outcome.rejected]
     if outcome.across is not None:
         other = outcome.across
@@ -230,10 +249,20 @@ def text(
     return wrapped("\n".join(lines), width)
 
 
+def _why_not(best: Plan, other: Alternative) -> str:
+    """Return one line about a kind of layout that was not chosen."""
+    if other.plan is None:
+        return f"why not {other.name}: {other.reason}"
+    reason = _why(best, other.plan) if other.plan.step_s >= best.step_s else "within the error of the cost model"
+    if other.plan.layout.sharding == "weights" and other.plan.step_s < best.step_s:
+        reason = f"its overlap is an estimate, so it must be faster by {100 * RESOLUTION:.0f} %"
+    return f"why not {other.name}: {layout_words(other.plan)}: {_compared(other.plan, best)} time; {reason}"
+
+
 def speed_lines(plan: Plan, use: Mapping[str, float], uncertainty: Uncertainty) -> list[str]:
     """Return lines with a plan's step time, throughput and shares of the peak FLOP/s, each with its uncertainty band.
 
-    If the software stack has never run on this machine, the slow end of the band is printed first.
+    If the software stack has never run on this machine, the band is printed first.
     """
     speed = plan.tokens_per_s_per_device
     devices = plan.layout.devices

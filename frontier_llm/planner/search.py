@@ -31,7 +31,8 @@ from frontier_llm.topology.grid import AXIS_ORDERS
 from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
-TARGET_TOKENS = 16 * 2**20  # tokens of the default global batch
+TARGET_TOKENS = 16 * 2**20  # tokens of the default global batch of a large machine
+DEVICE_TOKENS = 128 * 2**10  # most tokens per device of the default global batch, so that a step takes seconds
 WARN_SHARE = 0.95  # share of the device's memory above which the report warns about a plan
 FINALISTS = 8
 # The closed form assumes an even split of the layers, and a rank of the real split can need 3 % more memory.
@@ -115,12 +116,13 @@ class Search:
         return self.plans[0]
 
 
-def default_global_batch(model: ModelConfig, nodes: int) -> int:
-    """Return the default number of sequences per step, about 16 Mi tokens.
+def default_global_batch(model: ModelConfig, nodes: int, node_devices: int) -> int:
+    """Return the default number of sequences per step: about 16 Mi tokens, and at most 128 Ki tokens per device.
 
     The number is `nodes` times a power of two, so that most data-parallel degrees divide it.
     """
-    per_node = TARGET_TOKENS / model.sequence_length / nodes
+    tokens = min(TARGET_TOKENS, DEVICE_TOKENS * nodes * node_devices)
+    per_node = tokens / model.sequence_length / nodes
     return int(nodes * 2 ** max(0, round(float(np.log2(per_node)))))
 
 
@@ -414,7 +416,7 @@ def smallest_machine(model: ModelConfig, rates: Rates) -> int | None:
     Powers of two up to the size of the machine are tried.
     """
     for number in (2**power for power in range(15) if 2**power <= rates.nodes):
-        batch = default_global_batch(model, number)
+        batch = default_global_batch(model, number, rates.node_devices)
         layouts = enumerate_layouts(
             model,
             number * rates.node_devices,

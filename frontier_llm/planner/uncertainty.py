@@ -149,8 +149,8 @@ class Uncertainty:
         return BANDS[self.basis]
 
     @property
-    def slow_first(self) -> bool:
-        """True if reports print the slow end of the band first."""
+    def band_first(self) -> bool:
+        """True if reports print the band before the simulated value."""
         return self.basis != SAME
 
     @property
@@ -173,12 +173,12 @@ class Uncertainty:
     def about(self, value: float, words: Callable[[float], str], slow: int) -> str:
         """Return a value with its band, for example '17.5 s (15.0 s … 20.5 s)'.
 
-        If the stack was not fitted on this machine, the slow end is first: '22.4 s … 13.7 s (simulated 17.5 s)'. `slow`
+        If the stack was not fitted on this machine, the band is first: '13.7 s … 22.4 s (simulated 17.5 s)'. `slow`
         is the index of the slower end in `ends(value)`: 1 for a time, 0 for a rate.
         """
         ends = [words(end) for end in self.ends(value, slow)]
-        if self.slow_first:
-            return f"{ends[slow]} … {ends[1 - slow]} (simulated {words(value)})"
+        if self.band_first:
+            return f"{ends[0]} … {ends[1]} (simulated {words(value)})"
         return f"{words(value)} ({ends[0]} … {ends[1]})"
 
     def words(self) -> list[str]:
@@ -188,7 +188,7 @@ class Uncertainty:
             f"and shares below (constants: {self.basis})"
         ]
         if self.basis == ESTIMATED:
-            lines[0] += "; no step of this stack on this machine was measured, so the slow end is first"
+            lines[0] += "; no step of this stack on this machine was measured, so the interval is printed first"
         if self.basis == PUBLISHED:
             lines[0] += "; steps of this stack were published, but no constant was fitted to them"
         if self.recompute_factor > 1:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from frontier_llm import log
-from frontier_llm.config import DataSource
+from frontier_llm.config import DataSource, RunConfig
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
 from frontier_llm.failpoints import hit
@@ -46,8 +46,14 @@ def evaluate(
             values[split] = loss
         name = f" {split.removeprefix('validation/')}" if split != "validation" else ""
         bits = f"  {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else ""
-        log.info(f"held-out{name} after step {state.current_step}: loss {loss:.4f}{bits}")
+        scored = evaluation_batches(state.config, samples) * state.config.batch.global_batch
+        log.info(f"held-out{name} after step {state.current_step}: loss {loss:.4f}{bits} ({scored:,} samples)")
     return values
+
+
+def evaluation_batches(config: RunConfig, samples: int) -> int:
+    """Return the number of global batches of an evaluation of at least `samples` samples."""
+    return max(1, math.ceil(samples / config.batch.global_batch))
 
 
 @torch.no_grad()
@@ -63,7 +69,7 @@ def held_out_loss(
     complete global batches, so that every layout evaluates the same samples. Returns None if `interrupted()` is True
     after one of the batches.
     """
-    rounds = max(1, math.ceil(samples / state.config.batch.global_batch))
+    rounds = evaluation_batches(state.config, samples)
     feed = state.new_feed(source)
     loss_sum = 0.0
     targets = 0

@@ -54,9 +54,8 @@ def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
     """
     missing = [name for name in ("config.yaml", "plan.json", "metrics.jsonl") if not (directory / name).is_file()]
     if missing:
-        raise DataError(
-            f"{directory} is not a run directory: it lacks {', '.join(missing)}", fix="give the train.run_dir of a run"
-        )
+        what = f"{directory.absolute()} is not a run directory: it lacks {', '.join(missing)}"
+        raise DataError(what, fix="give the train.run_dir of a run")
     content = read_yaml(directory / "config.yaml")
     where = str(directory / "config.yaml")
     config = build(RunConfig, content, where)

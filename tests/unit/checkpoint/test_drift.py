@@ -50,11 +50,35 @@ def test_a_run_is_told_why_its_length_is_mathematics() -> None:
         load_run("bench", ["optimizer.schedule=cosine", f"train.steps={steps}"]).model_dump(mode="json")
         for steps in (10, 20)
     )
-    with pytest.raises(
-        CheckpointError,
-        match=r"train.steps: 10 → 20 \(the learning rate of every step depends on .* optimizer.decay_steps is null",
-    ):
-        check_allowed(config_changes(saved, longer), [], "step_10")
+    with pytest.raises(CheckpointError) as refused:
+        check_allowed(config_changes(saved, longer, step=10), [], "step_10")
+    said = str(refused.value)
+    assert "train.steps: 10 → 20 (the learning rate of every step depends on train.steps while" in said
+    assert "at step 10 it would be 0.000144 instead of 3e-05" in said
+    assert "add optimizer.decay_steps=10 to keep the rates of all trained steps" in said
+    assert "add --allow-change train.steps" in said
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_longer_run_that_keeps_the_end_of_its_decay_has_the_same_mathematics(schedule: str) -> None:
+    saved, longer, other = (
+        load_run("bench", [f"optimizer.schedule={schedule}", *words]).model_dump(mode="json")
+        for words in (
+            ["train.steps=10"],
+            ["train.steps=20", "optimizer.decay_steps=10"],
+            ["train.steps=20", "optimizer.decay_steps=15"],
+        )
+    )
+    changes = config_changes(saved, longer, step=10)
+    assert [(change.key, change.mathematics) for change in changes] == [
+        ("optimizer.decay_steps", False),
+        ("train.steps", False),
+    ]
+    check_allowed(changes, [], "step_10")
+    new_schedule = load_run("bench", ["optimizer.schedule=wsd", "train.steps=20"]).model_dump(mode="json")
+    check_allowed(config_changes(saved, new_schedule, step=10), ["optimizer.schedule"], "step_10")
+    with pytest.raises(CheckpointError, match=r"optimizer\.decay_steps: None → 15"):
+        check_allowed(config_changes(saved, other, step=10), [], "step_10")
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,9 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["tid"] for event in events} == set(range(best["pipeline"]))
     page = figures.read_text().split("<script>")[0]
-    assert page.count("class=chart") == 3 + 3 + 2 + 2  # pipeline, memory and roofline, throughput, scaling, collectives
+    # pipeline, causes, memory and roofline; throughput, scaling, collectives
+    assert page.count("class=chart") == 4 + 3 + 2 + 2
+    assert "Where a step goes" in page and "why not FSDP: " in page
     assert '"name": "idle"' in page and "Report" in page
     assert "http" not in page.split("<pre>")[0]
 

@@ -152,7 +152,7 @@ def test_big_searches_keep_tensor_parallelism_inside_the_node(model: str, nodes:
 
 @BIG
 def test_big_searches_count_what_they_leave_out(model: str, nodes: int) -> None:
-    found = search(load_model(model), FRONTIER, nodes, default_global_batch(load_model(model), nodes))
+    found = search(load_model(model), FRONTIER, nodes, default_global_batch(load_model(model), nodes, 8))
     assert found.legal > found.fitting > found.dominated > 0
     others = found.plans[1:]
     assert list(others) == sorted(others, key=preference)
@@ -237,8 +237,8 @@ def test_too_small_and_impossible_sizes() -> None:
     assert search(model, FRONTIER, 4, 6144).plans == ()
     need = smallest_machine(model, FRONTIER)
     assert need is not None
-    assert search(model, FRONTIER, need, default_global_batch(model, need)).plans
-    assert not search(model, FRONTIER, need // 2, default_global_batch(model, need // 2)).plans
+    assert search(model, FRONTIER, need, default_global_batch(model, need, 8)).plans
+    assert not search(model, FRONTIER, need // 2, default_global_batch(model, need // 2, 8)).plans
     assert search(model, FRONTIER, 383, 9600).legal == 0
     near = legal_node_counts(model, 8, 383, 9600, {})
     assert near[-1] == 384

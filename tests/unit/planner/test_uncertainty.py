@@ -23,13 +23,13 @@ def plan_words(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return " ".join(capsys.readouterr().out.split())  # removes the line wrapping
 
 
-def test_an_untried_stack_leads_with_the_slow_end_and_a_promise_above_all_that_is_published_is_flagged(
+def test_an_untried_stack_leads_with_the_interval_and_a_promise_above_all_that_is_published_is_flagged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = plan_words(capsys, "--fix", "tensor=2")
     found = re.search(r" ([\d.]+) s … ([\d.]+) s \(simulated ([\d.]+) s\) per step", out)
     assert found is not None
-    slow, fast, simulated = map(float, found.groups())
+    fast, slow, simulated = map(float, found.groups())
     assert slow > simulated > fast
     assert "no step of this stack on this machine was measured" in out
     assert "55.3 TFLOP/s for such a model (ornl-22B), 83.0 for any (mosaic-mi250-4)" in out
