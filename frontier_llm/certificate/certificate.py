@@ -39,6 +39,7 @@ ENTRIES = (
     Entry(installation.NAME, installation.check_installation, needs_layout=False),
     Entry(configuration.NAME, configuration.check_configuration, needs_layout=False),
     Entry(communication.NAME, communication.check_communication),
+    Entry(TYPES, _check_types),
     Entry(restart.NAME, restart.check_restart),
     Entry(memory.NAME, memory.check_memory),
     Entry(memory.COST, memory.check_cost),
