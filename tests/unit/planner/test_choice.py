@@ -79,7 +79,7 @@ def test_only_estimated_shares_that_another_stack_has_lower_are_slow() -> None:
 @pytest.mark.parametrize(("model", "nodes"), [("gpt-22b", 8), ("gpt-175b", 64)])
 def test_the_choice_is_robust_and_simple_on_shipped_models(model: str, nodes: int) -> None:
     described = load_model(model)
-    found = search(described, FRONTIER, nodes, default_global_batch(described, nodes))
+    found = search(described, FRONTIER, nodes, default_global_batch(described, nodes, 8))
     check_choice(list(found.plans))
     if found.best.peak_bytes > FRONTIER.safe_bytes:
         assert found.safe is None or found.safe.peak_bytes <= FRONTIER.safe_bytes
@@ -92,7 +92,7 @@ def test_the_choice_is_robust_and_simple_on_shipped_models(model: str, nodes: in
 @pytest.mark.parametrize("nodes", [128, 384])
 def test_the_choice_is_robust_and_simple_on_more_models(model: str, nodes: int) -> None:
     described = load_model(model)
-    check_choice(list(search(described, FRONTIER, nodes, default_global_batch(described, nodes)).plans))
+    check_choice(list(search(described, FRONTIER, nodes, default_global_batch(described, nodes, 8)).plans))
 
 
 def check_choice(plans: list[Plan]) -> None:
