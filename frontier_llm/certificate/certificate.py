@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from frontier_llm.certificate import communication, configuration, installation, memory, restart
-from frontier_llm.certificate.section import Section, Verdict, judged, not_checkable
+from frontier_llm.certificate.section import CertificateSection, SectionVerdict, judged, not_checkable
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.units import plural
@@ -22,11 +22,11 @@ class Entry:
     """A section of the certificate, and the function that checks it."""
 
     name: str
-    check: Callable[[Subject], Section]
+    check: Callable[[Subject], CertificateSection]
     needs_layout: bool = True  # it can only be checked if the layout is legal
 
 
-def _check_types(subject: Subject) -> Section:
+def _check_types(subject: Subject) -> CertificateSection:
     if importlib.util.find_spec("torch") is None:
         return not_checkable(TYPES, "torch is not installed")
     from frontier_llm.certificate.axis_types import check_axis_types
@@ -58,17 +58,17 @@ class Certificate:
     """The checked sections of one run."""
 
     title: str
-    sections: tuple[Section, ...]
+    sections: tuple[CertificateSection, ...]
 
     @property
-    def refused(self) -> tuple[Section, ...]:
+    def refused(self) -> tuple[CertificateSection, ...]:
         """The sections with problems."""
-        return tuple(section for section in self.sections if section.verdict is Verdict.REFUSED)
+        return tuple(section for section in self.sections if section.verdict is SectionVerdict.REFUSED)
 
     @property
-    def not_checkable(self) -> tuple[Section, ...]:
+    def not_checkable(self) -> tuple[CertificateSection, ...]:
         """The sections that cannot be checked on this computer."""
-        return tuple(section for section in self.sections if section.verdict is Verdict.NOT_CHECKABLE)
+        return tuple(section for section in self.sections if section.verdict is SectionVerdict.NOT_CHECKABLE)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -94,7 +94,7 @@ def certify(subject: Subject, names: Sequence[str] = NAMES) -> Certificate:
     return Certificate(title, sections)
 
 
-def _checked(entry: Entry, subject: Subject) -> Section:
+def _checked(entry: Entry, subject: Subject) -> CertificateSection:
     started_s = time.perf_counter()
     try:
         if entry.needs_layout and subject.layout_problems:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from frontier_llm.certificate.section import Section, judged
+from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.errors import Problem, first_of
@@ -30,7 +30,7 @@ NAME = "communication"
 LINKS = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "edp": "data"}  # axis → name of its link
 
 
-def check_communication(subject: Subject) -> Section:
+def check_communication(subject: Subject) -> CertificateSection:
     """Refuse messages without a partner, circular waits, and streams without a hardware queue."""
     mode = in_flight(subject.config)
     evidence: list[str] = []

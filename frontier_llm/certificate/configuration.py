@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from frontier_llm import log
 from frontier_llm.certificate.named_code import code_problems, resume_problems
-from frontier_llm.certificate.section import Section, judged, not_checkable
+from frontier_llm.certificate.section import CertificateSection, judged, not_checkable
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.config import RunConfig, phase_note, phases_of, warmup_note
 from frontier_llm.config.load import find_file
@@ -24,7 +24,7 @@ from frontier_llm.units import plural
 NAME = "configuration"
 
 
-def check_configuration(subject: Subject) -> Section:
+def check_configuration(subject: Subject) -> CertificateSection:
     """Refuse a run whose layout, named packages and files, or data would fail on the ranks."""
     config = subject.config
     problems = [*subject.layout_problems, *named_problems(config, subject.world_size)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from frontier_llm.certificate.section import Section, judged, not_checkable
+from frontier_llm.certificate.section import CertificateSection, judged, not_checkable
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.readiness import CHECKED, before_the_queue, problems_of
 from frontier_llm.cluster.sites import load_site
@@ -16,7 +16,7 @@ from frontier_llm.run.rank_env import environment
 NAME = "installation"
 
 
-def check_installation(subject: Subject) -> Section:
+def check_installation(subject: Subject) -> CertificateSection:
     """Refuse an interpreter that lacks something: at the site as its jobs start it, otherwise the active one."""
     if subject.elsewhere:
         return not_checkable(NAME, f"{subject.elsewhere}. `submit` on the site checks {CHECKED}")
@@ -25,7 +25,7 @@ def check_installation(subject: Subject) -> Section:
     return _on_this_computer(subject)
 
 
-def _at_the_site(request: JobRequest) -> Section:
+def _at_the_site(request: JobRequest) -> CertificateSection:
     readiness = before_the_queue(request.config, request.site, request.job.directory, job_variables(request))
     if not readiness.is_checkable:
         return not_checkable(NAME, readiness.open_points[0].removeprefix("not checkable here: "))
@@ -33,7 +33,7 @@ def _at_the_site(request: JobRequest) -> Section:
     return judged(NAME, (checked, *readiness.open_points), (*readiness.problems, *start_problems(request)))
 
 
-def _on_this_computer(subject: Subject) -> Section:
+def _on_this_computer(subject: Subject) -> CertificateSection:
     device = subject.machine.device
     on_gpus = device.vendor != "none" and subject.config.train.device != "cpu"
     if on_gpus and not Path(GPU_FILES[device.vendor]).exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from frontier_llm.certificate.section import Section, judged
+from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.admission import Cost, synthetic_problems
 from frontier_llm.cluster.submit import JobRequest, job_problems
@@ -21,7 +21,7 @@ FULL_SHARE = 54 / 64  # share of the device's memory above which a roomier layou
 LEAST_GIB = 0.05  # smaller parts of a stage's memory are not listed
 
 
-def check_memory(subject: Subject) -> Section:
+def check_memory(subject: Subject) -> CertificateSection:
     """Refuse a run whose predicted memory exceeds the device's memory."""
     plan = subject.fullest_plan
     fullest, _ = memory_summary(plan)
@@ -66,7 +66,7 @@ def _roomier(subject: Subject, plan: Plan) -> Iterator[str]:
     )
 
 
-def check_cost(subject: Subject) -> Section:
+def check_cost(subject: Subject) -> CertificateSection:
     """Refuse a job that the site or Slurm would refuse, and a budget that ends before the first step."""
     cost = subject.cost
     request = subject.request

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from frontier_llm import __version__, pages, tables
 from frontier_llm.certificate.certificate import Certificate
-from frontier_llm.certificate.section import Section, Verdict
+from frontier_llm.certificate.section import CertificateSection, SectionVerdict
 
 HEAD = ("section", "verdict", "evidence", ">seconds")
 MEANING = (
@@ -36,7 +36,7 @@ def as_text(certificate: Certificate) -> str:
     return "\n".join([certificate.title, "", tables.aligned(head, rows), "", summary(certificate)])
 
 
-def _text_rows(section: Section) -> Iterator[tuple[str, str, str, str]]:
+def _text_rows(section: CertificateSection) -> Iterator[tuple[str, str, str, str]]:
     """Yield one row per line of evidence. Only the first row names the section."""
     lines = list(_lines(section)) or [""]
     yield section.name, section.verdict, f"{section.seconds:.1f}", lines[0]
@@ -44,7 +44,7 @@ def _text_rows(section: Section) -> Iterator[tuple[str, str, str, str]]:
         yield "", "", "", line
 
 
-def _lines(section: Section) -> Iterator[str]:
+def _lines(section: CertificateSection) -> Iterator[str]:
     """Yield the reasons of a verdict, then the evidence."""
     if section.why:
         yield section.why
@@ -68,7 +68,9 @@ def _escaped(line: str) -> str:
 
 def write_html(certificate: Certificate, path: Path) -> Path:
     """Write the certificate as one HTML page and return its path."""
-    counts = {verdict: sum(section.verdict is verdict for section in certificate.sections) for verdict in Verdict}
+    counts = {
+        verdict: sum(section.verdict is verdict for section in certificate.sections) for verdict in SectionVerdict
+    }
     parts = [pages.tiles((count, verdict) for verdict, count in counts.items())]
     parts.append(
         pages.table(
@@ -77,7 +79,7 @@ def write_html(certificate: Certificate, path: Path) -> Path:
                 (section.name, section.verdict, f"{section.seconds:.1f}", (section.evidence or (section.why,))[0])
                 for section in certificate.sections
             ],
-            ["bad" if section.verdict is Verdict.REFUSED else "" for section in certificate.sections],
+            ["bad" if section.verdict is SectionVerdict.REFUSED else "" for section in certificate.sections],
         )
     )
     for section in certificate.sections:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.certificate.disk import free_space, run_dir_problems, space_problems
-from frontier_llm.certificate.section import Section, judged
+from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.admission import quota_note, unfinished_problems, unsaved_problems
 from frontier_llm.cluster.sites import format_walltime
@@ -19,7 +19,7 @@ from frontier_llm.units import format_bytes, format_seconds, plural
 NAME = "restart"
 
 
-def check_restart(subject: Subject) -> Section:
+def check_restart(subject: Subject) -> CertificateSection:
     """Refuse a run whose work would be lost: without saves, without time or without space for them."""
     request = subject.request
     evidence = list(_save_evidence(subject))

@@ -1,4 +1,8 @@
-"""The record of one section of a certificate."""
+"""The record of one section of a certificate.
+
+Each file of this package that checks a section returns one record. `certificate.py` collects the records, and `page.py`
+prints them.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +48,13 @@ class CertificateSection:
         }
 
 
-Section = CertificateSection
-Verdict = SectionVerdict
-
-
-def judged(name: str, evidence: Iterable[str], problems: Iterable[Problem]) -> Section:
+def judged(name: str, evidence: Iterable[str], problems: Iterable[Problem]) -> CertificateSection:
     """Return a section that is refused if it has problems, and passed otherwise."""
     found = tuple(problems)
-    verdict = Verdict.REFUSED if found else Verdict.PASSED
-    return Section(name=name, verdict=verdict, evidence=tuple(evidence), problems=found)
+    verdict = SectionVerdict.REFUSED if found else SectionVerdict.PASSED
+    return CertificateSection(name=name, verdict=verdict, evidence=tuple(evidence), problems=found)
 
 
-def not_checkable(name: str, why: str, evidence: Iterable[str] = ()) -> Section:
+def not_checkable(name: str, why: str, evidence: Iterable[str] = ()) -> CertificateSection:
     """Return a section that cannot be checked on this computer, for the reason `why`."""
-    return Section(name=name, verdict=Verdict.NOT_CHECKABLE, evidence=tuple(evidence), why=why)
+    return CertificateSection(name=name, verdict=SectionVerdict.NOT_CHECKABLE, evidence=tuple(evidence), why=why)

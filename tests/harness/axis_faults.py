@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from frontier_llm.certificate.axis_types import check_axis_types
-from frontier_llm.certificate.section import Section, Verdict
+from frontier_llm.certificate.section import CertificateSection, SectionVerdict
 from tests.harness.planted import planted
 from tests.parity.cases import Case
 from tests.parity.sabotage import SABOTAGES
@@ -63,7 +63,7 @@ class Fault:
 FAULTS = [Fault(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))]
 
 
-def check(fault: Fault) -> tuple[Section, bool]:
+def check(fault: Fault) -> tuple[CertificateSection, bool]:
     """Return the section of the fault's layout with the fault, and whether a message names the right line."""
     case = LAYOUTS[fault.layout]
     with planted(fault.module, fault.function, fault.old, fault.new) as lines:
@@ -85,7 +85,7 @@ def page() -> str:
     found = 0
     for fault in FAULTS:
         section, is_right = check(fault)
-        found += section.verdict is Verdict.REFUSED and is_right
+        found += section.verdict is SectionVerdict.REFUSED and is_right
         where = section.problems[0].where if section.problems else "no"
         cells = (fault.kind, f"`{fault.function}`", f"`{fault.old}`", f"`{fault.new}`", f"`{where}`")
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

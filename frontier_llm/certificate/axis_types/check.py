@@ -13,14 +13,14 @@ from frontier_llm.certificate.axis_types.simulated import Deadlock
 from frontier_llm.certificate.axis_types.small import differences, reasons_not_checkable, serial_copy, small_copy
 from frontier_llm.certificate.axis_types.step import run_step
 from frontier_llm.certificate.axis_types.trace import is_own, text_of
-from frontier_llm.certificate.section import Section, judged, not_checkable
+from frontier_llm.certificate.section import CertificateSection, judged, not_checkable
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import Problem
 
 NAME = "types"
 
 
-def check_axis_types(config: RunConfig, world_size: int) -> Section:
+def check_axis_types(config: RunConfig, world_size: int) -> CertificateSection:
     """Check that one step of this run computes the serial gradients, norm and weights, on every mesh axis.
 
     Runs the step of a small copy of the run in this process, once on one rank and once on simulated ranks.
@@ -33,12 +33,17 @@ def check_axis_types(config: RunConfig, world_size: int) -> Section:
     torch.set_num_threads(1)  # the tensors are tiny
     try:
         with log.quiet():
-            serial = run_step(serial_copy(small))[0]
-            ranks = run_step(small)
-    except Deadlock as error:
-        return judged(NAME, (), (Problem("the step on several ranks", str(error)),))
-    except Exception as error:  # any error of the step, or of a plugin, is the result of this check
-        return judged(NAME, (), (_failed(error),))
+            try:
+                serial = run_step(serial_copy(small))[0]
+            except Exception as error:  # for example a plugin that needs a GPU
+                problem = _failed(error, "one rank")
+                return not_checkable(NAME, f"{problem.where}: {problem.what}")
+            try:
+                ranks = run_step(small)
+            except Deadlock as error:
+                return judged(NAME, (), (Problem("the step on several ranks", str(error)),))
+            except Exception as error:  # it does not fail on one rank, so the layout is the cause
+                return judged(NAME, (), (_failed(error, "several ranks"),))
     finally:
         torch.set_num_threads(threads)
     labels, problems = judge(serial, ranks)
@@ -62,9 +67,9 @@ def _size(ranks: list, axis: str) -> int:
     return len({record.place[axis] for record in ranks})
 
 
-def _failed(error: Exception) -> Problem:
-    """Return the problem of a step that raises an error."""
+def _failed(error: Exception, ranks: str) -> Problem:
+    """Return the problem of a step that raises an error on `ranks`."""
     lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     own = [line for line in lines if is_own(line)]
     where = text_of(own[-1]) if own else "the training step"
-    return Problem(where, f"the step on several ranks fails: {type(error).__name__}: {error}")
+    return Problem(where, f"the step on {ranks} fails: {type(error).__name__}: {error}")

@@ -11,7 +11,7 @@ import pytest
 
 from frontier_llm.certificate import communication, disk, installation
 from frontier_llm.certificate.certificate import certify
-from frontier_llm.certificate.section import Section, Verdict
+from frontier_llm.certificate.section import CertificateSection, SectionVerdict
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.admission import with_prediction
 from frontier_llm.cluster.sites import load_site
@@ -43,7 +43,7 @@ def here(tmp_path: Path, *settings: str) -> Subject:
     return Subject(config=config, world_size=4)
 
 
-def section(subject: Subject, name: str) -> Section:
+def section(subject: Subject, name: str) -> CertificateSection:
     (found,) = certify(subject, [name]).sections
     return found
 
@@ -51,13 +51,13 @@ def section(subject: Subject, name: str) -> Section:
 def refused(subject: Subject, name: str) -> str:
     """Return the problems of a section that must be refused."""
     found = section(subject, name)
-    assert found.verdict is Verdict.REFUSED, found
+    assert found.verdict is SectionVerdict.REFUSED, found
     return "\n".join(map(str, found.problems))
 
 
 def test_a_correct_run_passes_all_sections_that_can_be_checked() -> None:
     certificate = certify(on_frontier(), ["configuration", "communication", "restart", "memory", "cost"])
-    assert [each.verdict for each in certificate.sections] == [Verdict.PASSED] * 5, certificate.problems
+    assert [each.verdict for each in certificate.sections] == [SectionVerdict.PASSED] * 5, certificate.problems
     assert all(each.evidence for each in certificate.sections)
 
 
@@ -95,14 +95,14 @@ def test_an_incomplete_installation_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], words: str
 ) -> None:
     monkeypatch.setattr(installation, "of_this_interpreter", lambda *arguments: facts())
-    assert section(here(tmp_path), "installation").verdict is Verdict.PASSED
+    assert section(here(tmp_path), "installation").verdict is SectionVerdict.PASSED
     monkeypatch.setattr(installation, "of_this_interpreter", lambda *arguments: facts(**changes))
     assert words in refused(here(tmp_path), "installation")
 
 
 def test_the_installation_of_another_computer_is_not_checkable_here() -> None:
     found = section(on_frontier(), "installation")
-    assert found.verdict is Verdict.NOT_CHECKABLE and ELSEWHERE in found.why
+    assert found.verdict is SectionVerdict.NOT_CHECKABLE and ELSEWHERE in found.why
 
 
 # ----------------------------------------------------------------------------------------------------- configuration
@@ -126,12 +126,12 @@ def test_data_that_are_missing_are_refused_here_and_open_elsewhere(tmp_path: Pat
     missing = f"data.train=[{{path: {tmp_path}/none}}]"
     assert "no such file" in refused(here(tmp_path, missing), "configuration")
     found = section(on_frontier(missing), "configuration")
-    assert found.verdict is Verdict.NOT_CHECKABLE and "no such file" in found.why
+    assert found.verdict is SectionVerdict.NOT_CHECKABLE and "no such file" in found.why
 
 
 def test_sections_that_need_a_layout_are_open_without_one() -> None:
     found = section(on_frontier("parallel.pipeline=3"), "memory")
-    assert found.verdict is Verdict.NOT_CHECKABLE and "configuration" in found.why
+    assert found.verdict is SectionVerdict.NOT_CHECKABLE and "configuration" in found.why
 
 
 # ----------------------------------------------------------------------------------------------------- communication
@@ -191,7 +191,7 @@ def test_one_queue_too_few_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = subject.plan
     needed = streams.most_streams(subject.config, plan.grid, plan.placement, 8)
     monkeypatch.setattr(streams, "MOST_QUEUES", needed)
-    assert section(subject, "communication").verdict is Verdict.PASSED
+    assert section(subject, "communication").verdict is SectionVerdict.PASSED
     monkeypatch.setattr(streams, "MOST_QUEUES", needed - 1)
     assert f"each of a rank's {needed} streams" in refused(subject, "communication")
 
@@ -206,7 +206,7 @@ def test_work_that_a_restart_would_lose_is_refused() -> None:
 
 
 def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert section(here(tmp_path), "restart").verdict is Verdict.PASSED
+    assert section(here(tmp_path), "restart").verdict is SectionVerdict.PASSED
     full = SimpleNamespace(f_bavail=1, f_frsize=4096, f_favail=10**6, f_files=10**6)
     monkeypatch.setattr(disk.os, "statvfs", lambda path: full)
     assert "4.0 KiB" in refused(here(tmp_path), "restart")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from frontier_llm.certificate.axis_types import check_axis_types
-from frontier_llm.certificate.section import Verdict
+from frontier_llm.certificate.section import SectionVerdict
 from frontier_llm.config import load_run
 from tests.harness.axis_faults import FAULTS, NOT_FOUND, SABOTAGE_LAYOUTS, Fault, check
 from tests.parity.cases import Case, pairwise
@@ -35,13 +35,13 @@ _SETTINGS = {
 
 def _passes(case: Case) -> None:
     section = check_axis_types(case.config(), case.world_size)
-    assert section.verdict is Verdict.PASSED, section.problems
+    assert section.verdict is SectionVerdict.PASSED, section.problems
 
 
 def test_a_layout_with_all_axes_passes() -> None:
     case = Case("gpt", tp=2, pp=2, dp=2, sequence_parallel=True)
     section = check_axis_types(case.config(), case.world_size)
-    assert section.verdict is Verdict.PASSED, section.problems
+    assert section.verdict is SectionVerdict.PASSED, section.problems
     assert "8 simulated ranks, tp 2 x cp 1 x pp 2 x dp 2" in section.evidence[0]
     assert all(letter in section.evidence[1] for letter in "RVP")
 
@@ -60,7 +60,7 @@ def test_no_further_option_is_refused(case: Case) -> None:
 
 def _is_named(fault: Fault) -> None:
     section, names_the_line = check(fault)
-    assert section.verdict is Verdict.REFUSED
+    assert section.verdict is SectionVerdict.REFUSED
     assert names_the_line, section.problems
 
 
@@ -81,7 +81,7 @@ def test_the_sabotages_of_the_parity_tests_are_refused(name: str) -> None:
     case = SABOTAGE_LAYOUTS[name]
     with SABOTAGES[name]():
         section = check_axis_types(case.config(), case.world_size)
-    assert section.verdict is (Verdict.PASSED if name in NOT_FOUND else Verdict.REFUSED)
+    assert section.verdict is (SectionVerdict.PASSED if name in NOT_FOUND else SectionVerdict.REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,22 @@ def test_the_sabotages_of_the_parity_tests_are_refused(name: str) -> None:
 )
 def test_other_engines_are_not_checkable(setting: str, ranks: int) -> None:
     section = check_axis_types(Case("llama", dp=ranks, settings=(setting,)).config(), ranks)
-    assert section.verdict is Verdict.NOT_CHECKABLE
+    assert section.verdict is SectionVerdict.NOT_CHECKABLE
     assert setting.split("=")[0] in section.why
 
 
 def test_shipped_run_of_3072_ranks_passes() -> None:
     section = check_axis_types(load_run("train_1t"), 3072)
-    assert section.verdict is Verdict.PASSED, section.problems
+    assert section.verdict is SectionVerdict.PASSED, section.problems
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("this plugin needs a GPU")
+
+
+def test_a_step_that_fails_on_one_rank_is_not_checkable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout cannot be the cause, so `submit --force types` must be possible."""
+    monkeypatch.setattr("frontier_llm.certificate.axis_types.check.run_step", _fail)
+    section = check_axis_types(Case("llama", tp=2).config(), 2)
+    assert section.verdict is SectionVerdict.NOT_CHECKABLE
+    assert "the step on one rank fails: RuntimeError: this plugin needs a GPU" in section.why
