@@ -146,7 +146,7 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     (
         "job of a newer version",
         content("job.json", '{"version": 9}'),
-        "job.json: version is 9, but this program reads at most version 2",
+        "job.json: version is 9, but this program reads at most version 3",
     ),
     ("unknown field of a job", content("job.json", '{"version": 1, "x": 1}'), "job.json: x is not a field of a job"),
     ("job of another run", another_job, "job.json: run_dir is /elsewhere, so this is the record of another run"),
@@ -241,10 +241,13 @@ def test_a_damaged_run_is_named_and_hides_no_other(
     plant: Callable[[Path], None], said: str, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant(runs / "b")
-    assert main(["status"]) == 0
+    assert main(["status", "runs/a", "runs/b"]) == 0
     sound, damaged = sorted(capsys.readouterr().out.split("\n\n"))
     assert sound.startswith("runs/a ") and "step       40 of 100" in sound and "damaged" not in sound
     assert damaged.startswith("runs/b ") and f"  damaged    {said}" in damaged
+    assert main(["status"]) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("runs/")]
+    assert ["damaged" in row for row in sorted(rows)] == [False, True]
     assert main(["status", "--json"]) == 0
     first, second = sorted(json.loads(capsys.readouterr().out), key=lambda row: str(row["run_dir"]))
     assert first["damage"] == [] and len(second["damage"]) == 1
@@ -261,7 +264,7 @@ def test_a_file_that_may_not_be_read_is_named(
         return opened(path, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", refuse)  # root can read every file, so the refusal is simulated
-    assert main(["status"]) == 0
+    assert main(["status", "runs/a", "runs/b"]) == 0
     assert (
         "  damaged    metrics.jsonl: cannot be read: Permission denied" in (text := capsys.readouterr().out)
         and "40 of 100" in text
@@ -274,7 +277,7 @@ def test_a_run_of_dangling_links_and_a_missing_one_hide_no_other(
     shutil.rmtree(runs / "b")
     (runs / "b").mkdir()
     dangling("metrics.jsonl")(runs / "b")
-    assert main(["status", "runs", "elsewhere"]) == 2
+    assert main(["status", "runs/a", "runs/b", "elsewhere"]) == 2
     said = capsys.readouterr()
     assert "40 of 100" in said.out and "runs/b" in said.out and "link to a file that does not exist" in said.out
     assert "elsewhere: no such run directory" in said.err
@@ -285,7 +288,7 @@ def test_an_unforeseen_fault_of_one_run_hides_no_other(
 ) -> None:
     steps = run_dir.steps
     monkeypatch.setattr(run_dir, "steps", lambda path: steps(path) if path.name == "a" else [][1])
-    assert main(["status"]) == 2
+    assert main(["status", "runs/a", "runs/b"]) == 2
     said = capsys.readouterr()
     assert "40 of 100" in said.out and "runs/b: cannot be shown: IndexError: list index out of range" in said.err
 
