@@ -33,9 +33,9 @@ def check_restart(subject: Subject) -> CertificateSection:
         evidence.append(f"free space was not measured: {subject.elsewhere}")
     else:
         evidence.append(f"{format_bytes(free_space(subject.directory)[0])} are free at {subject.directory}")
-        problems += space_problems(subject.config, subject.world_size)
-    if request is None:
+    if request is None:  # at a site, the section "installation" checks the directory and its space
         problems += run_dir_problems(subject.directory)
+        problems += space_problems(subject.config, subject.world_size)
     return judged(NAME, evidence, problems)
 
 

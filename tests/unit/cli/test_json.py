@@ -26,6 +26,7 @@ COMMANDS = {
     "bench ops": "bench ops --model gpt-tiny",
     "bench step": "bench step bench train.run_dir={here}/bench --steps 1",
     "calibrate": "calibrate bench train.run_dir={here}/bench --ranks 1 --repeats 1 --emit-machine {here}/mine.yaml",
+    "check": "check train_small train.run_dir={here}/new",
     "checkpoint diff": "checkpoint diff {room}/run/checkpoints/step_00000000 {room}/run/checkpoints/step_00000000",
     "checkpoint export-hf": "checkpoint export-hf {room}/run {here}/exported --tokenizer none",
     "checkpoint import-hf": "checkpoint import-hf {room}/hf",

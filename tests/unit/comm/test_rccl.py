@@ -59,6 +59,7 @@ def asked() -> Iterator[SimpleNamespace]:
             stack.enter_context(patch.object(group if name.startswith("_") else dist, name, stand_in))
         stack.enter_context(patch.object(dist.distributed_c10d, "_get_default_store", dist.HashStore))
         stack.enter_context(patch.object(torch.cuda, "current_device", lambda: GPU))
+        stack.enter_context(patch.object(groups, "outside_allocator_bytes", lambda device: 0))
         stands_in |= {name: stack.enter_context(patch.object(groups, name)) for name in ("first_use", "warm_up")}
         yield SimpleNamespace(**{name.lstrip("_"): stand_in for name, stand_in in stands_in.items()})
 
