@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
+import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from frontier_llm.certificate import communication, configuration, installation, memory, restart
@@ -26,9 +27,19 @@ class Entry:
     needs_layout: bool = True  # it can only be checked if the layout is legal
 
 
+@cache
+def _why_no_torch() -> str:
+    """Return why this interpreter cannot import torch; '' if it can."""
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a library that torch needs is absent
+        return f"torch cannot be imported: {error}"
+    return ""
+
+
 def _check_types(subject: Subject) -> CertificateSection:
-    if importlib.util.find_spec("torch") is None:
-        return not_checkable(TYPES, "torch is not installed")
+    if _why_no_torch():
+        return not_checkable(TYPES, _why_no_torch())
     from frontier_llm.certificate.axis_types import check_axis_types
 
     return check_axis_types(subject.config, subject.world_size)
@@ -49,8 +60,7 @@ NAMES = tuple(entry.name for entry in ENTRIES)
 
 def of_submit() -> tuple[str, ...]:
     """Return the sections that `submit` checks. Types need torch, which a login node may not have."""
-    has_torch = importlib.util.find_spec("torch") is not None
-    return tuple(name for name in NAMES if name != TYPES or has_torch)
+    return tuple(name for name in NAMES if name != TYPES or not _why_no_torch())
 
 
 @dataclass(frozen=True)
