@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -15,6 +13,7 @@ from frontier_llm.certificate import communication, configuration, installation,
 from frontier_llm.certificate.section import CertificateSection, SectionVerdict, judged, not_checkable
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.planner.search import without_garbage_collection
 from frontier_llm.units import plural
 
 
@@ -96,7 +95,7 @@ class Certificate:
 
 def certify(subject: Subject, names: Sequence[str] = NAMES) -> Certificate:
     """Check the named sections of a run, in the order of the certificate."""
-    with _without_garbage_collection():
+    with without_garbage_collection():
         sections = tuple(_checked(entry, subject) for entry in ENTRIES if entry.name in names)
     config = subject.config
     ranks = plural(subject.world_size, "rank")
@@ -114,15 +113,3 @@ def _checked(entry: Entry, subject: Subject) -> CertificateSection:
     except FrontierError as error:
         section = judged(entry.name, (), error.problems)
     return replace(section, seconds=time.perf_counter() - started_s)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Pause the search for reference cycles. It takes half of the time that large schedules need."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

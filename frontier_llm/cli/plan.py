@@ -9,8 +9,7 @@ import gc
 import importlib
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,27 +147,13 @@ def plan(args: argparse.Namespace) -> int:
     if args.model and args.run:
         fix = f"frontier-llm plan {args.model}, or frontier-llm plan --run {args.run}"
         raise ConfigError(f"a model and a run are named: {args.model} and --run {args.run}", fix, "plan MODEL")
-    with _without_garbage_collection():
-        refuse_layout(args.overrides)
-        return _plan(args)
+    refuse_layout(args.overrides)
+    from frontier_llm.planner.search import without_garbage_collection
 
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Pause the search for reference cycles.
-
-    A plan creates hundreds of thousands of tuples that live until its end, and hardly any cycle. The repeated search
-    over them takes a third of the command's time. At the end they are frozen, so that the interpreter's exit does not
-    search them either.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.freeze()
-            gc.enable()
+    with without_garbage_collection():
+        code = _plan(args)
+        gc.freeze()  # the interpreter's exit then does not search the plan's tuples either
+        return code
 
 
 def _validate(args: argparse.Namespace) -> int:

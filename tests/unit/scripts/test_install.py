@@ -44,6 +44,9 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
+FIND_TORCH = 'import importlib.util as u; spec = u.find_spec("torch"); print(spec.origin if spec else "no torch")'
+
+
 def install(checkout: Path, **variables: str) -> tuple[str, str]:
     """Return the messages of the script and the arguments of pip."""
     place = checkout.parent
@@ -56,7 +59,7 @@ def install(checkout: Path, **variables: str) -> tuple[str, str]:
         **variables,
     }
     done = subprocess.run(
-        ["bash", "-ec", "source scripts/install.sh; python -c 'import torch; print(torch.__file__)' || true"],
+        ["bash", "-ec", f"source scripts/install.sh; python -c '{FIND_TORCH}'"],
         cwd=checkout,
         env=environment,
         capture_output=True,
