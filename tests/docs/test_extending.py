@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from frontier_llm.certificate.axis_types import check_axis_types
-from frontier_llm.certificate.section import Verdict
+from frontier_llm.certificate.section import SectionVerdict
 from frontier_llm.cli.checks import check
 from frontier_llm.config import load_run
 from frontier_llm.config.plugins import import_plugins
@@ -78,7 +78,7 @@ def test_a_loss_term_that_forgets_a_sum_is_refused_with_its_line(extensions: Pat
     section = check_axis_types(case.config(), case.world_size)
     lines = extensions.read_text(encoding="utf-8").splitlines()
     summed = 1 + lines.index("    square = x.double().square().sum()")
-    assert section.verdict is Verdict.REFUSED
+    assert section.verdict is SectionVerdict.REFUSED
     assert section.problems[0].where == f"{extensions}:{summed} (activation_norm)"
     assert f"partial over tp (P), and {extensions}:{summed + 1}" in section.problems[0].what
 
