@@ -27,7 +27,7 @@ from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Shard,
 from frontier_llm.checkpoint.remote_writer import Writer, check
 from frontier_llm.config.urls import without_secrets
 from frontier_llm.data.remote import UnreachableError
-from frontier_llm.data.remote_folder import Entry, RemoteFolder
+from frontier_llm.data.remote_folder import RemoteEntry, RemoteFolder
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import created, lifted_bound, write_all
 from frontier_llm.run.complete import MAX_MANIFEST_BYTES, digest_line, fault, named_step, step_name
@@ -75,7 +75,7 @@ class RemoteCheckpoint:
     def __str__(self) -> str:
         return without_secrets(self.place.url)
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, RemoteEntry]:
         """Return the files of the checkpoint. Empty if it does not exist."""
         return self.place.entries()
 
@@ -105,7 +105,7 @@ class RemoteCheckpoint:
             raise DamagedCheckpoint("is missing, or has another size than in the manifest", where=f"{self}/{name}")
         return manifest, content
 
-    def _read(self, name: str, entries: dict[str, Entry]) -> bytes:
+    def _read(self, name: str, entries: dict[str, RemoteEntry]) -> bytes:
         if name not in entries:
             fix = "frontier-llm checkpoint push, from the run directory that has this checkpoint"
             raise DamagedCheckpoint("is not uploaded completely", fix, f"{self}/{name}")
@@ -115,7 +115,7 @@ class RemoteCheckpoint:
             raise DamagedCheckpoint(f"cannot be read, or has more than {limit} bytes", where=f"{self}/{name}")
         return content
 
-    def missing(self, manifest: Manifest, entries: dict[str, Entry]) -> list[str]:
+    def missing(self, manifest: Manifest, entries: dict[str, RemoteEntry]) -> list[str]:
         """Return the names of shards that are not there in their full size."""
         sizes = {name: entry.size_bytes for name, entry in entries.items() if not entry.is_folder}
         return [entry.file for entry in manifest.shards if sizes.get(entry.file) != entry.bytes]

@@ -23,7 +23,7 @@ _AGAIN = "check the address, the network and the credentials, then try again: fi
 
 
 @dataclass(frozen=True)
-class Entry:
+class RemoteEntry:
     """One name in a remote folder."""
 
     is_folder: bool
@@ -46,7 +46,7 @@ class RemoteFolder:
         """Return the folder `name` in this folder."""
         return RemoteFolder(f"{self.url}/{name}")
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, RemoteEntry]:
         """Return the names in this folder. Empty if it does not exist."""
         with reached(self.url, _AGAIN, "listed"):
             self._files.invalidate_cache()
@@ -115,11 +115,11 @@ class RemoteFolder:
             )
 
 
-def _entry(info: dict[str, Any]) -> Entry:
+def _entry(info: dict[str, Any]) -> RemoteEntry:
     changed = next((info[key] for key in _TIMES if info.get(key) is not None), None)
     if isinstance(changed, datetime):
         changed = changed.timestamp()
-    return Entry(
+    return RemoteEntry(
         is_folder=info["type"] == "directory",
         size_bytes=int(info.get("size") or 0),
         changed_unix_s=float(changed) if isinstance(changed, int | float) else None,
