@@ -312,9 +312,7 @@ def plot_ladder(result: dict[str, Any], path: Path) -> None:
     compute = np.array([rung["compute_flops"] for rung in ladder])
     for rung in ladder:
         points = np.array(rung["train_loss"])
-        line = top.plot(
-            points[:, 0] / rung["steps"] * rung["compute_flops"], points[:, 1], linewidth=1, alpha=0.6
-        )
+        line = top.plot(points[:, 0] / rung["steps"] * rung["compute_flops"], points[:, 1], linewidth=1, alpha=0.6)
         label = (
             f"{rung['model'].removeprefix('ladder-')}: {rung['parameters']:,} parameters, {rung['tokens'] / 1e6:.1f} MB"
         )
