@@ -17,12 +17,12 @@ say() { printf '\n== %s\n' "$*" >&2; }
 # part NAME TEXT: begins a part and says how long it will take
 part() {
   local seconds
-  seconds="$(python scripts/quickstart_seconds.py begin "$1")"
+  seconds="$(python -m frontier_llm.experiments.quickstart begin "$1")"
   say "$2 ($seconds)"
 }
 
 say "a first measurement, from which the seconds of each part follow (5 to 20 s)"
-python scripts/quickstart_seconds.py measure
+python -m frontier_llm.experiments.quickstart measure
 
 part data "tokenizer and token files from the Python standard library"
 frontier-llm data stdlib data/stdlib
@@ -54,7 +54,7 @@ frontier-llm report "$run_dir" "$other_run_dir" --output "$run_dir/report.html" 
   --next "$next" >/dev/null
 
 say "done"
-python scripts/quickstart_seconds.py end >&2
+python -m frontier_llm.experiments.quickstart end >&2
 cat >&2 <<EOF
 report:     $run_dir/report.html
 checkpoint: $run_dir/checkpoints

@@ -1,12 +1,12 @@
-"""Announces how long each part of `quickstart.sh` takes on this machine, and prints the measured seconds at the end.
+"""Announces how long each part of scripts/quickstart.sh takes on this machine, and prints the measured seconds.
 
 `measure` is the first measurement: it starts as many processes as the quickstart has ranks, and counts the words of
 the Python standard library. The other parts' seconds follow from it, from the budget of `calibrate`, and from the step
 time that the planner predicts with the calibrated machine file. Results that exist already cost nothing.
 
-    quickstart_seconds.py measure
-    quickstart_seconds.py begin PART     # ends the part before it
-    quickstart_seconds.py end
+    python -m frontier_llm.experiments.quickstart measure
+    python -m frontier_llm.experiments.quickstart begin PART     # ends the part before it
+    python -m frontier_llm.experiments.quickstart end
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Part:
 
     @property
     def measured_s(self) -> float:
-        assert self.end_s is not None
-        return self.end_s - self.begin_s
+        """Time from begin to end."""
+        return (self.end_s or self.begin_s) - self.begin_s
 
 
 @dataclass
@@ -88,9 +88,9 @@ class State:
 def measure() -> State:
     """Return the first measurement. One start before it reads torch's files from the disk and is not counted."""
     command = [sys.executable, "-c", START]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True)  # noqa: S603 our own interpreter, no shell
     begin_s = time.monotonic()
-    processes = [subprocess.Popen(command) for _ in range(RANKS)]
+    processes = [subprocess.Popen(command) for _ in range(RANKS)]  # noqa: S603 our own interpreter, no shell
     exit_codes = [process.wait() for process in processes]
     if any(exit_codes):
         raise SystemExit("a rank cannot import frontier_llm: see the error above")
@@ -152,12 +152,14 @@ def table(parts: Sequence[Part]) -> str:
 
 
 def load() -> State:
+    """Return the state that the last call has written."""
     content = json.loads(STATE.read_text(encoding="utf-8"))
     parts = [Part(**part) for part in content.pop("parts")]
     return State(**content, parts=parts)
 
 
 def main(words: Sequence[str]) -> None:
+    """Execute `measure`, `begin PART` or `end`, and write the state."""
     if words == ["measure"]:
         state = measure()
         STATE.parent.mkdir(parents=True, exist_ok=True)
