@@ -96,12 +96,18 @@ def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
     import datetime
 
     from frontier_llm.experiments.measure.machine_file import machine_content, report, write_machine
+    from frontier_llm.experiments.measure.rounds import measure_within
     from frontier_llm.experiments.measure.samples import measure
     from frontier_llm.training.join import joined
 
     with joined(config, place) as (_, mesh, device):
         memory = memory_bytes(device.type, mesh.world.size)
-        samples = measure(config, mesh, device, memory, repeats=args.repeats, budget_s=args.budget_s)
+        if args.budget_s is None:
+            samples = measure(config, mesh, device, memory, args.repeats)
+        else:
+            samples = measure_within(
+                args.budget_s, args.repeats, config=config, mesh=mesh, device=device, memory_bytes=memory
+            )
         if mesh.world.rank == 0:
             when = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
             content = machine_content(samples, config, when)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
@@ -52,21 +51,6 @@ class Samples:
     tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)
     # as `steps`, but on all ranks with sharded weights (FSDP)
     sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)
-
-
-def median_samples(rounds: Sequence[Samples]) -> Samples:
-    """Return the median over rounds of each time. The rounds have the same measurements in the same order."""
-    merged = {one.name: _median([getattr(samples, one.name) for samples in rounds]) for one in fields(Samples)}
-    return Samples(**merged)
-
-
-def _median(values: Sequence[Any]) -> Any:
-    """Return the median of numbers, element by element in lists and tuples. Equal values, such as names, are kept."""
-    if all(value == values[0] for value in values):
-        return values[0]
-    if isinstance(values[0], float):
-        return float(np.median(values))
-    return type(values[0])(_median(elements) for elements in zip(*values, strict=True))
 
 
 def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates:

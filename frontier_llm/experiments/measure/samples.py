@@ -8,7 +8,6 @@ slices (`contention`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,12 +15,11 @@ from itertools import product
 
 import torch
 
-from frontier_llm import log
 from frontier_llm.comm import Mesh, all_reduce_, barrier, serial_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.data.loader import open_batches
-from frontier_llm.experiments.measure.calibration import Samples, median_samples, steps_config
+from frontier_llm.experiments.measure.calibration import Samples, steps_config
 from frontier_llm.experiments.measure.link_tables import PLANNED
 from frontier_llm.experiments.measure.links import operation_on
 from frontier_llm.experiments.measure.op_cases import CASES, Shapes, gemm_shapes, operands, product_calls
@@ -30,7 +28,6 @@ from frontier_llm.ops import AdamWUpdate, select_ops, working_dtype
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import train_step
-from frontier_llm.units import plural
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
 COPY_ELEMENTS = 8 * 2**20
@@ -41,50 +38,18 @@ JOINT_STEPS = ((1.0, 1), (0.25, 2))  # steps over several ranks; they differ in 
 LONG_S = 0.06  # seconds of a loop; in this time a scheduler with time slices of 3 ms treats all ranks equally
 
 
-def measure(
-    config: RunConfig,
-    mesh: Mesh,
-    device: torch.device,
-    memory_bytes: float,
-    repeats: int = 5,
-    budget_s: float | None = None,
-) -> Samples:
-    """Return all samples of this rank. Collective over the world.
-
-    Without a budget, each measurement is repeated `repeats` times before the next one. With a budget, up to `repeats`
-    rounds measure everything once, and the medians over the rounds count. A round begins only if the budget has room
-    for one as long as the longest round before it. The first round always runs.
-    """
-    begin_s = time.perf_counter()
-    bench = _Bench(config, mesh, device, repeats if budget_s is None else 1)
+def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: float, repeats: int = 5) -> Samples:
+    """Return all samples of this rank. Collective over the world."""
+    bench = _Bench(config, mesh, device, repeats)
     samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes, tensor=mesh.tp.size)
     samples.contention, bench.stretch = bench.contention()
-    if budget_s is None:
-        return _measure_once(bench, samples)
-    rounds = [_measure_once(bench, samples)]
-    elapsed_s = bench.agreed_max(time.perf_counter() - begin_s)
-    longest_s = elapsed_s
-    while len(rounds) < repeats and elapsed_s + longest_s <= budget_s:
-        rounds.append(_measure_once(bench, samples))
-        before_s = elapsed_s
-        elapsed_s = bench.agreed_max(time.perf_counter() - begin_s)
-        longest_s = max(longest_s, elapsed_s - before_s)
-    if mesh.world.rank == 0:
-        log.info(f"{plural(len(rounds), 'round')} of measurements in {elapsed_s:.0f} s (budget {budget_s:g} s)")
-    return median_samples(rounds)
-
-
-def _measure_once(bench: _Bench, start: Samples) -> Samples:
-    """Return a copy of `start` with each measurement of the bench added."""
-    mesh = bench.mesh
-    samples = replace(start, gemm=[], attention=[])
     for tp in sorted({1, mesh.tp.size}):
         for B in sorted({bench.microbatch(share) for share, _ in STEPS}):
             samples.gemm += bench.products(B, tp)
             samples.attention.append(bench.attention(B, tp))
     samples.elementwise_s = bench.elementwise_s(mesh.tp.size)
     samples.copy = bench.copy()
-    one = torch.ones(1, device=bench.device)
+    one = torch.ones(1, device=device)
     samples.dispatch_s = bench.kernel_s(lambda: [one.add_(0.0) for _ in range(2000)]) / 2000
     samples.adamw = bench.adamw()
     samples.collectives = list(bench.collectives())
@@ -117,13 +82,6 @@ class _Bench:
 
     def microbatch(self, share: float) -> int:
         return max(1, round(self.config.batch.micro_batch * share))
-
-    def agreed_max(self, value: float) -> float:
-        """Return the maximum of `value` over all ranks."""
-        if self.mesh.world.size == 1:
-            return value
-        own = torch.tensor([value], dtype=torch.float64, device=self.device)
-        return float(all_reduce_(own, self.mesh.world, "max"))
 
     def wall_s(self, run: Callable[[], object]) -> float:
         """Return the median seconds of work that all ranks begin together."""
