@@ -49,7 +49,7 @@ SAVE_S = 1.5
 
 
 @dataclass
-class Part:
+class QuickstartPart:
     """One part of the quickstart: the time that was announced, and its begin and end as seconds since the epoch."""
 
     name: str
@@ -69,7 +69,7 @@ class State:
 
     start_s: float  # all ranks' imports, started at the same time
     text_s: float  # `count_words`
-    parts: list[Part] = field(default_factory=list)
+    parts: list[QuickstartPart] = field(default_factory=list)
 
     @property
     def training_start_s(self) -> float:
@@ -142,7 +142,7 @@ def training_s(config: RunConfig, state: State) -> float:
     return state.training_start_s + work_s * state.step_error()
 
 
-def table(parts: Sequence[Part]) -> str:
+def table(parts: Sequence[QuickstartPart]) -> str:
     """Return the announced and measured seconds of all parts, and their sums."""
     rows = [(part.name, f"{part.announced_s:.0f}", f"{part.measured_s:.0f}") for part in parts]
     announced_s = sum(part.announced_s for part in parts)
@@ -154,7 +154,7 @@ def table(parts: Sequence[Part]) -> str:
 def load() -> State:
     """Return the state that the last call has written."""
     content = json.loads(STATE.read_text(encoding="utf-8"))
-    parts = [Part(**part) for part in content.pop("parts")]
+    parts = [QuickstartPart(**part) for part in content.pop("parts")]
     return State(**content, parts=parts)
 
 
@@ -173,7 +173,7 @@ def main(words: Sequence[str]) -> None:
         else:
             _, name = words
             announced_s = expected_s(name, state)
-            state.parts.append(Part(name, announced_s, now_s))
+            state.parts.append(QuickstartPart(name, announced_s, now_s))
             print(f"about {format_seconds(round(announced_s))}")
     write_atomically(STATE, json.dumps(asdict(state), indent=1))
 

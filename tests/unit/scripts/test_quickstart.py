@@ -14,7 +14,7 @@ import pytest
 
 from frontier_llm.config import load_run, warmup_note
 from frontier_llm.experiments import quickstart
-from frontier_llm.experiments.quickstart import Part, State, expected_s
+from frontier_llm.experiments.quickstart import QuickstartPart, State, expected_s
 
 SCRIPT = (Path(__file__).resolve().parents[3] / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
 PARTS = re.findall(r'^ *part "?([a-z]+(?: \d)?)"? "', SCRIPT, flags=re.MULTILINE)
@@ -42,7 +42,7 @@ def test_the_first_training_corrects_the_second(monkeypatch: pytest.MonkeyPatch)
     start_s = state.training_start_s
     predicted_s = expected_s("training 2", state)
     announced_s = start_s + 50.0
-    state.parts.append(Part("training 1", announced_s, begin_s=100.0, end_s=100.0 + start_s + 3 * 50.0))
+    state.parts.append(QuickstartPart("training 1", announced_s, begin_s=100.0, end_s=100.0 + start_s + 3 * 50.0))
     assert expected_s("training 2", state) == pytest.approx(start_s + 3 * (predicted_s - start_s))
     monkeypatch.setattr(quickstart, "newest_complete", lambda _: 240)
     assert expected_s("training 2", state) == start_s, "the run is complete, so that nothing is trained"
@@ -50,7 +50,7 @@ def test_the_first_training_corrects_the_second(monkeypatch: pytest.MonkeyPatch)
 
 def test_announced_and_measured_seconds_are_side_by_side(capsys: pytest.CaptureFixture) -> None:
     quickstart.STATE.parent.mkdir(parents=True)
-    parts = [Part("data", 7.0, begin_s=100.0, end_s=109.0), Part("plan", 2.0, begin_s=109.0)]
+    parts = [QuickstartPart("data", 7.0, begin_s=100.0, end_s=109.0), QuickstartPart("plan", 2.0, begin_s=109.0)]
     quickstart.STATE.write_text(json.dumps(asdict(State(3.0, 1.0, parts))))
     quickstart.main(["begin", "report"])
     quickstart.main(["end"])
