@@ -7,6 +7,7 @@ from frontier_llm.parallel.expert.dispatch import (
     ToNodes,
     beyond_capacity,
     combine,
+    count_numbers,
     dispatch,
     plan_dispatch,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "ToNodes",
     "beyond_capacity",
     "combine",
+    "count_numbers",
     "dispatch",
     "gather_sequence",
     "plan_dispatch",
