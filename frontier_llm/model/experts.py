@@ -135,7 +135,14 @@ class Experts(nn.Module):
         ops = self.context.ops
         if ep.levels is None:
             plan = plan_dispatch(
-                choice.experts_Nk, self.experts, ep, ops, etp, choice.dropped_Nk, choice.room, choice.chosen_E
+                choice.experts_Nk,
+                self.experts,
+                ep,
+                ops,
+                etp,
+                choice.dropped_Nk,
+                choice.room,
+                chosen_E=choice.chosen_E,
             )
             departure = Departure(plan, x_NH, choice.weights_Nk.flatten())
             beside = overlapped()

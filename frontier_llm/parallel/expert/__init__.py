@@ -5,13 +5,12 @@ from frontier_llm.parallel.expert.dispatch import (
     Dispatch,
     RouterChoice,
     ToNodes,
-    beyond_capacity,
     combine,
-    count_numbers,
     dispatch,
     plan_dispatch,
 )
 from frontier_llm.parallel.expert.grouped import GroupedLinear, router_product
+from frontier_llm.parallel.expert.numbers import beyond_capacity, count_numbers
 from frontier_llm.parallel.expert.sequence import gather_sequence, take_part
 
 __all__ = [

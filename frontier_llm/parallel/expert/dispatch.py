@@ -31,6 +31,7 @@ from frontier_llm.blueprint.expert_work import most_rows
 from frontier_llm.comm import DONE, Axis, Pending, start_all_to_all_into, start_all_to_all_rows
 from frontier_llm.ops import Ops
 from frontier_llm.ops.routing import gather_rows
+from frontier_llm.parallel.expert.numbers import count_numbers, expert_numbers, inverse
 
 
 class RouterChoice(NamedTuple):
@@ -70,19 +71,6 @@ class Dispatch:
     has_unused: bool = True  # False: `source` and `place` contain no -1
 
 
-def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, chosen_E: Tensor, room: int) -> Tensor:
-    """Return which choices (N, k) are dropped if each expert takes at most `room` rows.
-
-    An expert drops the choices with the smallest weights. `chosen_E` is the number of choices of each expert.
-    """
-    experts_A = experts_Nk.flatten()
-    by_weight = weights_Nk.detach().flatten().argsort(descending=True, stable=True)
-    order = by_weight[experts_A[by_weight].argsort(stable=True)]  # by expert, and then by weight
-    first_A = (chosen_E.cumsum(0) - chosen_E)[experts_A[order]]
-    late = torch.arange(len(order), device=order.device) - first_A >= room
-    return torch.empty_like(late).index_copy_(0, order, late).view(experts_Nk.shape)
-
-
 def plan_dispatch(
     experts_Nk: Tensor,
     experts: int,
@@ -91,6 +79,7 @@ def plan_dispatch(
     etp: int = 1,
     dropped_Nk: Tensor | None = None,
     room: int | None = None,
+    *,
     chosen_E: Tensor | None = None,
 ) -> Dispatch:
     """Plan the rows of N tokens from their chosen experts (N, k). Dropped choices are left out.
@@ -121,14 +110,14 @@ def plan_dispatch(
     ends_E = arriving_RE.sum(0).cumsum(0, dtype=torch.int32)
     if unknown and dropped_Nk is None:
         tokens = order // fan
-        place = _inverse(order)
+        place = inverse(order)
         sent, received = counts.read()
         if min(*sent, *received) > 0:  # no row is unused
-            expert_M = _expert_numbers(local, ranks, device).repeat_interleave(
+            expert_M = expert_numbers(local, ranks, device).repeat_interleave(
                 arriving_RE.flatten(), output_size=sum(received)
             )
             arrival = expert_M.argsort(stable=True)
-            homeward = _inverse(arrival)
+            homeward = inverse(arrival)
             return Dispatch(
                 axis, ends_E, sent, received, order, tokens, place, arrival, homeward, fan, ops, has_unused=False
             )
@@ -197,35 +186,8 @@ def _plan_of_one_rank(slot_A: Tensor, chosen_E: Tensor, axis: Axis, fan: int, op
     order = slot_A.argsort(stable=True)
     ends_E = chosen_E.cumsum(0, dtype=torch.int32)
     rows = [len(order)]
-    place = _inverse(order)
+    place = inverse(order)
     return Dispatch(axis, ends_E, rows, rows, order, order // fan, place, None, None, fan, ops, has_unused=False)
-
-
-def count_numbers(numbers_A: Tensor, count: int) -> Tensor:
-    """Count how often each number below `count` occurs in a row: (…, A) → (…, count), int64.
-
-    torch.bincount is not used, because it computes the largest number first, and the host waits for the result.
-    """
-    return numbers_A.new_zeros(*numbers_A.shape[:-1], count).scatter_(-1, numbers_A, 1, reduce="add")
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation."""
-    count = len(order)
-    numbers = _numbers(1 << count.bit_length(), order.device)[:count]
-    return torch.empty_like(order).index_copy_(0, order, numbers)
-
-
-@cache
-def _numbers(count: int, device: torch.device) -> Tensor:
-    """Return the numbers below `count`. They are kept, because creating them is a launch in every layer."""
-    return torch.arange(count, device=device)
-
-
-@cache
-def _expert_numbers(experts: int, ranks: int, device: torch.device) -> Tensor:
-    """Return the numbers of a rank's experts, once for each rank that sends rows to them."""
-    return torch.arange(experts, device=device).repeat(ranks)
 
 
 @cache
