@@ -31,7 +31,7 @@ from frontier_llm.blueprint.expert_work import most_rows
 from frontier_llm.comm import DONE, Axis, Pending, start_all_to_all_into, start_all_to_all_rows
 from frontier_llm.ops import Ops
 from frontier_llm.ops.routing import gather_rows
-from frontier_llm.parallel.expert.numbers import count_numbers, expert_numbers, inverse
+from frontier_llm.parallel.expert.numbers import count_numbers, expert_numbers, inverse, slots
 
 
 class RouterChoice(NamedTuple):
@@ -96,7 +96,7 @@ def plan_dispatch(
     ranks = axis.size
     local = experts * etp // axis.size
     fan = experts_Nk.shape[1] * etp
-    slot_A = _slots(experts_Nk, dropped_Nk, ranks, local, etp)
+    slot_A = slots(experts_Nk, dropped_Nk, ranks, local, etp)
     if chosen_E is None or etp > 1 or dropped_Nk is not None:
         leaving_RE = count_numbers(slot_A, ranks * local + 1)[:-1].view(ranks, local)
     else:
@@ -162,22 +162,6 @@ def plan_dispatch(
     homeward = torch.empty_like(arrival).index_copy_(0, arrival, torch.arange(len(arrival), device=device))
     homeward = homeward.masked_fill(homeward >= ends_E[-1], -1)
     return Dispatch(axis, ends_E, sent, received, source, tokens, place, arrival[:held], homeward, fan, ops)
-
-
-def _slots(experts_Nk: Tensor, dropped_Nk: Tensor | None, ranks: int, local: int, etp: int) -> Tensor:
-    """Return for each choice the index of (rank, expert of the rank).
-
-    Groups of etp consecutive ranks hold the same experts. Dropped choices get the index after the last one.
-    """
-    if etp == 1:
-        slot_A = experts_Nk.flatten()
-    else:
-        part = torch.arange(etp, device=experts_Nk.device)
-        rank_Nk = experts_Nk // local
-        slot_A = ((rank_Nk[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
-    if dropped_Nk is None:
-        return slot_A
-    return slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
 
 
 def _plan_of_one_rank(slot_A: Tensor, chosen_E: Tensor, axis: Axis, fan: int, ops: Ops) -> Dispatch:

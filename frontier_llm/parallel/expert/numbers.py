@@ -21,6 +21,22 @@ def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, chosen_E: Tensor, ro
     return torch.empty_like(late).index_copy_(0, order, late).view(experts_Nk.shape)
 
 
+def slots(experts_Nk: Tensor, dropped_Nk: Tensor | None, ranks: int, local: int, etp: int) -> Tensor:
+    """Return for each choice the index of (rank, expert of the rank).
+
+    Groups of etp consecutive ranks hold the same experts. Dropped choices get the index after the last one.
+    """
+    if etp == 1:
+        slot_A = experts_Nk.flatten()
+    else:
+        part = torch.arange(etp, device=experts_Nk.device)
+        rank_Nk = experts_Nk // local
+        slot_A = ((rank_Nk[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
+    if dropped_Nk is None:
+        return slot_A
+    return slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
+
+
 def count_numbers(numbers_A: Tensor, count: int) -> Tensor:
     """Count how often each number below `count` occurs in a row: (…, A) → (…, count), int64.
 
