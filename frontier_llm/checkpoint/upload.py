@@ -31,6 +31,7 @@ from frontier_llm.run.complete import MANIFEST_DIGEST, step_name
 from frontier_llm.run.rank_env import environment, with_this_package
 from frontier_llm.run.signals import SIGNALS
 from frontier_llm.run.uploads import UploadRecord, uploads_to, write_uploads
+from frontier_llm.units import strict_json
 
 STALL_S = 600.0  # an upload that sends nothing for this time is started again
 FIRST_PAUSE_S = 2.0  # pause after a failed upload, doubled after each further failure
@@ -210,7 +211,7 @@ class Uploads:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(content).encode() + b"\n")
+            process.stdin.write(strict_json(content, indent=None).encode() + b"\n")
             process.stdin.flush()
             return self._answer(process.stdout.fileno(), longest_s)
         except BrokenPipeError:

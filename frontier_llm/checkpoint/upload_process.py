@@ -19,6 +19,7 @@ from frontier_llm.checkpoint.remote_writer import TakenUrl, release, renew, this
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import FrontierError
 from frontier_llm.run.threads import in_daemon
+from frontier_llm.units import strict_json
 
 NICENESS = 10  # below the rank on the same cores
 # kinds of problems
@@ -32,7 +33,7 @@ def main() -> None:
     os.nice(NICENESS)
     request = json.loads(sys.stdin.readline())
     in_daemon(_end_with_rank_0, "rank 0")
-    print(json.dumps(_problem_of(request)), flush=True)
+    print(strict_json(_problem_of(request), indent=None), flush=True)
     os._exit(0)  # the client's threads may still wait for the store
 
 
