@@ -20,6 +20,7 @@ OPTIONS = {
     "--allow-cross-node-tp": "tensor parallelism beyond the node",
     "--batch-per-replica": "sequences per step and replica",
     "--batch-size": "sequences that inference computes at once",
+    "--budget-s": "seconds that measurements may take",
     "--characters": "characters of a sample that are shown",
     "--chrome-trace": "simulated pipeline as a trace file that is written",
     "--column": "column of a table",
