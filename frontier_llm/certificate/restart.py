@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from frontier_llm.blueprint.optimizers import state_bytes
-from frontier_llm.certificate.disk import free_space, run_dir_problems, space_problems
-from frontier_llm.certificate.remote import remote_problems
+from frontier_llm.certificate.disk import free_space, remote_problems, run_dir_problems, space_problems
 from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.admission import quota_note, unfinished_problems, unsaved_problems
