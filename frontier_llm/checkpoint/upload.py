@@ -62,7 +62,7 @@ class Uploads:
         self._stopped = threading.Event()
         self._cancelled = threading.Event()
         self._current: int | None = None  # step that is being uploaded
-        self._settled: dict[int, bytes] = {}  # step → manifest digest of uploaded and of damaged checkpoints
+        self._finished: dict[int, bytes] = {}  # step → manifest digest of uploaded and of damaged checkpoints
         self._is_taken = False
         self._failures = 0
         self._thread: threading.Thread | None = None
@@ -93,7 +93,7 @@ class Uploads:
         """After a rewind, delete all remote checkpoints above `step`, also if the store answers only later."""
         with self._lock:
             above = step if self.discard_above is None else min(step, self.discard_above)
-            self._settled = {done: digest for done, digest in self._settled.items() if done <= step}
+            self._finished = {done: digest for done, digest in self._finished.items() if done <= step}
             self._write(replace(self._record, discard_above=above))
             self._cancelled.set()
         self.wake()
@@ -103,7 +103,7 @@ class Uploads:
         with self._lock:
             if self._is_taken:
                 return []
-            return [step for step in self._kept() if self._settled.get(step) != self._digest(step)]
+            return [step for step in self._kept() if self._finished.get(step) != self._digest(step)]
 
     def close(self) -> None:
         """End a running upload at once. A later start of the run continues it."""
@@ -137,7 +137,7 @@ class Uploads:
             digest = b"" if self._current is None else self._digest(self._current)
             problem = self._run(request)
             with self._lock:
-                self._settle(request, digest, problem)
+                self._record_result(request, digest, problem)
                 self._current = None
             if problem is not None and not self._stopped.is_set():
                 pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures - 1, 20))
@@ -158,7 +158,7 @@ class Uploads:
             self._current = waiting[0]
             return {"task": "push", "checkpoint": str((self._directory / step_name(waiting[0])).absolute())}
 
-    def _settle(self, request: dict[str, Any], digest: bytes, problem: dict[str, str] | None) -> None:
+    def _record_result(self, request: dict[str, Any], digest: bytes, problem: dict[str, str] | None) -> None:
         """Record the result of a request."""
         if self._stopped.is_set() or self._cancelled.is_set():
             return
@@ -168,7 +168,7 @@ class Uploads:
             if step is None:
                 self._write(replace(self._record, discard_above=None, problem=""))
                 return
-            self._settled[step] = digest
+            self._finished[step] = digest
             log.info(f"uploaded {step_name(step)} to {self.url}")
             self._write(replace(self._record, uploaded_step=step, uploaded_unix_s=time.time(), problem=""))
             return
@@ -177,7 +177,7 @@ class Uploads:
             log.warn(f"a checkpoint is not uploaded; training continues\n{problem['text']}")
         self._is_taken = problem["kind"] == TAKEN
         if problem["kind"] == DAMAGED and step is not None:
-            self._settled[step] = digest
+            self._finished[step] = digest
         self._write(replace(self._record, problem=problem["text"].splitlines()[0]))
 
     def _write(self, record: UploadRecord) -> None:
