@@ -73,7 +73,7 @@ class Uploads:
         return self._record.discard_above
 
     def start(self) -> None:
-        """Start to upload. A second call has no effect."""
+        """Begin with the uploads. A second call has no effect."""
         if self._thread is not None:
             return
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
@@ -159,7 +159,7 @@ class Uploads:
             return {"task": "push", "checkpoint": str((self._directory / step_name(waiting[0])).absolute())}
 
     def _record_result(self, request: dict[str, Any], digest: bytes, problem: dict[str, str] | None) -> None:
-        """Record the result of a request."""
+        """Note what a request has reached, for the next choice and for `status`."""
         if self._stopped.is_set() or self._cancelled.is_set():
             return
         step = self._current
