@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from frontier_llm.blueprint.optimizers import state_bytes
-from frontier_llm.certificate.disk import free_space, run_dir_problems, space_problems
 from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.admission import quota_note, unfinished_problems, unsaved_problems
+from frontier_llm.cluster.disk import free_space, run_dir_problems, space_problems
 from frontier_llm.cluster.sites import format_walltime
 from frontier_llm.cluster.submit import JobRequest, walltime_problems
 from frontier_llm.config import saves_nothing
@@ -32,10 +32,10 @@ def check_restart(subject: Subject) -> CertificateSection:
     if subject.elsewhere:
         evidence.append(f"free space was not measured: {subject.elsewhere}")
     else:
-        evidence.append(f"{format_bytes(free_space(subject.directory)[0])} are free at {subject.directory}")
+        evidence.append(f"{format_bytes(free_space(subject.directory).bytes)} are free at {subject.directory}")
     if request is None:  # at a site, the section "installation" checks the directory and its space
         problems += run_dir_problems(subject.directory)
-        problems += space_problems(subject.config, subject.world_size)
+        problems += space_problems(subject.config, free_space(subject.directory), subject.world_size)
     return judged(NAME, evidence, problems)
 
 
