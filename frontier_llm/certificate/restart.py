@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 from frontier_llm.blueprint.optimizers import state_bytes
-from frontier_llm.certificate.disk import free_space, remote_problems, run_dir_problems, space_problems
 from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject
+from frontier_llm.checkpoint.remote_writer import taken, taken_by, this_writer
 from frontier_llm.cluster.admission import quota_note, unfinished_problems, unsaved_problems
+from frontier_llm.cluster.disk import free_space, run_dir_problems, space_problems
 from frontier_llm.cluster.sites import format_walltime
 from frontier_llm.cluster.submit import JobRequest, walltime_problems
-from frontier_llm.config import saves_nothing
-from frontier_llm.errors import Problem
+from frontier_llm.config import RunConfig, saves_nothing
+from frontier_llm.config.urls import packages_of
+from frontier_llm.data.remote_folder import RemoteFolder
+from frontier_llm.errors import FrontierError, Problem, not_installed
 from frontier_llm.planner.predict import START_S, planned_saves
+from frontier_llm.run.uploads import read_uploads
 from frontier_llm.units import format_bytes, format_seconds, plural
 
 NAME = "restart"
@@ -32,14 +38,14 @@ def check_restart(subject: Subject) -> CertificateSection:
     if subject.elsewhere:
         evidence.append(f"free space was not measured: {subject.elsewhere}")
     else:
-        evidence.append(f"{format_bytes(free_space(subject.directory)[0])} are free at {subject.directory}")
+        evidence.append(f"{format_bytes(free_space(subject.directory).bytes)} are free at {subject.directory}")
         remote = remote_problems(subject.config)
         problems += remote
         if subject.config.train.remote is not None and not remote:
             evidence.append(f"checkpoints are uploaded to {subject.config.train.remote}, where a test file was written")
     if request is None:  # at a site, the section "installation" checks the directory and its space
         problems += run_dir_problems(subject.directory)
-        problems += space_problems(subject.config, subject.world_size)
+        problems += space_problems(subject.config, free_space(subject.directory), subject.world_size)
     return judged(NAME, evidence, problems)
 
 
@@ -88,3 +94,30 @@ def _job_evidence(request: JobRequest) -> Iterator[str]:
     one_bytes = state_bytes(request.config.model, request.config.optimizer.name, request.config.precision.dtype)
     if note := quota_note(request, one_bytes):
         yield note
+
+
+def package_problems(config: RunConfig) -> list[Problem]:
+    """Return a problem for each package that `train.remote` needs and that is not installed."""
+    if config.train.remote is None:
+        return []
+    missing = [package for package in packages_of(config.train.remote) if find_spec(package) is None]
+    return [not_installed(package, "train.remote") for package in missing]
+
+
+def remote_problems(config: RunConfig) -> list[Problem]:
+    """Return a problem if the run could not upload to `train.remote`. Writes and deletes a small file there."""
+    url = config.train.remote
+    if url is None:
+        return []
+    if problems := package_problems(config):
+        return problems
+    run_dir = Path(config.train.run_dir)
+    try:
+        place = RemoteFolder(url)
+        place.check_writable()
+        record = read_uploads(run_dir)
+        mine = this_writer(record.writer if record else "", run_dir)
+        other = taken_by(place, mine)
+    except FrontierError as error:
+        return list(error.problems)
+    return [] if other is None else list(taken(place, other, mine).problems)

@@ -50,7 +50,7 @@ def doctor(args: argparse.Namespace) -> int:
     from dataclasses import asdict, replace
 
     from frontier_llm import log
-    from frontier_llm.blueprint.optimizers import state_bytes
+    from frontier_llm.cluster.disk import needed_bytes
     from frontier_llm.cluster.doctor import examine
     from frontier_llm.cluster.probe import Settings
     from frontier_llm.cluster.readiness import installation_problems
@@ -68,12 +68,12 @@ def doctor(args: argparse.Namespace) -> int:
         refuse_settings(args.overrides, lambda key: True, "name the run that it changes: --run RUN")
     site = load_site(args.site)
     directory = Path(args.run_dir)
-    needed_bytes = 0
+    checkpoint_bytes = 0
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides]) if args.run else None
     if config is not None:
         config = resolve_precision(config)
         directory = Path(config.train.run_dir)
-        needed_bytes = 2 * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
+        checkpoint_bytes = needed_bytes(config)
     installed = installation_problems(site, config, directory.resolve())
     for point in installed.open_points:
         log.info(point)
@@ -86,7 +86,7 @@ def doctor(args: argparse.Namespace) -> int:
     if nodelist is None and not args.this_node:
         log.info("not inside an allocation (salloc, sbatch): only this machine is examined")
     settings = Settings(site=site, run_dir=str(directory.resolve()), system_root=args.system_root)
-    report = examine(settings, hostlist.expand(nodelist or ""), needed_bytes, args.timeout)
+    report = examine(settings, hostlist.expand(nodelist or ""), checkpoint_bytes, args.timeout)
     nodes = len(report.hosts)
     wanted = run_variables(config, nodes) if config else environment(environment_name(site.machine), nodes)
     report = replace(report, variables=tuple(expected_settings(wanted, site)), installation=installed.problems)

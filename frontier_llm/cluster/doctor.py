@@ -121,7 +121,7 @@ class Report:
 def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, timeout_s: float = TIMEOUT_S) -> Report:
     """Probe `nodes` of this allocation, or this machine if `nodes` is empty, and judge the facts.
 
-    `needed_bytes` is the size of two checkpoints.
+    `needed_bytes` is the size of the first checkpoints of a start (`cluster.disk`).
     """
     started_s = time.monotonic()
     if nodes:
@@ -339,7 +339,7 @@ def _storage_findings(fact: Facts, needed_bytes: int) -> Iterator[NodeFinding]:
         yield NodeFinding("run directory", (), fact.run_dir_error, remedy)
     elif fact.run_dir_free_bytes < needed_bytes:
         free = format_bytes(fact.run_dir_free_bytes)
-        what = f"{free} free, {format_bytes(needed_bytes)} needed for two checkpoints"
+        what = f"{free} free, {format_bytes(needed_bytes)} needed for logs and the first checkpoints"
         remedy = "free space, request a larger quota, or choose another train.run_dir"
         yield NodeFinding("run directory", (), what, remedy)
     elif fact.run_dir_write_s > SLOW_WRITE_S:

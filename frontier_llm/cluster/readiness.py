@@ -2,7 +2,7 @@
 this module judges them.
 
 `submit` starts that interpreter through launch/job.sh, with the site's modules. The batch script and `doctor` start it
-in the environment that job.sh has made. `problems_of` judges: a pure function of the facts, site, machine and run.
+in the environment that job.sh has made. `problems_of` judges them.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.code import snapshot
+from frontier_llm.cluster.disk import FreeSpace, space_problems
 from frontier_llm.cluster.site_state import site_problems
 from frontier_llm.cluster.sites import Site, root_dir
-from frontier_llm.config import RunConfig, dump, saves_nothing
+from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, FrontierError, Problem
 from frontier_llm.libraries import BUILD_COMMAND, TORCH_OPS
 from frontier_llm.machine.load import load_machine
 from frontier_llm.machine.schema import Device
 from frontier_llm.run.installation import Installation, ask
 from frontier_llm.run.rank_env import environ, environment, rank_python
-from frontier_llm.units import format_bytes
 
 OLDEST_TORCH = (2, 10)  # the oldest version for which setup.py builds
 INSTALL_PAGE = "docs/first_day.md, section 1"
@@ -276,14 +275,8 @@ def _input_problems(facts: Installation, site: Site, config: RunConfig, director
             f"cannot be written: {facts.inputs.run_dir_error}",
             "free space there, or choose another train.run_dir",
         )
-    saves = 0 if saves_nothing(config.train) else 2
-    needed_bytes = saves * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
-    if not facts.inputs.run_dir_error and facts.inputs.run_dir_free_bytes < needed_bytes:
-        free = format_bytes(facts.inputs.run_dir_free_bytes)
-        what = f"only {free} are free at {directory}, but two checkpoints need {format_bytes(needed_bytes)}"
-        yield Problem(
-            "train.run_dir", what, "free space there, request a larger quota, or choose another train.run_dir"
-        )
+    else:
+        yield from space_problems(config, FreeSpace(facts.inputs.run_dir_free_bytes))
 
 
 def _example(site: Site) -> str:

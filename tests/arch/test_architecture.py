@@ -238,7 +238,7 @@ def test_files_for_readers_are_written_whole_or_not_at_all() -> None:
         for path in PACKAGE.rglob("*.py")
         if ".write_text(" in path.read_text(encoding="utf-8")
     }
-    assert writers == {"certificate/disk.py", "cluster/sbatch.py", "ops/aot/build.py"}
+    assert writers == {"cluster/disk.py", "cluster/sbatch.py", "ops/aot/build.py"}
 
 
 SIMULATOR = ROOT / "tests" / "cdna2"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import yaml
 
 from frontier_llm.certificate.axis_types import check_axis_types
 from frontier_llm.certificate.section import CertificateSection, SectionVerdict
+from tests.harness.axis_parity import ParityTests
 from tests.harness.planted import planted
+from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.sabotage import SABOTAGES
 
@@ -33,6 +36,7 @@ LAYOUTS = {
     "heads": Case("llama", cp=2, settings=("parallel.context_attention=heads",)),
     "docs": Case("llama", dp=2, cp=2, documents=True, settings=("parallel.context_attention=gather",)),
     "olmo": Case("olmo2", tp=2),
+    "head-norm": Case("deepseek", tp=2),
     "moe": Case("mixtral", tp=2, settings=("parallel.expert=2",)),
     "moe-cp": Case("mixtral", cp=2, settings=("parallel.expert=2",)),
     "etp": Case("olmoe", tp=2, dp=2, settings=("parallel.expert=2", "parallel.expert_tensor=2")),
@@ -55,18 +59,25 @@ class Fault:
     old: str
     new: str
     related: str = ""  # the message may name a line of this caller, callee or reader instead of the changed function
+    bugs: tuple[str, ...] = ()  # bugs of other programs that the fault expresses, as named in axis_bugs.yaml
 
     def __str__(self) -> str:
         return f"{self.function}: {self.old} -> {self.new}"
 
+    @property
+    def place(self) -> tuple[str, str, str, str]:
+        """The arguments of `planted`."""
+        return self.module, self.function, self.old, self.new
 
-FAULTS = [Fault(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))]
+
+_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FAULTS = [Fault(**{**row, "bugs": tuple(row.get("bugs", ()))}) for row in _ROWS]
 
 
 def check(fault: Fault) -> tuple[CertificateSection, bool]:
     """Return the section of the fault's layout with the fault, and whether a message names the right line."""
     case = LAYOUTS[fault.layout]
-    with planted(fault.module, fault.function, fault.old, fault.new) as lines:
+    with planted(*fault.place) as lines:
         section = check_axis_types(case.config(), case.world_size)
     file = fault.module.replace(".", "/") + ".py"
     places = [match for problem in section.problems for match in _LINE.findall(f"{problem.where} {problem.what}")]
@@ -80,25 +91,84 @@ _LINE = re.compile(r"(\S+\.py):(\d+) \(([^)]+)\)")
 
 
 def page() -> str:
-    """Return the page with all faults and all sabotages of the parity tests."""
-    rows = ["| class | changed function | instead of | stands | reported |", "| --- | --- | --- | --- | --- |"]
-    found = 0
-    for fault in FAULTS:
-        section, is_right = check(fault)
-        found += section.verdict is SectionVerdict.REFUSED and is_right
-        where = section.problems[0].where if section.problems else "no"
-        cells = (fault.kind, f"`{fault.function}`", f"`{fault.old}`", f"`{fault.new}`", f"`{where}`")
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    sabotaged = ["| sabotage of the parity tests | section types | reported |", "| --- | --- | --- |"]
-    for name, layout in SABOTAGE_LAYOUTS.items():
-        with SABOTAGES[name]():
-            section = check_axis_types(layout.config(), layout.world_size)
-        where = section.problems[0].where.replace(f"{_ROOT}/", "") if section.problems else ""
-        sabotaged.append(f"| {name} | {'found' if section.problems else 'not found'} | {where and f'`{where}`'} |")
-    classes = len({fault.kind for fault in FAULTS})
+    """Return the page with all faults, all sabotages of the parity tests, and the bugs of other programs."""
+    bugs = _table(("bug", "what was wrong", "planted fault that expresses it"), _bug_rows())
+    pool = RankPool()
+    parity = ParityTests(pool)
+    try:
+        outcomes = [_outcome(fault, parity) for fault in FAULTS]
+    finally:
+        pool.stop()
+    sabotages = {name: _sabotaged(name, layout) for name, layout in SABOTAGE_LAYOUTS.items()}
+    columns = ("class", "changed function", "instead of", "stands", "section types", "parity tests")
     return _PAGE.format(
-        found=found, count=len(FAULTS), classes=classes, rows="\n".join(rows), sabotaged="\n".join(sabotaged)
+        found=sum(outcome.is_right for outcome in outcomes),
+        count=len(FAULTS),
+        classes=len({fault.kind for fault in FAULTS}),
+        summary=_summary(outcomes, list(sabotages.values())),
+        rows=_table(columns, [outcome.row() for outcome in outcomes]),
+        sabotaged=_table(("sabotage of the parity tests", "section types"), list(sabotages.items())),
+        bugs=bugs,
     )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What finds a fault."""
+
+    fault: Fault
+    is_right: bool  # the section refuses the run, and names the right line
+    line: str  # the line that the section names; '' if it finds nothing
+    difference: str  # the first difference that the parity tests find; '' if they find none
+
+    def row(self) -> tuple[str, ...]:
+        """Return the row of the page."""
+        fault = self.fault
+        code = (f"`{text}`" for text in (fault.function, fault.old, fault.new))
+        return fault.kind, *code, f"`{self.line}`" if self.line else "no", self.difference or "no"
+
+
+def _outcome(fault: Fault, parity: ParityTests) -> Outcome:
+    section, is_named = check(fault)
+    is_refused = section.verdict is SectionVerdict.REFUSED
+    line = section.problems[0].where if section.problems else ""
+    return Outcome(fault, is_refused and is_named, line, parity.find(fault.layout, fault.place))
+
+
+def _sabotaged(name: str, layout: Case) -> str:
+    """Return the line that the section names under a sabotage, or 'no'."""
+    with SABOTAGES[name]():
+        section = check_axis_types(layout.config(), layout.world_size)
+    return f"`{section.problems[0].where}`".replace(f"{_ROOT}/", "") if section.problems else "no"
+
+
+def _summary(outcomes: Sequence[Outcome], sabotaged: Sequence[str]) -> str:
+    """Return the table of the faults that both, one or none of the two checks find."""
+    pairs = [(bool(outcome.line), bool(outcome.difference)) for outcome in outcomes]
+    counts = [pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))]
+    missed = sabotaged.count("no")  # the parity tests assert that they find each of their sabotages
+    columns = ("planted", "both", "only the section", "only the parity tests", "neither")
+    faults = ("faults of the first table", *map(str, counts))
+    sabotages = ("sabotages of the parity tests", str(len(sabotaged) - missed), "0", str(missed), "0")
+    return _table(columns, [faults, sabotages])
+
+
+def _bug_rows() -> list[tuple[str, ...]]:
+    """Return the rows of the bugs. Each one is expressed by a fault or has a reason why not, and never both."""
+    rows = []
+    known = yaml.safe_load(Path(__file__).with_name("axis_bugs.yaml").read_text(encoding="utf-8"))
+    for bug in known:
+        faults = [f"`{fault.function}`: `{fault.new}`" for fault in FAULTS if bug["bug"] in fault.bugs]
+        reason = bug.get("inexpressible", "")
+        assert bool(faults) != bool(reason), f"{bug['bug']} needs either a fault or a reason"
+        rows.append((bug["bug"], bug["what"], "; ".join(faults) or f"none. {reason}"))
+    assert {bug for fault in FAULTS for bug in fault.bugs} <= {bug["bug"] for bug in known}
+    return rows
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 SABOTAGE_LAYOUTS = {
@@ -129,14 +199,18 @@ _PAGE = """# Faults that the section "types" finds
 
 `frontier-llm check` runs one step of a small copy of a run on one rank and on simulated ranks
 ([the section "types"](../check_types.md)).
-Each row of the first table is a fault that was planted into the package by changing one call of one function.
-{found} of {count} faults in {classes} classes are refused.
-The message names a line of the changed function, or of its caller, callee or reader.
+Each fault of the first table was planted into the package by changing one call of one function.
+The section refuses {found} of {count} faults in {classes} classes.
+Its message names a line of the changed function, or of its caller, callee or reader.
+The parity tests run with several processes and an independent reference.
+They find a fault if a case of these tests differs from one rank; the last column names the first difference.
+
+{summary}
 
 {rows}
 
-The second table has the mistakes that the parity tests plant.
-A parity test fails under each of them, with several processes and an independent reference.
+The next table has the mistakes that the parity tests plant.
+A parity test fails under each of them.
 
 {sabotaged}
 
@@ -149,8 +223,16 @@ It therefore does not find:
 * two sums of one buffer that are in flight at the same time: the section `communication` checks the order.
 
 The parity tests with their independent reference find the first and the third kind on the layouts that they run.
+They do not compare a run with a narrow gradient wire (`precision.gradient_wire`) with one rank, because it rounds.
 
-`python -m tests.harness.axis_faults --write docs/generated/axis_types.md` writes this page.
+## Bugs of other programs
+
+The last table has reported bugs of other programs, and the planted faults that express them.
+Of the findings of Megatron-LM #7452 it has the four whose descriptions could be read.
+
+{bugs}
+
+`python -m tests.harness.axis_faults --write docs/generated/axis_types.md` writes this page in a few minutes.
 """
 
 if __name__ == "__main__":

@@ -239,4 +239,4 @@ def test_every_command_runs(frontier: LocalSlurm, place: Path) -> None:
     assert [name for name in large if name not in queued] == []
     assert (place / "checked").read_text().count("to start at") == len(large)
     refusal = (checkout / "refusal").read_text()
-    assert "two checkpoints need 22.0 TiB" in refusal and refusal.count("fix:") == 1
+    assert "the first 2 checkpoints need 22.0 TiB" in refusal and refusal.count("fix:") == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -130,6 +130,16 @@ class _Running:
         return self._finish is None
 
 
+def _check(operation: str, x: Tensor, buffer: Tensor) -> None:
+    """Refuse arguments that RCCL refuses or misreads, and that a copy in memory would accept. Raises ValueError."""
+    if not (x.is_contiguous() and buffer.is_contiguous()):
+        raise ValueError(f"{operation}: a tensor is not contiguous, so other elements would be sent")
+    if x.device != buffer.device:
+        raise ValueError(f"{operation}: the input is on {x.device}, and the buffer is on {buffer.device}")
+    if x.dtype != buffer.dtype:
+        raise ValueError(f"{operation}: the input has {x.dtype}, and the buffer has {buffer.dtype}")
+
+
 class SimulatedGroup:
     """Collectives and messages among simulated ranks. Implements `comm.group.Group`."""
 
@@ -148,6 +158,7 @@ class SimulatedGroup:
         self, operation: str, x: Tensor, buffer: Tensor, compute: Callable[[list[Tensor]], Tensor], summed: bool = False
     ) -> _Running:
         """Deposit `x`. wait() writes the result of `compute(inputs of all ranks)` into `buffer`."""
+        _check(operation, x, buffer)
         key = (self._name, self._ranks, self._calls)
         self._calls += 1
         self._deposit((*key, self._rank), operation, x)
@@ -177,6 +188,10 @@ class SimulatedGroup:
         site: Any,
         summed: bool = False,
     ) -> None:
+        if result.dtype != buffer.dtype:
+            raise ValueError(f"{operation}: the ranks pass tensors of {result.dtype} and of {buffer.dtype}")
+        if result.numel() != buffer.numel():
+            raise ValueError(f"{operation}: {result.numel()} elements arrive, and the buffer has {buffer.numel()}")
         with self._observer.quiet(), torch.no_grad():
             buffer.copy_(result.view(buffer.shape))
         sources = tuple(source for deposit in deposits for source in deposit.sources)
@@ -224,6 +239,7 @@ class SimulatedGroup:
         self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> _Running:
         """Start an all-to-all with `sent[r]` rows to each rank r."""
+        _check("all_to_all", x, arriving)
         key = (self._name, self._ranks, self._calls)
         self._calls += 1
         with self._observer.quiet():
@@ -243,11 +259,13 @@ class SimulatedGroup:
 
     def send(self, x: Tensor, to: int) -> _Running:
         """Send a copy of `x`. Never blocks."""
+        _check("send", x, x)
         self._deposit(self._message(self._rank, to), "send", x)
         return _Running(lambda: None)
 
     def receive(self, buffer: Tensor, source: int) -> _Running:
         """Post a receive."""
+        _check("receive", buffer, buffer)
         key = self._message(source, self._rank)
         site = self._observer.here()
 
@@ -286,8 +304,12 @@ def simulated_mesh(
     *,
     tied: bool,
     experts: bool,
+    by_node: bool = False,
 ) -> Mesh:
-    """Return the mesh of one simulated rank, with the axes that `comm.build_mesh` builds."""
+    """Return the mesh of one simulated rank, with the axes that `comm.build_mesh` builds.
+
+    With `by_node` each rank of ep is on a node of its own, so tokens are sent to experts in two stages.
+    """
     ledger = Ledger()
 
     def axis(name: str, ranks: tuple[int, ...]) -> Axis:
@@ -296,6 +318,13 @@ def simulated_mesh(
         place = ranks.index(rank)
         group = SimulatedGroup(exchange, name, place, ranks, observer)
         return Axis(name, place, len(ranks), ranks, group, ledger)
+
+    def expert_axis() -> Axis:
+        ranks = grid.experts_group(rank) if experts else (rank,)
+        flat = axis("ep", ranks)
+        if not by_node or flat.size == 1:
+            return flat
+        return replace(flat, nodes=flat.size, levels=(single("ep.node", rank, ledger), axis("ep.rail", ranks)))
 
     pipeline = grid.group("pp", rank)
     ends = tuple(pipeline[stage] for stage in placement.ends)
@@ -308,7 +337,7 @@ def simulated_mesh(
         tied=axis("tied", ends if tied and rank in ends else (rank,)),
         channels={channel.value: axis(f"pp.{channel.value}", pipeline) for channel in placement.streams},
         ledger=ledger,
-        ep=axis("ep", grid.experts_group(rank) if experts else (rank,)),
+        ep=expert_axis(),
         etp=axis("etp", grid.split_experts_group(rank) if experts else (rank,)),
         edp=axis("edp", grid.replicas_group(rank) if experts else (rank,)),
     )

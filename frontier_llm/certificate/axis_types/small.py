@@ -23,8 +23,6 @@ def reasons_not_checkable(config: RunConfig, world_size: int) -> list[str]:
         reasons.append("parallel.data_mode=fsdp: torch's fully_shard communicates through process groups of its own")
     if config.optimizer.engine == "deepspeed":
         reasons.append("optimizer.engine=deepspeed: DeepSpeed communicates through process groups of its own")
-    if config.parallel.expert_all_to_all == "hierarchical":
-        reasons.append("parallel.expert_all_to_all=hierarchical: the simulated ranks have no nodes")
     if config.model.moe is not None and config.model.moe.capacity is not None:
         reasons.append("model.moe.capacity: a rank drops tokens by its own rows, so no serial step is equal")
     plane = max(1, world_size // config.parallel.pipeline)
@@ -41,6 +39,8 @@ def differences(config: RunConfig) -> list[str]:
         notes.append("flat collectives instead of comm.algorithms")
     if config.comm.overlap_experts and config.parallel.expert > 1:
         notes.append("microbatches that are not interleaved (comm.overlap_experts)")
+    if config.parallel.expert_all_to_all == "hierarchical":
+        notes.append("one rank of ep on each node")
     if len(phases_of(config)) > 1:
         notes.append("the first phase only")
     return notes
@@ -75,7 +75,7 @@ def small_copy(config: RunConfig, world_size: int) -> RunConfig:
             schedule=parallel.schedule if pp > 1 else "1f1b",
             expert=_degree(parallel.expert),
             expert_tensor=_degree(parallel.expert_tensor),
-            expert_all_to_all="flat",
+            expert_all_to_all="hierarchical" if parallel.expert_all_to_all == "hierarchical" else "flat",
             context_attention=way,
             stage_layers=None,
         ),
@@ -111,7 +111,7 @@ def serial_copy(small: RunConfig) -> RunConfig:
     one = ("tensor", "context", "pipeline", "data", "chunks", "expert", "expert_tensor")
     return _with(
         small,
-        parallel=_with(small.parallel, **dict.fromkeys(one, 1), schedule="1f1b"),
+        parallel=_with(small.parallel, **dict.fromkeys(one, 1), schedule="1f1b", expert_all_to_all="flat"),
         comm=_with(small.comm, tensor_chunks=1),
     )
 

@@ -84,6 +84,7 @@ def run_step(small: RunConfig) -> list[RankRecord]:
                 record.recorder,
                 tied=small.model.tied_embeddings,
                 experts=small.model.moe is not None,
+                by_node=small.parallel.expert_all_to_all == "hierarchical",
             )
             _run_rank(small, mesh, record)
         except BaseException as raised:  # passed to the caller's thread below

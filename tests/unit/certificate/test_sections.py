@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from frontier_llm.certificate import communication, disk, installation
+from frontier_llm.certificate import communication, installation
 from frontier_llm.certificate.certificate import certify
 from frontier_llm.certificate.section import CertificateSection, SectionVerdict
 from frontier_llm.certificate.subject import Subject
+from frontier_llm.cluster import disk
 from frontier_llm.cluster.admission import with_prediction
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.cluster.submit import JobRequest, wanted_job

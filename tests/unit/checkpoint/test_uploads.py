@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.certificate.disk import remote_problems
+from frontier_llm.certificate.restart import remote_problems
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.remote import uploaded_checkpoints
 from frontier_llm.checkpoint.remote_writer import claim, read_writer, this_writer

@@ -10,6 +10,7 @@ import pytest
 
 from frontier_llm.cluster import readiness, slurm
 from frontier_llm.cluster.batch import BatchRun
+from frontier_llm.cluster.disk import LOG_BYTES
 from frontier_llm.cluster.readiness import before_the_queue, problems_of, refuse_unready
 from frontier_llm.cluster.site_state import requeue_note, site_problems
 from frontier_llm.cluster.sites import load_site
@@ -98,7 +99,7 @@ MISTAKES = {
     ),
     "a full run directory": (
         replace(GOOD, inputs=InputFacts((), "", 10**6)),
-        "976.6 KiB are free at /lustre/orion/abc123/scratch/me/run",
+        "but /lustre/orion/abc123/scratch/me/run has 976.6 KiB free",
     ),
     "a run directory that cannot be written": (
         replace(GOOD, inputs=InputFacts((), "/lustre: No space left on device", 0)),
@@ -156,8 +157,8 @@ def test_a_run_on_cpus_needs_no_gpu() -> None:
 
 
 def test_a_run_that_saves_nothing_needs_no_space() -> None:
-    full = replace(GOOD, inputs=InputFacts((), "", 10**6))
-    assert refusals(full, "train.save_interval=0", "train.save_final=false") == ""
+    nearly_full = replace(GOOD, inputs=InputFacts((), "", LOG_BYTES))
+    assert refusals(nearly_full, "train.save_interval=0", "train.save_final=false") == ""
 
 
 def test_the_oldest_torch_is_that_of_setup_py() -> None:

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from frontier_llm.blueprint.parameters import total_parameters
-from frontier_llm.certificate import disk
 from frontier_llm.cli import checks
 from frontier_llm.cli import main as command_line
 from frontier_llm.cli.ranks import local_world_size
+from frontier_llm.cluster import disk
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError
 from frontier_llm.units import format_bytes
@@ -299,7 +299,7 @@ def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monke
     config = load_run(
         "quickstart", ["precision.dtype=bf16", f"train.run_dir={tmp_path}", "train.save_interval=10", "train.steps=100"]
     )
-    problems = disk.space_problems(config, 4)
+    problems = disk.space_problems(config, disk.free_space(tmp_path), 4)
     if fits:
         assert problems == []
         return

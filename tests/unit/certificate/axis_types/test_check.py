@@ -8,11 +8,13 @@ from frontier_llm.certificate.axis_types import check_axis_types
 from frontier_llm.certificate.section import SectionVerdict
 from frontier_llm.config import load_run
 from tests.harness.axis_faults import FAULTS, NOT_FOUND, SABOTAGE_LAYOUTS, Fault, check
+from tests.harness.planted import planted
 from tests.parity.cases import Case, pairwise
 from tests.parity.sabotage import SABOTAGES
 
 EVERYDAY = ("multiply_and_reduce", "Zero.squared_norm_share", "GradientSync._start_sum")  # one fault of each
 _FIRST = [next(fault for fault in FAULTS if fault.function == function) for function in EVERYDAY]
+BY_NODE = ("parallel.expert=2", "parallel.expert_all_to_all=hierarchical")
 _SETTINGS = {
     "gather": Case("llama", tp=2, cp=2, settings=("parallel.context_attention=gather",)),
     "ring": Case("llama", tp=2, cp=2, sequence_parallel=True, settings=("parallel.context_attention=ring",)),
@@ -21,6 +23,7 @@ _SETTINGS = {
     "olmo2": Case("olmo2", tp=2, pp=2, sequence_parallel=True),
     "gemma2": Case("gemma2", tp=2, pp=2, sequence_parallel=True),
     "experts": Case("mixtral", tp=2, dp=2, settings=("parallel.expert=2",)),
+    "by node": Case("olmoe", tp=2, dp=2, settings=BY_NODE),
     "etp": Case("mixtral", tp=2, dp=2, settings=("parallel.expert=2", "parallel.expert_tensor=2")),
     "shared expert": Case("deepseek", tp=2, dp=2, pp=2, sequence_parallel=True, settings=("parallel.expert=2",)),
     "experts and cp": Case("deepseek", tp=2, cp=2, settings=("parallel.expert=2",)),
@@ -112,3 +115,12 @@ def test_a_step_that_fails_on_one_rank_is_not_checkable(monkeypatch: pytest.Monk
     section = check_axis_types(Case("llama", tp=2).config(), 2)
     assert section.verdict is SectionVerdict.NOT_CHECKABLE
     assert "the step on one rank fails: RuntimeError: this plugin needs a GPU" in section.why
+
+
+def test_tokens_that_travel_by_node_are_checked() -> None:
+    case = Case("mixtral", tp=2, settings=BY_NODE)
+    _passes(case)
+    call = "travel = leave(grads[0], ctx.plan)"
+    doubled = "travel = leave(grads[0] * 2, ctx.plan)"
+    with planted("frontier_llm.parallel.expert.dispatch", "_Combine.backward", call, doubled):
+        assert check_axis_types(case.config(), case.world_size).verdict is SectionVerdict.REFUSED

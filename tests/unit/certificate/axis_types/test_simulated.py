@@ -114,3 +114,18 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
         run(lambda axis: axis.rank or all_reduce_(own(axis), axis))
     with pytest.raises(Deadlock, match="different collectives"):
         run(lambda axis: all_reduce_(own(axis), axis) if axis.rank else reduce_scatter(own(axis), axis))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (lambda axis: axis.group.start_all_reduce_(torch.zeros(2, 3).t(), "sum"), "not contiguous"),
+        (lambda axis: axis.group.start_all_gather_into(torch.zeros(6), torch.zeros(2).double()), "and the buffer has"),
+        (lambda axis: axis.group.start_broadcast_(torch.zeros(2 + axis.rank), 0).wait(), "elements arrive"),
+        (lambda axis: all_reduce_(torch.zeros(2, dtype=(torch.half, torch.float)[axis.rank > 0]), axis), "tensors of"),
+        (lambda axis: axis.group.start_all_gather_into(torch.zeros(6), torch.zeros(2, device="meta")), "is on meta"),
+    ],
+)
+def test_arguments_that_rccl_would_refuse_or_misread_are_refused(body: Callable[[Axis], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run(body)
