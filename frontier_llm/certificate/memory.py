@@ -8,16 +8,15 @@ from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.admission import Cost, synthetic_problems
 from frontier_llm.cluster.submit import JobRequest, job_problems
-from frontier_llm.config import phases_of
 from frontier_llm.errors import Problem
 from frontier_llm.planner.predict import START_S
 from frontier_llm.planner.report import layout_words
-from frontier_llm.planner.search import Plan, memory_summary, search
+from frontier_llm.planner.roomier import FULL_SHARE, roomier_plan
+from frontier_llm.planner.search import Plan, memory_summary
 from frontier_llm.units import GIB
 
 NAME = "memory"
 COST = "cost"
-FULL_SHARE = 54 / 64  # share of the device's memory above which a roomier layout is shown
 LEAST_GIB = 0.05  # smaller parts of a stage's memory are not listed
 
 
@@ -44,22 +43,12 @@ def _stage_words(plan: Plan, stage: int) -> str:
 
 
 def _roomier(subject: Subject, plan: Plan) -> Iterator[str]:
-    """Yield the fastest of the planner's finalists that leaves more room than FULL_SHARE."""
-    config = max(phases_of(subject.config), key=lambda phase: phase.config.model.sequence_length).config
-    outcome = search(
-        config.model,
-        subject.rates,
-        subject.nodes_of_ranks,
-        config.batch.global_batch,
-        {},
-        dtype=config.precision.dtype,
-        optimizer=config.optimizer.name,
-    )
-    roomier = [other for other in outcome.plans if other.peak_bytes <= FULL_SHARE * other.limit_bytes]
-    if not roomier:
-        yield "none of the planner's finalists leaves more room"
+    """Yield the fastest layout that leaves more room."""
+    nodes = subject.nodes_of_ranks
+    best = roomier_plan(subject.config, nodes, max(nodes, subject.world_size), plan)
+    if best is None:
+        yield "no layout on these nodes leaves more room"
         return
-    best = min(roomier, key=lambda other: other.step_s)
     yield (
         f"a layout with more room: {layout_words(best)}: {best.peak_bytes / GIB:.1f} GiB, "
         f"{100 * (best.step_s / plan.step_s - 1):+.1f} % time"

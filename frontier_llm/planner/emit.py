@@ -69,20 +69,32 @@ def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
     }
 
 
-def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rates, name: str) -> dict[str, Any]:
-    """Return the content of a run file for the search's choice, with all keys of the layout.
-
-    The caller adds the model and the data.
-    """
-    plan = outcome.best
+def layout_keys(plan: Plan, machine: Machine, rates: Rates) -> dict[str, dict[str, Any]]:
+    """Return the sections and keys of a run file that select the plan's layout."""
     keys = run_keys(plan.layout)
     counts = tuple(stage.num_layers for stage in plan.stages)
-    if counts != balanced(outcome.model, len(counts)):
+    if counts != balanced(plan.model, len(counts)):
         keys["parallel"]["stage_layers"] = list(counts)
     if plan.layout.tp > machine.devices_per_node:
         keys["parallel"]["cross_node_tensor"] = True
     if machine.algorithms and uses_hierarchical(plan, rates):
         keys["comm"]["algorithms"] = machine.algorithms
+    return keys
+
+
+def as_overrides(content: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return sections and keys of a run file as words `section.key=value`."""
+    return tuple(
+        f"{section}.{key}={_word(value)}" for section, values in content.items() for key, value in values.items()
+    )
+
+
+def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rates, name: str) -> dict[str, Any]:
+    """Return the content of a run file for the search's choice, with all keys of the layout.
+
+    The caller adds the model and the data.
+    """
+    keys = layout_keys(outcome.best, machine, rates)
     batch = {"global_batch": outcome.global_batch, **keys["batch"]}
     train = {"run_dir": f"runs/{name}", **keys["train"]}
     return {"machine": machine_name, **keys, "batch": batch, "train": train}
@@ -193,12 +205,13 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
     lines = [f"frontier-llm submit {path} --site {site} --nodes {nodes} --account PROJECT"]
     script = PRODUCTION.get(str(content.get("model")))  # a file on top of a run names no model
     if script and site == "frontier":
-        words = [
-            f"{section}.{key}={_word(value)}"
-            for section in ("parallel", "batch", "precision", "comm", "optimizer", "data", "train")
-            for key, value in content.get(section, {}).items()
-            if key != "run_dir"
-        ]
+        sections = ("parallel", "batch", "precision", "comm", "optimizer", "data", "train")
+        words = as_overrides(
+            {
+                section: {key: value for key, value in content.get(section, {}).items() if key != "run_dir"}
+                for section in sections
+            }
+        )
         lines.append(f"sbatch --account=PROJECT --nodes={nodes} slurm/{script}.sbatch {' '.join(words)}")
     return "\n".join(lines)
 
@@ -206,4 +219,6 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if value is None:
+        return "null"
     return str(value).replace(" ", "")
