@@ -275,12 +275,15 @@ setup(
             "ipykernel",
             "megatron-core==0.16.1",
             "mpi4py",
+            "moto[server]",  # a local S3 server
+            "s3fs",
             TRITON,  # compiles and interprets the GPU kernels
             *KERNEL_TOOLS,
         ],
         "kernels": KERNEL_TOOLS,
         # which brings fsspec, aiohttp and huggingface_hub; s3:// and gs:// also need s3fs or gcsfs
         "data": ["pyarrow", "datasets"],
+        "remote": ["s3fs"],  # checkpoints in an S3 store; brings fsspec. gs:// needs gcsfs, az:// needs adlfs
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two

@@ -312,30 +312,28 @@ def plot_ladder(result: dict[str, Any], path: Path) -> None:
     compute = np.array([rung["compute_flops"] for rung in ladder])
     for rung in ladder:
         points = np.array(rung["train_loss"])
-        line = top.plot(
-            points[:, 0] / rung["steps"] * rung["compute_flops"], points[:, 1] / np.log(2), linewidth=1, alpha=0.6
-        )
+        line = top.plot(points[:, 0] / rung["steps"] * rung["compute_flops"], points[:, 1], linewidth=1, alpha=0.6)
         label = (
             f"{rung['model'].removeprefix('ladder-')}: {rung['parameters']:,} parameters, {rung['tokens'] / 1e6:.1f} MB"
         )
         top.plot(
             rung["compute_flops"],
-            rung["bits_per_byte"],
+            rung["loss"],
             "o",
             color=line[0].get_color(),
             label=label,
         )
     span = np.geomspace(compute.min() / 2, compute.max() * 2, 50)
-    fit = f"{law['coefficient'] / np.log(2):.2f} C^-{law['exponent']:.4f}, R² {law['r_squared']:.4f}"
+    fit = f"{law['coefficient']:.2f} C^-{law['exponent']:.4f}, R² {law['r_squared']:.4f}"
     top.plot(
         span,
-        law["coefficient"] * span ** -law["exponent"] / np.log(2),
+        law["coefficient"] * span ** -law["exponent"],
         "k--",
         linewidth=1,
         label=fit,
     )
-    top.set(xscale="log", yscale="log", ylabel="bits per byte: curves training, dots held out", ylim=(1.2, 8))
-    top.set_yticks([1.5, 2, 3, 4, 6, 8], labels=["1.5", "2", "3", "4", "6", "8"])
+    top.set(xscale="log", yscale="log", ylabel="nats per byte: curves training, dots held out", ylim=(0.8, 6))
+    top.set_yticks([1, 1.5, 2, 3, 4, 6], labels=["1", "1.5", "2", "3", "4", "6"])
     top.minorticks_off()
     top.legend(fontsize=8)
     bottom.axhline(0, color="black", linewidth=0.8)

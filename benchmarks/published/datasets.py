@@ -119,6 +119,10 @@ FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("frontier", "gpt-neox"): ("unaligned_penalty", "fabric_share"),
 }
 
+# (machine, stack) that a table names → the stack of the software that its source describes. No run of this package on
+# an MI250X is published.
+RAN_AS = {("lumi", "frontier-llm"): "transformers"}
+
 FP8_VARIANTS = ("nemo-24.09",)  # stacks whose rows state FP8 in the column precision alone
 
 DATASET_OF = {
@@ -375,8 +379,8 @@ def _cluster(row: Row) -> tuple[str, str] | None:
 
 
 def _stack_of(row: Row) -> str:
-    """Return the row's stack, or its variant for FP8 if the row ran in FP8 and the variant exists."""
-    stack = row["stack"]
+    """Return the stack of the row's software, or its variant for FP8 if the row ran in FP8 and the variant exists."""
+    stack = RAN_AS.get((row["machine"], row["stack"]), row["stack"])
     if row["precision"].startswith("fp8") and stack in FP8_VARIANTS:
         return f"{stack}-fp8"
     return stack

@@ -25,7 +25,7 @@ from benchmarks.published.datasets import (
     shipped,
 )
 from benchmarks.published.predict import RowPrediction, cluster, cluster_rates, complete, even_stages, predict
-from benchmarks.published.validate import GAPS, RankedPair, gap_table, order_by_gap, score, validate_command
+from benchmarks.published.validate import GAPS, RankedPair, gap_table, judged, order_by_gap, score, validate_command
 from frontier_llm.blueprint.items import HEAD, PRODUCTS
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.cli.main import main
@@ -374,6 +374,12 @@ def test_each_further_row_has_a_prediction_or_a_reason(name: str) -> None:
     for reading in read_stated(PUBLISHED / name):
         assert (reading.run is None) == bool(reading.reason)
         assert reading.run is None or not is_fitted(reading.run) or reading.run in smallest_runs()
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_no_further_run_is_called_too_big(name: str) -> None:
+    predictions = [prediction for _, prediction in map(judged, read_stated(PUBLISHED / name)) if prediction]
+    assert [prediction.row.key for prediction in predictions if not prediction.fits] == []
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:

@@ -46,6 +46,12 @@ class SoftwareOptions:
     # Bytes of optimizer state per parameter, master copy included. 0 = those of this package's optimizer.
     optimizer_state_bytes: NonNegativeFloat = 0.0
     gradient_bytes: Literal[2, 4] = 4  # Bytes per element of a gradient that is summed over dp.
+    # Bytes per parameter of gradients beside those of `gradient_bytes`. DeepSpeed's BF16_Optimizer keeps fp32 sums and
+    # the 16-bit gradients of the last microbatch.
+    further_gradient_bytes: NonNegativeFloat = 0.0
+    # With ZeRO-1 an all-reduce gives every rank all summed gradients (BF16_Optimizer). False: a reduce-scatter gives
+    # each rank its shard.
+    all_reduces_gradients: bool = False
     accumulate_bytes: NonNegativeFloat = 8.0  # Bytes of memory traffic per parameter to add one microbatch's gradient.
     # The kernel of a weight gradient also adds it to the buffer. Its time is the longer one of product and addition.
     adding_in_product: bool = False

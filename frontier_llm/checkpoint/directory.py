@@ -123,25 +123,31 @@ def temporary(directory: Path, step: int, incarnation: int) -> Path:
     return directory / f"{step_name(step)}.tmp.{incarnation}"
 
 
-def begin(directory: Path, step: int, incarnation: int) -> Path:
-    """Create the empty folder at the path that `temporary` returns. Files of an earlier attempt are removed."""
+def begin(directory: Path, step: int, incarnation: int, needed_bytes: int = 0) -> Path:
+    """Create the empty folder at the path that `temporary` returns. Files of an earlier attempt are removed.
+
+    Raises OSError with ENOSPC, and leaves no folder, if the file system has fewer than `needed_bytes` free.
+    """
     building = temporary(directory, step, incarnation)
     delete_tree(building)
     building.mkdir()
     sync_directory(directory)
+    free = os.statvfs(directory)
+    if free.f_bavail * free.f_frsize < needed_bytes:
+        building.rmdir()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return building
 
 
-def commit(directory: Path, manifest: Manifest) -> Path:
-    """Turn the temporary folder into a complete checkpoint. All shards must already be flushed to the device.
+def commit(directory: Path, manifest: Manifest, content: bytes, incarnation: int) -> Path:
+    """Turn the temporary folder of this start into a complete checkpoint. `content` is the text of `manifest`.
 
-    Afterwards LATEST names this checkpoint, and BEST names it if its held-out loss is the lowest.
+    All shards must already be flushed to the device. Afterwards LATEST names this checkpoint, and BEST names it if its
+    held-out loss is the lowest.
     """
     step = manifest.progress.step
-    incarnation = manifest.incarnation
     building = temporary(directory, step, incarnation)
     final = directory / step_name(step)
-    content = manifest.to_bytes()
     hit("checkpoint.before_manifest")
     write_durably(building / MANIFEST, content)
     hit("checkpoint.manifest_written")

@@ -177,15 +177,7 @@ def summary(path: Path) -> dict[str, Any]:
     manifest = folder.read_manifest(path)[0]
     return {
         "path": str(path),
-        "step": manifest.progress.step,
-        "tokens": manifest.progress.tokens,
-        "bytes": manifest.total_bytes,
-        "shards": len(manifest.shards),
-        "layout": " x ".join(f"{axis.upper()}{size}" for axis, size in manifest.layout.items() if axis != "zero"),
-        "incarnation": manifest.incarnation,
-        "model": str(manifest.config.get("model", {}).get("name", ""))
-        if isinstance(manifest.config.get("model"), dict)
-        else "",
+        **manifest.summary(),
         "written_unix_s": (path / folder.MANIFEST).stat().st_mtime,
         "latest": folder.read_latest(path.parent) == path.name,
         "best": folder.read_latest(path.parent, folder.BEST) == path.name,

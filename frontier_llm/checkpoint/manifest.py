@@ -163,6 +163,19 @@ class Manifest(_Record):
             for tensor, offset, shape in rows
         ]
 
+    def summary(self) -> dict[str, Any]:
+        """Return the values that `checkpoint list` shows."""
+        model = self.config.get("model", {})
+        return {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "bytes": self.total_bytes,
+            "shards": len(self.shards),
+            "layout": " x ".join(f"{axis.upper()}{size}" for axis, size in self.layout.items() if axis != "zero"),
+            "incarnation": self.incarnation,
+            "model": str(model.get("name", "")) if isinstance(model, dict) else "",
+        }
+
     def to_bytes(self) -> bytes:
         """Return the content of manifest.json."""
         return (json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n").encode()

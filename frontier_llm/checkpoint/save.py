@@ -11,8 +11,6 @@ and no collective runs in a thread. All ranks report a failure at the same step.
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -167,11 +165,9 @@ class Save:
         checkpoints = self._checkpoints
         checkpoints.check_lock()
         with folder.writing(checkpoints.directory, checkpoints.total_bytes):
-            building = folder.begin(checkpoints.directory, self._progress.step, checkpoints.facts.incarnation)
-            free = os.statvfs(checkpoints.directory)
-            if free.f_bavail * free.f_frsize < checkpoints.total_bytes:
-                building.rmdir()
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            folder.begin(
+                checkpoints.directory, self._progress.step, checkpoints.facts.incarnation, checkpoints.total_bytes
+            )
 
     def _write(self) -> dict[str, Any] | None:
         """Write this rank's file. Return its name, size and digest, or None if the rank has nothing to save."""
@@ -198,7 +194,7 @@ class Save:
         manifest = build_manifest(self._progress, checkpoints.facts, checkpoints.contents, files)
         checkpoints.check_lock()
         with folder.writing(checkpoints.directory, checkpoints.total_bytes):
-            folder.commit(checkpoints.directory, manifest)
+            folder.commit(checkpoints.directory, manifest, manifest.to_bytes(), manifest.incarnation)
 
     def _verify(self) -> None:
         """Read back this rank's share of the checkpoints that remain. Raises DamagedCheckpoint."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from frontier_llm.checkpoint.manifest import FORMAT, ITEM_BYTES, DamagedCheckpoint, Manifest, SavedPiece, Shard
 from frontier_llm.failpoints import hit
@@ -99,7 +99,7 @@ def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str)
     return ShardLayout(head, tuple(extents), end, ITEM_BYTES[dtype])
 
 
-def layout_of(manifest: Manifest, shard: Shard, where: Path) -> ShardLayout:
+def layout_of(manifest: Manifest, shard: Shard, where: Path | str) -> ShardLayout:
     """Return the layout that a shard of this manifest must have.
 
     Raises DamagedCheckpoint if the size in the manifest differs from the size of the layout.
@@ -129,12 +129,12 @@ def block_digests(data: memoryview, block_bytes: int = BLOCK_BYTES) -> bytes:
     return b"".join(hashlib.sha256(data[start : start + block_bytes]).digest() for start in starts)
 
 
-def on_threads(work: Callable[[int], T], count: int) -> list[T]:
-    """Return [work(0), …, work(count - 1)], computed on WORKERS threads.
+def on_threads(work: Callable[[int], T], count: int, workers: int = WORKERS) -> list[T]:
+    """Return [work(0), …, work(count - 1)], computed on `workers` threads.
 
     Raises the first exception. No new call starts after it.
     """
-    with ThreadPoolExecutor(WORKERS, "checkpoint-block") as pool:
+    with ThreadPoolExecutor(workers, "checkpoint-block") as pool:
         return list(pool.map(work, range(count)))
 
 
@@ -223,12 +223,43 @@ def verify(
         if drop_cache:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         digest = read_and_hash(descriptor, path, layout, manifest.block_bytes, consume)
+    _check_digest(digest, manifest, shard, path)
+
+
+def verify_stream(
+    stream: BinaryIO, where: str, manifest: Manifest, shard: Shard, consume: Callable[[bytes], object]
+) -> None:
+    """Read and hash a complete shard from a stream without seeking, and pass its bytes to `consume` in file order.
+
+    Raises DamagedCheckpoint for another size, header or digest, after some bytes may have been consumed.
+    """
+    layout = layout_of(manifest, shard, where)
+    head = stream.read(len(layout.head))
+    if head != layout.head:
+        raise DamagedCheckpoint("its header differs from the manifest", where=where)
+    consume(head)
+    digests = []
+    missing_bytes = layout.data_bytes
+    while missing_bytes:
+        block = stream.read(min(manifest.block_bytes, missing_bytes))
+        if not block:
+            raise DamagedCheckpoint(f"is truncated: {missing_bytes} bytes are missing", where=where)
+        digests.append(hashlib.sha256(block).digest())
+        consume(block)
+        missing_bytes -= len(block)
+    if stream.read(1):
+        raise DamagedCheckpoint(f"has more than the {shard.bytes} bytes in the manifest", where=where)
+    _check_digest(combine(head, digests), manifest, shard, where)
+
+
+def _check_digest(digest: str, manifest: Manifest, shard: Shard, where: Path | str) -> None:
+    """Raise DamagedCheckpoint, with the file's tensors, if `digest` is not the shard's."""
     if digest != shard.sha256:
         names = list(dict.fromkeys(piece.name for piece in manifest.pieces_of(shard)))
         listing = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise DamagedCheckpoint(
             f"is damaged: digest {digest}, expected {shard.sha256}; it contains {listing}",
-            where=str(path),
+            where=str(where),
         )
 
 

@@ -241,7 +241,8 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
                 layout = shard_layout(pieces, dtype, 0, name)
                 digest = _write_shard(building / name, source, pieces, layout, DTYPES[dtype])
                 files.append({"file": name, "bytes": layout.total_bytes, "sha256": digest})
-            return folder.commit(directory, build_manifest(progress, facts, contents_of(held, dtype), files))
+            manifest = build_manifest(progress, facts, contents_of(held, dtype), files)
+            return folder.commit(directory, manifest, manifest.to_bytes(), manifest.incarnation)
     except BaseException:
         shutil.rmtree(folder.temporary(directory, 0, 0), ignore_errors=True)
         raise

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import JSON, command, option, positive, run_options, show
+from frontier_llm.cli.arguments import JSON, command, option, positive, positive_amount, run_options, show
 from frontier_llm.cli.settings import refuse_settings
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
         default=5,
         metavar="N",
         help="timings per sample; the median counts (default: 5)",
+    ),
+    option(
+        "--budget-s",
+        type=positive_amount,
+        metavar="SECONDS",
+        help="time for the measurements, after the ranks have started: measure in rounds of one timing per sample, as "
+        "many as fit, at least one and at most --repeats (default: no limit)",
     ),
     option(
         "--emit-machine",
@@ -89,11 +96,18 @@ def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
     import datetime
 
     from frontier_llm.experiments.measure.machine_file import machine_content, report, write_machine
+    from frontier_llm.experiments.measure.rounds import measure_within
     from frontier_llm.experiments.measure.samples import measure
     from frontier_llm.training.join import joined
 
     with joined(config, place) as (_, mesh, device):
-        samples = measure(config, mesh, device, memory_bytes(device.type, mesh.world.size), args.repeats)
+        memory = memory_bytes(device.type, mesh.world.size)
+        if args.budget_s is None:
+            samples = measure(config, mesh, device, memory, args.repeats)
+        else:
+            samples = measure_within(
+                args.budget_s, args.repeats, config=config, mesh=mesh, device=device, memory_bytes=memory
+            )
         if mesh.world.rank == 0:
             when = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
             content = machine_content(samples, config, when)

@@ -1,4 +1,4 @@
-"""frontier-llm checkpoint list|verify|diff|import-hf|import-megatron|export-hf.
+"""frontier-llm checkpoint list|verify|diff|push|pull|import-hf|import-megatron|export-hf.
 
 The exit code is 1 if a checkpoint is damaged or if two differ.
 """
@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli import interchange
+from frontier_llm.cli import interchange, remote
 from frontier_llm.cli.arguments import JSON, Command, ProgressBar, command, option, show
-from frontier_llm.errors import FrontierError
+from frontier_llm.config.urls import is_url
+from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.tables import aligned
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable, strict_json
 
@@ -24,26 +26,54 @@ if TYPE_CHECKING:
     from frontier_llm.checkpoint.inspect import Difference
 
 
+PLACE = option(
+    "path",
+    metavar="CHECKPOINT",
+    help="run directory, checkpoints folder, one checkpoint, or the URL of one of them",
+)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint at a path or at a URL."""
+
+    path: str
+    summary: Callable[[], dict[str, Any]]
+    verify: Callable[[Callable[[int, int], None]], list[Problem]]
+    size_bytes: Callable[[], int]
+
+
+def _found(place: str) -> list[_Found]:
+    """Return the checkpoints at a path or URL, oldest first. Raises CheckpointError if there is none."""
+    if is_url(place):
+        from frontier_llm.checkpoint.remote import at_url, summary, verify
+
+        return [_Found(str(one), partial(summary, one), partial(verify, one), one.size_bytes) for one in at_url(place)]
+    from frontier_llm.checkpoint import inspect
+
+    return [
+        _Found(str(path), partial(inspect.summary, path), partial(inspect.verify, path), partial(_size_bytes, path))
+        for path in inspect.find(Path(place))
+    ]
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.glob("*"))
+
+
 @command(
-    option(
-        "path",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="run directory, checkpoints folder or one checkpoint",
-    ),
+    PLACE,
     JSON,
     line="show the complete checkpoints of a run",
     examples=("frontier-llm checkpoint list runs/quickstart",),
 )
 def _list(args: argparse.Namespace) -> int:
-    from frontier_llm.checkpoint.inspect import find, summary
-
     rows = []
-    for path in find(args.path):
+    for found in _found(args.path):
         try:
-            rows.append(summary(path))
-        except FrontierError as error:
-            rows.append({"path": str(path), "damaged": str(error)})
+            rows.append(found.summary())
+        except CheckpointError as error:
+            rows.append({"path": found.path, "damaged": str(error)})
     head = ("checkpoint", "model", ">tokens", ">size", ">shards", "written as", "age", "")
     show(args, rows, lambda: aligned(head, map(_list_row, rows)))
     damages = [row["damaged"] for row in rows if "damaged" in row]
@@ -56,7 +86,8 @@ def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
     name = Path(row["path"]).name
     if "damaged" in row:
         return (name, "DAMAGED", *[""] * 6)
-    age = format_age(time.time() - row["written_unix_s"])
+    written_unix_s = row["written_unix_s"]
+    age = "unknown" if written_unix_s is None else format_age(time.time() - written_unix_s)
     pointer = " ".join(name.upper() for name in ("latest", "best") if row[name])
     return (
         name,
@@ -71,29 +102,22 @@ def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 @command(
-    option(
-        "path",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="run directory, checkpoints folder or one checkpoint",
-    ),
+    PLACE,
     JSON,
     line="read every byte and compare it with its digest",
     examples=("frontier-llm checkpoint verify runs/quickstart",),
 )
 def _verify(args: argparse.Namespace) -> int:
-    from frontier_llm.checkpoint.inspect import find, verify
-
     results = {}
-    for path in find(args.path):
+    for found in _found(args.path):
         started_s = time.monotonic()
         line = ProgressBar()
-        problems = results[str(path)] = verify(path, line.on(path.name, "shards"))
+        name = found.path.rpartition("/")[2]
+        problems = results[found.path] = found.verify(line.on(name, "shards"))
         line.close()
         if not args.json:
-            size_bytes = sum(file.lstat().st_size for file in path.glob("*"))
-            read = f"{format_bytes(size_bytes)} read in {format_seconds(time.monotonic() - started_s)}"
-            print(f"{printable(path.name)}  {'DAMAGED' if problems else 'intact'}  {read}", flush=True)
+            read = f"{format_bytes(found.size_bytes())} read in {format_seconds(time.monotonic() - started_s)}"
+            print(f"{printable(name)}  {'DAMAGED' if problems else 'intact'}  {read}", flush=True)
             for problem in problems:
                 print(f"  {problem}", file=sys.stderr)
     if args.json:
@@ -159,6 +183,8 @@ checkpoint = Command(
         "list": _list,
         "verify": _verify,
         "diff": _diff,
+        "push": remote.push,
+        "pull": remote.pull,
         "import-hf": interchange.import_hf,
         "import-megatron": interchange.import_megatron,
         "export-hf": interchange.export_hf,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from frontier_llm.config.urls import is_url, packages_of, without_secrets
 from frontier_llm.errors import ConfigError, not_installed
 
 
@@ -33,6 +34,8 @@ NEEDS = (
     Need("frontier-lm-eval", "", "torch"),
 )
 
+_REMOTE = "train.remote="
+
 
 def check_installed(words: Sequence[str]) -> None:
     """Raise ConfigError for each package that the typed command needs and that is not installed."""
@@ -45,6 +48,16 @@ def check_installed(words: Sequence[str]) -> None:
         and row.unless not in typed
         and not typed & {"-h", "--help"}
     ]
-    missing = {row.package: row for row in needed if find_spec(row.package) is None}
+    wanted = {row.package: row.option or row.command for row in needed} | _of_urls(words)
+    missing = [not_installed(package, where) for package, where in wanted.items() if find_spec(package) is None]
     if missing:
-        raise ConfigError([not_installed(row.package, row.option or row.command) for row in missing.values()])
+        raise ConfigError(missing)
+
+
+def _of_urls(words: Sequence[str]) -> dict[str, str]:
+    """Return package → URL for the URLs in the words at which checkpoints are kept."""
+    if words[:1] == ["checkpoint"]:
+        urls = [word for word in words if is_url(word)]
+    else:
+        urls = [word.removeprefix(_REMOTE) for word in words if word.startswith(_REMOTE)]
+    return {package: without_secrets(url) for url in urls if is_url(url) for package in packages_of(url)}

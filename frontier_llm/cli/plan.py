@@ -19,11 +19,13 @@ from frontier_llm.cli.settings import machine_of, refuse_layout, refuse_settings
 from frontier_llm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from frontier_llm.config import ModelConfig
+    from frontier_llm.config import ModelConfig, RunConfig
     from frontier_llm.machine.rates import Rates
     from frontier_llm.machine.schema import Machine
     from frontier_llm.planner.search import Search
     from frontier_llm.planner.steps import Steps
+
+_DEFAULT_MACHINE = "frontier"
 
 
 @command(
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
         metavar="RUN",
         help="plan this run file's model and global batch instead; --emit then writes on top of it",
     ),
-    option("--machine", help="name in configs/machines, or a path (default: frontier)"),
+    option("--machine", help="name in configs/machines, or a path (default: the run's machine, or frontier)"),
     option(
         "--stack",
         metavar="NAME",
@@ -204,6 +206,7 @@ def _plan(args: argparse.Namespace) -> int:
         )
     settings = parse_overrides(args.overrides)
     model = base.model if base else _model(args, settings)
+    args.machine = args.machine or _machine_of_run(run)
     machine = load_machine(args.machine)
     stack = args.stack or own_stack(machine)
     numbers = rates(machine, stack)
@@ -290,6 +293,13 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _machine_of_run(run: RunConfig | None) -> str:
+    """Return the machine that the run file names. frontier without a run, or if the file names none."""
+    if run is not None and "machine" in run.model_fields_set:
+        return run.machine
+    return _DEFAULT_MACHINE
+
+
 def _steps(args: argparse.Namespace, outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
     """Return the steps from the best measured run to the choice, with --explain and if such a run is published."""
     if not args.explain:
@@ -367,7 +377,7 @@ def _measured(args: argparse.Namespace) -> int:
     from frontier_llm.experiments.measure.predicted import as_table, beside_prediction
     from frontier_llm.machine.load import load_machine, rates
 
-    numbers = rates(load_machine(args.machine), args.stack)
+    numbers = rates(load_machine(args.machine or _DEFAULT_MACHINE), args.stack)
     runs = [beside_prediction(directory, numbers, args.plugin) for directory in args.measured]
     show(
         args,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +40,22 @@ def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -
     return run_local_ranks(world_size, argv, environment(), run_dir / "logs", run_dir=run_dir)
 
 
+def read_run(name_or_path: str, overrides: Sequence[str], place: RankEnv | None) -> RunConfig:
+    """Return the run with its working precision, and log the notes about it.
+
+    A rank of local ranks logs no notes, because the process that started it has logged them.
+    """
+    from frontier_llm.config import load_run
+    from frontier_llm.machine.precision import resolve_precision
+
+    is_logged = place is not None and place.launcher == "local"
+    with log.quiet() if is_logged else nullcontext():
+        config = resolve_precision(load_run(name_or_path, overrides))
+        if config.train.device == "cpu":
+            log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
+    return config
+
+
 def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, RankEnv | None], None]) -> int:
     """Run `measure` in the run's layout.
 
@@ -47,14 +63,12 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     receive the same command line.
     """
     from frontier_llm.cli.checks import check
-    from frontier_llm.config import load_run
     from frontier_llm.machine.cores import set_own_threads
-    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run.rank_env import discover
     from frontier_llm.topology.rank_variables import set_rank_variables
 
-    config = resolve_precision(load_run(args.run, args.overrides))
     place = discover()
+    config = read_run(args.run, args.overrides, place)
     if place is not None:
         set_rank_variables(config, place)  # must precede the import of torch
     world_size = place.world_size if place else local_world_size(config)

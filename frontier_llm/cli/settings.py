@@ -19,8 +19,8 @@ def refuse_settings(words: Sequence[str], is_unused: Callable[[str], bool], fix:
         raise ConfigError([Problem(word, "would have no effect here", fix) for word in unused])
 
 
-def machine_of(option: str | None, words: Sequence[str], default: str = "frontier") -> tuple[str, list[str]]:
-    """Return the machine that `--machine` or `machine=` names, and the other words.
+def machine_of(option: str | None, words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the machine that `--machine` or `machine=` names, '' if none does, and the other words.
 
     Raises ConfigError if both are given.
     """
@@ -28,7 +28,7 @@ def machine_of(option: str | None, words: Sequence[str], default: str = "frontie
     if named and option:
         raise ConfigError("the machine is given twice", f"write --machine {option} or machine={named[-1]}", "--machine")
     others = [word for word in words if key_of(word) != "machine"]
-    return option or (named[-1] if named else default), others
+    return option or (named[-1] if named else ""), others
 
 
 def refuse_layout(words: Sequence[str], kept: Sequence[str] = ()) -> None:

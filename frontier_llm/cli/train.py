@@ -13,8 +13,8 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cli.arguments import RESUME, command, natural, option, run_options
 from frontier_llm.cli.checks import check, check_start
-from frontier_llm.cli.ranks import local_world_size, start_local_ranks
-from frontier_llm.config import RunConfig, load_run
+from frontier_llm.cli.ranks import local_world_size, read_run, start_local_ranks
+from frontier_llm.config import RunConfig
 from frontier_llm.config.keys import check_allowable
 from frontier_llm.data.position import START
 from frontier_llm.errors import CheckpointError
@@ -69,7 +69,6 @@ def _run(args: argparse.Namespace) -> int:
     from frontier_llm.certificate.named_code import resume_problems
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
     from frontier_llm.machine.cores import set_own_threads
-    from frontier_llm.machine.precision import resolve_precision
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.rank_env import discover
     from frontier_llm.run.signals import SignalWatcher, held
@@ -81,10 +80,8 @@ def _run(args: argparse.Namespace) -> int:
     place = discover()
     if place is not None:
         log.set_rank(place.rank, place.world_size)  # only rank 0 reports notes about the run file
-    config = resolve_precision(load_run(args.run, overrides))
+    config = read_run(args.run, overrides, place)
     check_allowable(args.allow_change)
-    if config.train.device == "cpu":
-        log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     if place is not None:
         set_rank_variables(config, place)  # must precede the import of torch
     world_size = place.world_size if place else local_world_size(config)

@@ -22,13 +22,27 @@ def recorded_position(run_dir: Path) -> Position | None:
 
     None without a checkpoint, or if the checkpoint records no position (imported weights, formats before 4).
     """
-    content = _progress(run_dir).get("position")
+    return position_of(_progress(run_dir))
+
+
+def position_of(record: Mapping[str, Any]) -> Position | None:
+    """Return the position in a record of a checkpoint or of metrics.jsonl. None if it has no valid position."""
+    content = record.get("position")
     try:
         if content is None:
             return None
         return Position.model_validate_json(strict_json(content))
     except ValidationError:
         return None  # loading the checkpoint reports the fault
+
+
+def tokens_read(run_dir: Path) -> dict[str, int]:
+    """Return path → number of tokens that the run has trained on, at its newest checkpoint."""
+    position = recorded_position(run_dir)
+    tokens: dict[str, int] = {}
+    for stream in position.streams if position else ():
+        tokens[stream.path] = tokens.get(stream.path, 0) + stream.tokens_read
+    return tokens
 
 
 def epochs_read(run_dir: Path) -> dict[str, float]:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from frontier_llm.config.urls import without_secrets
 from frontier_llm.data import mds
 from frontier_llm.data.inputs import MAXIMUM_BYTES, PACKED_SUFFIXES, TOO_LARGE, InputPiece, open_packed, open_parquet
 from frontier_llm.data.parquet_pages import largest_page_bytes
-from frontier_llm.data.remote import RemoteFile, located, without_secrets
+from frontier_llm.data.remote import RemoteFile, located
 from frontier_llm.errors import DataError, suggest
 from frontier_llm.units import format_bytes
 

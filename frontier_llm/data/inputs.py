@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from frontier_llm import log
-from frontier_llm.data.remote import RemoteFile, is_url, located, remote_files
+from frontier_llm.config.urls import is_url
+from frontier_llm.data.remote import RemoteFile, located, remote_files
 from frontier_llm.errors import BackendError, DataError, Problem, suggest
 from frontier_llm.units import plural
 

@@ -8,25 +8,15 @@ each client's usual sources (AWS_*, HF_TOKEN, …).
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
+from frontier_llm.config.urls import PACKAGES, is_url, protocol_of, without_secrets
 from frontier_llm.errors import FrontierError, Problem, not_installed
 
 BUFFER_BYTES = 1 << 20  # size of a read; fsspec itself fetches 5 MiB at a time
-PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "hf": "huggingface_hub",
-    "http": "aiohttp",
-    "https": "aiohttp",
-}
-PACKAGES |= dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs")
 AGAIN = "check the address, the network and the credentials, then run the same command again: finished parts are kept"
 # keys under which stores report a checksum, version or time of a file, strictest first; the first one present is used
 VERSIONS = ["sha256", "Content-MD5", "md5Hash", "md5", "ETag", "etag", "blob_id", "generation", "crc32c", "checksum"]
@@ -45,17 +35,6 @@ class Stat(NamedTuple):
 
     st_size: int
     version: str
-
-
-def is_url(path: str | Path) -> bool:
-    """Return whether an input is a URL."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
-
-
-def without_secrets(text: str) -> str:
-    """Return the text without the credentials in its URLs: USER:SECRET@, and the values of a query."""
-    text = re.sub(r"(?<!hf:)//[^/@\s'\"]*@", "//", text)
-    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text)
 
 
 def reason_of(error: Exception) -> str:
@@ -88,16 +67,16 @@ class RemoteFile:
     def stat(self) -> Stat:
         """Return the file's size and version."""
         if self._stat is None:
-            with _reached(self.url):
-                files, path = _file_system(self.url)
+            with reached(self.url):
+                files, path = file_system(self.url)
                 self._stat = _stat(str(self), files.info(path))
         return self._stat
 
     def open(self, mode: str = "rb") -> BinaryIO:
         """Open the file for reading, with seeking."""
         assert mode == "rb"
-        with _reached(self.url):
-            files, path = _file_system(self.url)
+        with reached(self.url):
+            files, path = file_system(self.url)
             return io.BufferedReader(_Content(self.url, files.open(path, "rb")), BUFFER_BYTES)
 
 
@@ -118,11 +97,11 @@ class _Content(io.RawIOBase):
         return int(self._content.tell())
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with _reached(self._url):
+        with reached(self._url):
             return int(self._content.seek(offset, whence))
 
     def readinto(self, buffer: Any) -> int:
-        with _reached(self._url):
+        with reached(self._url):
             data = self._content.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
@@ -155,8 +134,8 @@ def remote_files(url: str) -> list[RemoteFile]:
 
     An http URL is always one file.
     """
-    with _reached(url):
-        files, path = _file_system(url)
+    with reached(url):
+        files, path = file_system(url)
         if "*" in path:
             listing = files.glob(path, detail=True)
         else:
@@ -181,13 +160,13 @@ def _stat(name: str, info: dict[str, Any]) -> Stat:
     return Stat(int(info["size"]), str(next(marks, "")))
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError:
         raise FrontierError(not_installed("fsspec", where=without_secrets(url))) from None
-    protocol = url.partition("://")[0].lower()
+    protocol = protocol_of(url)
     if "::" in url:
         what = "is a chain of URLs, which fsspec would unpack without a limit of size"
         raise FrontierError(
@@ -211,8 +190,8 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
-    """Turn a client's errors into UnreachableError.
+def reached(url: str, fix: str = AGAIN, done: str = "read") -> Iterator[None]:
+    """Turn a client's errors into UnreachableError, whose text says that the URL cannot be `done`.
 
     Clients raise OSError, ValueError or errors of their network library.
     """
@@ -222,7 +201,7 @@ def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise UnreachableError(
-            "the server has no such file or directory, or does not allow to read it",
+            f"cannot be {done}: the server has no such file or directory, or does not allow to read it",
             where=without_secrets(url),
             fix=fix,
         ) from None
@@ -230,5 +209,5 @@ def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
         if "range requests" in str(error):
             fix = "the server does not support range requests: download the file first, and give its path"
         raise UnreachableError(
-            Problem(where=without_secrets(url), what=f"cannot be read: {reason_of(error)}", fix=fix)
+            Problem(where=without_secrets(url), what=f"cannot be {done}: {reason_of(error)}", fix=fix)
         ) from None

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
+from frontier_llm.config.urls import without_secrets
 from frontier_llm.data.destination import existing_dataset, sole_maker
 from frontier_llm.data.documents import Damage, read
 from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
@@ -34,7 +35,7 @@ from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, InputPiece, cut, find_inputs
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.position import derive_key
-from frontier_llm.data.remote import identity_of, located, without_secrets
+from frontier_llm.data.remote import identity_of, located
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically

@@ -217,6 +217,7 @@ PLACES: dict[str, tuple[str, str, float]] = {
     "dp_overlap": ("stack", "dp_overlap", 1.0),
     "gather_overlap": ("stack", "gather_overlap", 1.0),
     "fabric_share": ("stack", "fabric_share", 1.0),
+    "network_share": ("stack", "network_share", 1.0),
     "reserve_bytes": ("stack", "reserve_gib", GIB),
     "fragmentation": ("stack", "fragmentation", 1.0),
     "fabric_bytes_s": ("node", "fabric_gbps", 1e9),

@@ -69,6 +69,8 @@ class Rates(Software):
     # hides
     chunk_overlap: float
     fabric_share: float  # share of the fabric's bandwidth that this stack's collectives reach
+    # share of the rate between nodes, after efficiency and crowding, that this stack's communication reaches
+    network_share: float
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack, which no tensor accounts for
     fragmentation: float  # bytes that the allocator reserves / bytes that it allocates, for activations
     # The fields below are measured on the machine itself by `calibrate`. Other machines have the defaults.

@@ -201,6 +201,8 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
         source="pieces of tp's products were never measured here (bench comm)",
     )
     fabric_share: Number  # share of node.fabric_gbps that this stack's collectives reach
+    # share of the priced rate between nodes that this stack's collectives and messages reach
+    network_share: Number = Number(value=1, tag="estimated", source="no reason to lose bandwidth")
     reserve_gib: Number
     fragmentation: Number
 

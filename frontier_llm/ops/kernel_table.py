@@ -218,7 +218,7 @@ ROPE_BLOCKS = (32, 64, 128)  # highest number of rotated pairs of a head, by var
 ROUTE_BLOCKS = (64, 256, 1024)
 MOST_CHOICES = 16  # highest number of experts of a token
 # Longest row of each variant of norm_forward and norm_backward. Longer rows use the *_long kernels.
-NORM_BLOCKS = (2048, 8192)
+NORM_BLOCKS = (2048, 4096, 8192)
 
 
 def variants(kernel: str, architecture: str) -> dict[str, Variant]:
@@ -245,12 +245,11 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
                 constants = {"BLOCK_M": blocks.m, "BLOCK_D": head_dim}
             yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix, blocks.waves, blocks.strategy)
     elif kernel in ("norm_forward", "norm_backward"):
+        # Measured on an H200 (docs/benchmarks/h200.md).
+        warps_of_block = {2048: 256 // wave, 4096: 512 // wave, 8192: 8}
         for block in NORM_BLOCKS:
             for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
-                yield (
-                    f"{name}-{block}",
-                    Variant({"CENTRED": centred, "BLOCK": block}, 4 if block == NORM_BLOCKS[0] else 512 // wave),
-                )
+                yield f"{name}-{block}", Variant({"CENTRED": centred, "BLOCK": block}, warps_of_block[block])
     elif kernel == "grouped_product":
         for name, along_depth in (("linear", 1), ("input-gradient", 0)):
             constants = {"ALONG_DEPTH": along_depth, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "BLOCK_E": 256}
@@ -271,6 +270,9 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
         for block in ROUTE_BLOCKS:
             choices = {"BLOCK_K": MOST_CHOICES} if kernel == "route_forward" else {}
             yield f"e{block}", Variant({"BLOCK_N": 1024 // block, "BLOCK_E": block} | choices, 4)
+    elif kernel == "drop":
+        # A lane has eight features, so that a block of 1024 lanes would be three quarters empty with 2048 columns.
+        yield "any", Variant({"BLOCK": 256}, 1)
     elif kernel.startswith("gelu_"):
         for name, tanh in (("erf", 0), ("tanh", 1)):
             yield name, Variant({"TANH": tanh, "BLOCK": 1024}, 4)

@@ -49,10 +49,12 @@ SOURCES = {
     SHARDS: ("node_network_bytes_s", "network_efficiency", "network_hop_s"),
     "host per microbatch": ("microbatch_s",),
     BUBBLE: ("node_network_bytes_s", "network_efficiency"),
-    "gradient reduction": ("node_network_bytes_s", "network_efficiency", "dp_overlap"),
+    "gradient reduction": ("node_network_bytes_s", "network_efficiency", "network_share", "dp_overlap"),
     "optimizer": ("hbm_efficiency", "step_s"),
-    "weight all-gather": ("node_network_bytes_s", "network_hop_s"),
+    "weight all-gather": ("node_network_bytes_s", "network_share", "network_hop_s"),
 }
+# constants that most stacks do not state → the value with which they have no effect
+NEUTRAL = {"network_share": 1.0}
 
 
 def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:

@@ -134,7 +134,7 @@ def emit(
     """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)
     best = outcome.best
-    choice = run_content(request.machine, machine, outcome, rates, name)
+    choice = run_content(_machine_reference(request.machine, path.parent), machine, outcome, rates, name)
     todo = []
     if request.run:
         content = merge(request.settings, _on_top(choice, request, outcome))
@@ -193,6 +193,11 @@ def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devic
 def reference(run: str, folder: Path) -> str:
     """Return the reference from a file in `folder` to its base run: a shipped run's name, or a relative path."""
     return run if run in available("runs") else os.path.relpath(run, folder)
+
+
+def _machine_reference(machine: str, folder: Path) -> str:
+    """Return the reference from a file in `folder` to a machine: a shipped name, or a path relative to `folder`."""
+    return os.path.relpath(machine, folder) if machine.endswith((".yaml", ".yml")) else machine
 
 
 def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.alternatives import Alternative, alternatives
-from frontier_llm.planner.breakdown import SOURCES, breakdown
+from frontier_llm.planner.breakdown import NEUTRAL, SOURCES, breakdown
 from frontier_llm.planner.choice import RESOLUTION, TIE, why_not
 from frontier_llm.planner.links import axis_links, cost_of_one, safety_words
 from frontier_llm.planner.operations import Campaign
@@ -79,6 +79,8 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
         lines.append(f"  {name:28s} {format_seconds(seconds):>10s}  {100 * seconds / plan.step_s:5.1f} %")
         for field in SOURCES[name]:
             number = provenance(machine, stack, field, plan.layout.tp)
+            if number.value == NEUTRAL.get(field):
+                continue
             key = PLACES[field][1]
             source = "" if field in seen else f" {number.source}"
             lines.append(f"      {key} = {number.value:g} [{number.tag}]{source}")

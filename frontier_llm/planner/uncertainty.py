@@ -21,7 +21,7 @@ from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.machine.load import PLACES, provenance, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
-from frontier_llm.planner.breakdown import BUBBLE, SOURCES, UNFUSED, breakdown
+from frontier_llm.planner.breakdown import BUBBLE, NEUTRAL, SOURCES, UNFUSED, breakdown
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.search import Plan
 from frontier_llm.units import GIB, TERA
@@ -113,7 +113,8 @@ def _is_known(machine: Machine, stack: str, cause: str) -> bool:
     fitted = {field for field in fields if provenance(machine, stack, field).source.startswith(FITTED)}
     for field in fields:
         number = provenance(machine, stack, field)
-        if number.value == 0:  # 0: the effect is not modelled, for example differences between devices
+        # 0, or 1 for a share: the effect is not modelled, for example differences between devices
+        if number.value == NEUTRAL.get(field, 0.0):
             continue
         of_stack = PLACES[field][0] == "stack"
         known_tags = ("measured",) if of_stack else ("measured", "published")

@@ -374,6 +374,27 @@ def reference(out: Path) -> dict[str, Any]:
     return steps.against_cpu(out)
 
 
+def families(_out: Path) -> dict[str, Any]:
+    """Compare the first losses of a small model of every family with plain torch on the CPU."""
+    import families
+
+    return families.against_cpu()
+
+
+def waits(_out: Path) -> dict[str, Any]:
+    """Count the host's waits for the device in one step, with and without experts."""
+    import families
+
+    return families.waits()
+
+
+def restart(out: Path) -> dict[str, Any]:
+    """Compare a run that was stopped and resumed with one that was not."""
+    import families
+
+    return families.restart(out)
+
+
 def hang_test(out: Path) -> dict[str, Any]:
     """Run frontier-llm bench comm --hang-test over this machine's devices."""
     import steps
@@ -399,6 +420,9 @@ STAGES = (
     step_3b,
     products,
     reference,
+    families,
+    waits,
+    restart,
     hang_test,
     layout,
     addresses,

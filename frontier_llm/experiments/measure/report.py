@@ -10,7 +10,7 @@ from typing import Any
 
 from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.blueprint.work import matrix_parameters
-from frontier_llm.cluster.recorded import epochs_read
+from frontier_llm.cluster.recorded import epochs_read, tokens_read
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.experiments.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
 from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page
@@ -107,6 +107,8 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
     for key, title, unit, factor in CURVES:
         if any(key in step and step[key] is not None for record in records for step in record.steps):
             yield _curve(records, key, title, unit, factor)
+            if key == "loss" and len(records) > 1:
+                yield _difference(records)
     if any(record.tasks for record in records):
         yield _tasks(records)
     for record in records:
@@ -131,16 +133,31 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
                 traces.append(
                     points(f"{name}, {record.name}", _steps(rows), [row[held_out] for row in rows], index, shape=shape)
                 )
-    changes = [part for record in records for part in record.parts if part.after_step]
-    lines = [
-        {"x0": part.after_step, "x1": part.after_step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN}
-        for part in changes
-    ]
-    names = [
-        {"x": part.after_step, "y": 1, "yref": "paper", "text": part.name, "textangle": 90, "showarrow": False}
-        for part in changes
-    ]
-    return Chart(title, "step", unit, traces, layout={"shapes": lines, "annotations": names})
+    return Chart(title, "step", unit, traces, layout=_changes(records))
+
+
+def _changes(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return vertical lines, with a label beside each, at the steps after which a layout or a blend changed."""
+    changes = []
+    for record in records:
+        told = [(part.after_step, part.name) for part in record.parts if part.after_step]
+        told += [(step, "new blend") for step in record.blend_changes]
+        changes += [(step, _of_run(record, what)) for step, what in told]
+    lines = [{"x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN} for step, _ in changes]
+    names = [{"x": step, "y": 1, "text": what, **_BESIDE_LINE} for step, what in changes]
+    return {"shapes": lines, "annotations": names}
+
+
+def _difference(records: Sequence[RunRecord]) -> Chart:
+    """Return a figure of the training losses minus the loss of the first run, at the steps that both have recorded."""
+    first, *others = records
+    reference = {step["step"]: step["loss"] for step in first.steps if step.get("loss") is not None}
+    traces = []
+    for index, record in enumerate(others, start=1):
+        rows = [step for step in record.steps if step["step"] in reference and step.get("loss") is not None]
+        differences = [row["loss"] - reference[row["step"]] for row in rows]
+        traces.append(line(record.name, _steps(rows), differences, index))
+    return Chart(f"Training loss minus that of {first.name}", "step", "nats per token", traces)
 
 
 def _held_out(record: RunRecord) -> list[str]:
@@ -169,6 +186,15 @@ def _tasks(records: Sequence[RunRecord]) -> Chart:
 
 SHAPES = ("diamond", "circle-open", "square-open", "triangle-up-open")
 _THIN = {"color": "#888", "width": 1, "dash": "dot"}
+_BESIDE_LINE = {
+    "yref": "paper",
+    "yanchor": "top",
+    "xanchor": "left",
+    "xshift": 2,
+    "textangle": 90,
+    "showarrow": False,
+    "font": {"size": 10},
+}
 
 
 def _phases(record: RunRecord) -> Chart:
@@ -290,13 +316,24 @@ def _runs(records: Sequence[RunRecord]) -> str:
 
 
 def _data(records: Sequence[RunRecord]) -> str:
-    """Return a table of how many epochs each run has read of its sources."""
-    rows = [
-        [record.directory.name, path, f"{epochs:.3g}"]
-        for record in records
-        for path, epochs in epochs_read(record.directory).items()
-    ]
-    return f"<h2>Data</h2>{table(('run', 'source', 'epochs'), rows)}" if rows else ""
+    """Return a table and a chart of the tokens that each run has read of its sources."""
+    rows = []
+    traces = []
+    for index, record in enumerate(records):
+        tokens = tokens_read(record.directory)
+        epochs = epochs_read(record.directory)
+        rows += [
+            (record.directory.name, path, format_count(count), f"{epochs[path]:.3g}" if path in epochs else "-")
+            for path, count in tokens.items()
+        ]
+        if tokens:
+            bar = {"type": "bar", "name": record.name, "x": list(tokens), "y": list(tokens.values())}
+            traces.append({**bar, "marker": {"color": COLORS[index % len(COLORS)]}})
+    if not rows:
+        return ""
+    has_blend = len(dict.fromkeys(row[1] for row in rows)) > 1  # one source alone needs no chart
+    chart = figure(Chart("Tokens read by source", "", "tokens", traces)) if has_blend else ""
+    return f"<h2>Data</h2>{table(('run', 'source', 'tokens', 'epochs'), rows)}{chart}"
 
 
 def by_axis(operations: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:

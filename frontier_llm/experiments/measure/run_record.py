@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from frontier_llm.cluster.recorded import position_of
 from frontier_llm.config import RunConfig, build, own_plugins
 from frontier_llm.config.load import read_yaml
 from frontier_llm.config.plugins import import_recorded, recorded_names
@@ -40,6 +42,7 @@ class RunRecord:
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     tasks: list[dict[str, Any]]
+    blend_changes: tuple[int, ...]  # steps after which the run has read its sources with other weights
     operations: dict[str, dict[str, Any]]  # of rank 0, in the last attempt that recorded them (Ledger.summary)
     moved_on: LayoutSpan  # layout of the attempt that recorded `operations`
     name: str  # name of the run in figures
@@ -74,10 +77,21 @@ def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
         steps=run_dir.steps(directory),
         evaluations=run_dir.evaluations(directory),
         tasks=run_dir.tasks(directory),
+        blend_changes=blend_changes(run_dir.rows(directory)),
         operations=moved.get("operations", {}),
         moved_on=moved_on[-1],
         name=name,
     )
+
+
+def blend_changes(rows: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return the steps after which a record of the data names other weights than the record before."""
+    blends = []
+    for row in rows:
+        if row.get("kind") == "data" and (position := position_of(row)):
+            weights = {position.streams[share.stream].dataset: share.weight for share in position.blend}
+            blends.append((row["step"], weights))
+    return tuple(step for (_, before), (step, after) in pairwise(blends) if after != before)
 
 
 def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> LayoutSpan:
@@ -96,11 +110,9 @@ def _only_span(config: RunConfig, directory: Path) -> LayoutSpan:
 
 
 def told_apart(records: list[RunRecord]) -> list[RunRecord]:
-    """Return the records with unique names: runs with the same layout get their directory names in addition."""
-    layouts = [record.name for record in records]
+    """Return the records with unique names: directory and layout. A single run is named by its layout."""
+    if len(records) == 1:
+        return records
     names = [record.directory.resolve().name for record in records]
     own = names if len(set(names)) == len(names) else [str(record.directory) for record in records]
-    return [
-        record if layouts.count(record.name) == 1 else replace(record, name=f"{name}, {record.name}")
-        for record, name in zip(records, own, strict=True)
-    ]
+    return [replace(record, name=f"{name}, {record.name}") for record, name in zip(records, own, strict=True)]

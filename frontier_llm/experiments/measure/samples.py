@@ -23,14 +23,17 @@ from frontier_llm.experiments.measure.calibration import Samples, steps_config
 from frontier_llm.experiments.measure.link_tables import PLANNED
 from frontier_llm.experiments.measure.links import operation_on
 from frontier_llm.experiments.measure.op_cases import CASES, Shapes, gemm_shapes, operands, product_calls
-from frontier_llm.experiments.measure.timing import cpu_s, median_s, wall_s
-from frontier_llm.ops import AdamWUpdate, select_ops, working_dtype
+from frontier_llm.experiments.measure.timing import cpu_s, kernel_s, median_s, wall_s
+from frontier_llm.ops import AdamWUpdate, select_run_ops, working_dtype
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import train_step
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
-COPY_ELEMENTS = 8 * 2**20
+# Elements of the copy and of four times the optimizer's update. Both exceed the caches, and on a GPU also the time of a
+# launch: 32 MiB are copied by an H200 in the time in which its host launches two kernels.
+COPY_ELEMENTS = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+TINY_OPERATIONS = {"cpu": 2000, "cuda": 200}  # on a GPU, timing.kernel_s queues ten times as many
 # benchmark steps: (size relative to the run's microbatch, number of microbatches); from these three the times per
 # token, per microbatch and per step can be separated
 STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))
@@ -50,7 +53,8 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
     samples.elementwise_s = bench.elementwise_s(mesh.tp.size)
     samples.copy = bench.copy()
     one = torch.ones(1, device=device)
-    samples.dispatch_s = bench.kernel_s(lambda: [one.add_(0.0) for _ in range(2000)]) / 2000
+    tiny = TINY_OPERATIONS[device.type]
+    samples.dispatch_s = bench.kernel_s(lambda: [one.add_(0.0) for _ in range(tiny)]) / tiny
     samples.adamw = bench.adamw()
     samples.collectives = list(bench.collectives())
     samples.steps = [bench.step(ParallelConfig(), serial_mesh(), share, m) for share, m in STEPS]
@@ -77,7 +81,7 @@ class _Bench:
         self.repeats = repeats
         self.stretch = 1.0
         self.dtype = working_dtype(config.precision.dtype)
-        self.ops = select_ops(config.ops, device.type, self.dtype)
+        self.ops = select_run_ops(config, device.type, attends_in_parts=False)
         self.by_cpu_time = device.type == "cpu" and torch.get_num_threads() == 1
 
     def microbatch(self, share: float) -> int:
@@ -88,10 +92,12 @@ class _Bench:
         return median_s(run, self.repeats, partial(wall_s, device=self.device), before=lambda: barrier(self.mesh.world))
 
     def kernel_s(self, run: Callable[[], object]) -> float:
-        """Return the median seconds of work that needs no other rank."""
+        """Return the median seconds of work that needs no other rank. On a GPU, launches are not included."""
+        barrier(self.mesh.world)
+        if self.device.type == "cuda":
+            return median_s(run, self.repeats, partial(kernel_s, device="cuda"))
         if not self.by_cpu_time:
             return self.wall_s(run)
-        barrier(self.mesh.world)
         return median_s(run, self.repeats, cpu_s) * self.stretch
 
     def contention(self) -> tuple[list[tuple[int, float]], float]:
@@ -156,12 +162,12 @@ class _Bench:
 
     def copy(self) -> tuple[float, float]:
         """Return (bytes read and written, seconds) of a copy in memory."""
-        source, target = (torch.zeros(COPY_ELEMENTS, device=self.device) for _ in range(2))
+        source, target = (torch.zeros(COPY_ELEMENTS[self.device.type], device=self.device) for _ in range(2))
         return 2.0 * source.numel() * 4, self.kernel_s(lambda: target.copy_(source))
 
     def adamw(self) -> tuple[float, float]:
         """Return (elements, seconds) of an AdamW update."""
-        size = COPY_ELEMENTS // 4
+        size = COPY_ELEMENTS[self.device.type] // 4
         master, gradient, first, second = (torch.zeros(size, device=self.device) for _ in range(4))
         weight = torch.zeros(size, dtype=self.dtype, device=self.device)
         update = AdamWUpdate(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
@@ -184,8 +190,6 @@ class _Bench:
         config = steps_config(self.config, parallel, self.microbatch(share), m)
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
-        return (
-            config.batch.micro_batch,
-            m,
-            (self.wall_s if mesh.world.size > 1 else self.kernel_s)(lambda: train_step(state)),
-        )
+        # A step waits for the GPU, so that its steps cannot be queued.
+        clock = self.kernel_s if mesh.world.size == 1 and self.device.type == "cpu" else self.wall_s
+        return config.batch.micro_batch, m, clock(lambda: train_step(state))

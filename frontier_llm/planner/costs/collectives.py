@@ -68,6 +68,11 @@ def node_s(rates: Rates, ranks: Number, size_bytes: Number, operation: str) -> N
     return np.where(ranks > 1, ideal + rates.fabric_latency_s + passes * (ranks - 1) * rates.fabric_hop_s, 0.0)
 
 
+def _network_bytes_s(rates: Rates) -> float:
+    """Return the bytes per second that large messages reach through all NICs of a node, in one direction."""
+    return rates.node_network_bytes_s * rates.network_efficiency * rates.network_share
+
+
 def flat_s(
     rates: Rates,
     ranks: Number,
@@ -89,12 +94,12 @@ def flat_s(
     nodes = np.maximum(ranks / per_node, 1.0)
     share = (ranks - 1) / np.maximum(ranks, 1)
     crowd = np.where(np.asarray(sharing) > 1, rates.network_crowding, 1.0)
-    wire = rates.node_network_bytes_s * rates.network_efficiency * crowd / sharing
+    wire = _network_bytes_s(rates) * crowd / sharing
     fabric = np.where(per_node > 1, fabric_bandwidth(rates, per_node), np.inf)
     ring = passes * share * size_bytes / np.minimum(wire, fabric)
     if rates.all_reduce_table:
         total = size_bytes * sharing  # bytes through the NICs of a node; the table has one communicator per node
-        across = table_s(rates.all_reduce_table, nodes, total) * passes / 2
+        across = table_s(rates.all_reduce_table, nodes, total) * passes / 2 / rates.network_share
         if passes == 1:  # RCCL has only rings for these operations, so each rank adds a hop
             across = np.maximum(across, ring + rates.network_latency_s) + (ranks - 1) * rates.network_hop_s
     else:
@@ -109,7 +114,7 @@ def message_s(rates: Rates, size_bytes: Number, inside: Number, sharing: Number)
     time.
     """
     near = rates.fabric_latency_s + size_bytes / fabric_bandwidth(rates, 2)
-    far = rates.network_latency_s + size_bytes / (rates.node_network_bytes_s * rates.network_efficiency / sharing)
+    far = rates.network_latency_s + size_bytes / (_network_bytes_s(rates) / sharing)
     return np.where(inside, near, far)
 
 
@@ -145,7 +150,7 @@ def hierarchical_s(
     nodes = np.maximum(np.asarray(ranks, dtype=float) / per_node, 1.0)
     inside = node_s(rates, per_node, size_bytes, operation)
     crowd = np.where(np.asarray(sharing) > 1, rates.network_crowding, 1.0)
-    nic = rates.node_network_bytes_s * rates.network_efficiency * crowd / (per_node * sharing)
+    nic = _network_bytes_s(rates) * crowd / (per_node * sharing)
     between = passes * (rail_rounds(nodes) * rates.network_latency_s + rail_bytes(nodes, per_node, size_bytes) / nic)
     return inside + np.where(nodes > 1, between, 0.0)
 

@@ -134,9 +134,8 @@ def stage_memory(
     cut_gradients = cut(layouts, 2)
     # with a pipeline, ZeRO-2 keeps complete gradients of one chunk: the chunk whose backwards are accumulated
     whole = np.where(cut_weights | (layouts.pp == 1), 0.0, 1 / chunks)
-    gradients = (
-        parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
-    )
+    gradient_bytes = rates.gradient_bytes + rates.further_gradient_bytes
+    gradients = parameters * gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
     # Buffers of sharded weights (FSDP): the gradients of one layer, and the gathered weights of this layer and the next
     # one. A rank keeps its own shard of the weights only as the fp32 master copy. With "weights-gathered-once" the
     # gathered 16-bit weights exist from forward to backward.

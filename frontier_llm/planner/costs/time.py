@@ -66,7 +66,8 @@ def gradient_reduction_s(
 ) -> tuple[Number, Number]:
     """Return the seconds of summing gradients and of gathering weights over the replicas, for one pipeline stage.
 
-    With ZeRO these are a reduce-scatter and an all-gather, otherwise an all-reduce and 0. The collectives run bucket by
+    With ZeRO these are a reduce-scatter (`all_reduces_gradients`: an all-reduce) and an all-gather, otherwise an
+    all-reduce and 0. The collectives run bucket by
     bucket. `parameters` and `experts` are numbers of elements. Experts are reduced after the others, over the experts'
     replicas.
     """
@@ -99,7 +100,8 @@ def gradient_reduction_s(
     summed, scattered = (seconds(operation, element_bytes) for operation in ("all_reduce", "reduce_scatter"))
     gathered = seconds("all_gather", DTYPE_BYTES[layouts.dtype])
     sharded = cut(layouts, 1)
-    return np.where(sharded, scattered, summed), np.where(sharded, gathered, 0.0)
+    scatters = sharded & (not rates.all_reduces_gradients)
+    return np.where(scatters, scattered, summed), np.where(sharded, gathered, 0.0)
 
 
 def overlap_windows(layouts: Layout) -> Number:

@@ -132,7 +132,7 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
     degrees = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "zero": layout.zero}
     facts = JobFacts(config=config or {}, layout=degrees, optimizer="adamw", incarnation=1)
     manifest = build_manifest(progress(step), facts, contents_of(pieces, dtype), parts)
-    folder.commit(directory, manifest)
+    folder.commit(directory, manifest, manifest.to_bytes(), manifest.incarnation)
     return manifest
 
 

@@ -31,6 +31,8 @@ COMMANDS = {
     "checkpoint export-hf": "checkpoint export-hf {room}/run {here}/exported --tokenizer none",
     "checkpoint import-hf": "checkpoint import-hf {room}/hf",
     "checkpoint list": "checkpoint list {room}/run",
+    "checkpoint pull": "checkpoint pull file://{here}/store {here}/pulled",
+    "checkpoint push": "checkpoint push {room}/run file://{here}/store",
     "checkpoint verify": "checkpoint verify {room}/run",
     "data check": "data check {room}/data",
     "data inspect": "data inspect {room}/data --tokenizer bytes",
@@ -85,6 +87,8 @@ def test_stdout_is_json(name: str, room: Path, tmp_path: Path, capfd: pytest.Cap
             '\n{"kind": "step", "step": 41, "loss": null, "gradient_norm": null, "tokens_per_s": 1.0, '
             '"consumed_tokens": 1}\n'
         )
+    if name == "checkpoint pull":
+        main(["checkpoint", "push", str(room / "run"), f"file://{tmp_path}/store"])
     capfd.readouterr()
     code = main([*COMMANDS[name].format(here=tmp_path, room=room).split(), "--json"])
     out = capfd.readouterr().out

@@ -10,6 +10,7 @@ import pytest
 from frontier_llm.cli import lm_eval
 from frontier_llm.cli.main import main
 from frontier_llm.cli.needs import NEEDS
+from frontier_llm.config.urls import PACKAGES
 from tests.unit.cli.test_vocabulary import LEAVES, flags
 
 COMMANDS = {
@@ -19,6 +20,10 @@ COMMANDS = {
     "tune train_small --max-node-hours 1": "scipy",
     "tune train_small --max-node-hours 1 --exhaustive --emit-machine x.yaml": "scipy",
     "checkpoint export-hf runs/x out --push-to-hub me/mine": "huggingface_hub",
+    "checkpoint push runs/x s3://bucket/x": "s3fs",
+    "checkpoint pull gs://bucket/x": "gcsfs",
+    "checkpoint list s3://bucket/x": "s3fs",
+    "train quickstart train.remote=s3://bucket/x": "s3fs",
 }
 
 
@@ -27,6 +32,8 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for row in NEEDS:
         if row.package != "torch":
             monkeypatch.setitem(sys.modules, row.package, None)
+    for client in PACKAGES.values():
+        monkeypatch.setitem(sys.modules, client, None)
     monkeypatch.chdir(tmp_path)
 
 

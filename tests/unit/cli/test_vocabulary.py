@@ -7,14 +7,18 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from frontier_llm.cli.arguments import Parser
 from frontier_llm.cli.main import COMMANDS, main, parse, parser_of
+from frontier_llm.cli.ranks import read_run
 from frontier_llm.cli.vocabulary import ARGUMENTS, OLD_NAMES, OPTIONS, OldName
 from frontier_llm.config import RunConfig
+from frontier_llm.run.launchers import RankEnv
 
 # options with the name of a key, in commands that take key=value
 SAME_AS_KEYS = {
@@ -162,3 +166,27 @@ def test_a_plan_of_a_run_uses_its_settings(capsys: pytest.CaptureFixture[str]) -
     for order in (["--run", "quickstart", "batch.global_batch=32"], ["batch.global_batch=32", "--run", "quickstart"]):
         assert main(["plan", *order, "machine=local", "--nodes", "1", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["global_batch"] == 32
+
+
+def test_a_plan_of_a_run_is_for_the_machine_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The emitted file names the machine relative to its own folder."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "machine.yaml").write_text("base: local\nname: mine\n")
+    run = tmp_path / "run.yaml"
+    run.write_text("base: quickstart\nmachine: mine/machine.yaml\n")
+    emitted = tmp_path / "mine" / "planned.yaml"
+
+    assert main(["plan", "--run", str(run), "--nodes", "1", "--emit", str(emitted)]) == 0
+    assert "on 1 node of mine" in capsys.readouterr().out
+    assert yaml.safe_load(emitted.read_text())["machine"] == "machine.yaml"
+    assert main(["plan", "--run", str(run), "machine=h100", "--nodes", "1"]) == 0
+    assert "on 1 node of h100" in capsys.readouterr().out
+
+
+def test_notes_about_a_run_are_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The process that starts local ranks logs the notes, and so does rank 0 of another launcher."""
+    for launcher, times in (("", 1), ("local", 0), ("slurm", 1)):
+        place = RankEnv(0, 4, 0, 4, "here", "here", 29500, launcher) if launcher else None
+        read_run("quickstart", [], place)
+        told = capsys.readouterr().err
+        assert told.count("precision.dtype=auto") == told.count("train.device=cpu") == times

@@ -17,11 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from frontier_llm.cli.main import main
+from frontier_llm.config.urls import without_secrets
 from frontier_llm.data.documents import Damage, read
 from frontier_llm.data.importing import import_tokens
 from frontier_llm.data.inputs import cut, find_inputs
 from frontier_llm.data.meta import read_meta
-from frontier_llm.data.remote import UnreachableError, reason_of, without_secrets
+from frontier_llm.data.remote import UnreachableError, reason_of
 from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 from frontier_llm.errors import DataError, FrontierError
 

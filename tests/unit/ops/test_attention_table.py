@@ -15,12 +15,12 @@ from frontier_llm.ops import AttentionShape, select, select_ops
 from frontier_llm.ops.attention_table import load_attention, rule_for
 
 
-def test_hopper_takes_cudnn_until_it_is_measured_and_nothing_else_does() -> None:
+def test_the_shipped_table_has_measured_rules_for_hopper_and_none_for_others() -> None:
     rules = load_attention("shipped")
     for shape, first in (
         (AttentionShape(128, False), "cudnn"),
         (AttentionShape(80, False), "cudnn"),
-        (AttentionShape(128, True), None),
+        (AttentionShape(128, True), "flash_attn"),
     ):
         rule = rule_for(rules, "sm_90", shape)
         assert (rule and rule.order[0]) == first
@@ -34,7 +34,7 @@ def test_the_order_of_the_table_comes_first(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(select, "architecture_of_device", lambda: "sm_90")
     first = select._measured_first("shipped", "cuda", AttentionShape(128, False))
-    assert first == ("cudnn", "flash_attn", "triton") and "estimated" in capfd.readouterr().err
+    assert first == ("cudnn", "flash_attn", "sdpa", "triton") and "measured" in capfd.readouterr().err
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
     outcome = select.choose("attention", "auto", "cuda", torch.bfloat16, first=first)

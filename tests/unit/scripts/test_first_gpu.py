@@ -102,6 +102,7 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
         "machine": machine,
         "ceilings": {"copy_bytes_per_s": 1000.0, "gemm_flops_per_s": 100e12},
         "hang_test": safe,
+        "attention": {"attention": {"seconds": {"cudnn": 0.8, "triton": 1.0}}},
         "products": {
             "devices": 8,
             "measured_for_s": 60.0,
@@ -146,7 +147,8 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
     assert "| 1b head, forward | 100 x 200 x 500 | 0.002 ms | 10.0 | 0.002 ms | 0.002 ms |" in text
     # The products alone do not make all constants of a prediction known.
     assert basis(here, OWN_STACK, {"matrix products": 1.0, "gradient reduction": 1.0}) != SAME
-    assert here.stacks[OWN_STACK].flash_efficiency.value == 0.5 and here.stacks[OWN_STACK].hbm_efficiency.value == 0.9
+    # Training uses cudnn, which is faster than the project's kernel.
+    assert here.stacks[OWN_STACK].flash_efficiency.value == 0.625 and here.stacks[OWN_STACK].hbm_efficiency.value == 0.9
 
 
 @pytest.mark.thorough  # a minute and a half on two idle cores
@@ -171,6 +173,10 @@ def test_the_rehearsal_plays_every_stage_in_a_bare_environment(driver: ModuleTyp
     )
     assert results["products"]["devices"] == 2 and len(results["products"]["products"]) == 15
     assert results["reference"]["fp32_worst_difference"] < 1e-3 and results["layout"]["worst_difference"] < 0.02
+    assert max(results["families"]["worst_difference"].values()) < 1e-3 and not results["families"]["not_run"]
+    # The host waits once, for the sums at the end of the step.
+    assert {tuple(one["waits"]) for one in results["waits"].values()} == {("cpu",)}
+    assert results["restart"]["losses"]["whole"] == results["restart"]["losses"]["resumed"]
     assert results["hang_test"]["in_flight"] == "many" and (tmp_path / "in_flight.yaml").is_file()
     ways = {(one["op"], one["way"]): one for stage in ("ops", "compiled") for one in results[stage]["timings"]}
     assert ways["rms_norm", "compiled"]["seconds"] > 0 and ways["attention", "sdpa-flash"]["seconds"] > 0

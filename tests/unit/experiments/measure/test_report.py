@@ -13,6 +13,7 @@ import yaml
 from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.report import _experts, write_report
+from frontier_llm.run.complete import digest_line
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
 from frontier_llm.units import strict_json
@@ -62,7 +63,9 @@ def test_the_page_needs_nothing_from_elsewhere(page):
     text = page.read_text().split("<script>")[0]  # the part before Plotly
     assert not re.findall(r'(?:src|href)="(?!#)[^"]+"', text)
     assert "alert(1)</script>" not in text, "the sample is text, not markup"
-    assert text.count("class=figure>") == text.count("<div class=chart>") == 4 + 2 + 2  # curves, timelines, latencies
+    # curves, the difference of the losses, timelines, latencies
+    assert text.count("class=figure>") == 4 + 1 + 2 + 2
+    assert text.count("<div class=chart>") == text.count("class=figure>")
 
 
 def test_a_curve_with_gaps_is_strict_json(tmp_path):
@@ -98,6 +101,52 @@ def test_the_page_says_what_the_runs_did(page):
         assert expected in text, expected
 
 
+def test_the_difference_of_two_losses_is_shown_by_run(page):
+    """The first run is the reference. Curves are named by run, not by layout alone."""
+    charts = [json.loads(chart) for chart in re.findall(r"class=figure>(.*?)</script>", page.read_text())]
+    difference = charts[1]["data"]
+    assert [trace["name"] for trace in difference] == ["second, TP1 x PP2 x DP2"]
+    assert difference[0]["y"] == [0.0] * 40
+    assert "Training loss minus that of first, TP2 x PP2 x DP1" in page.read_text()
+
+
+def test_tokens_of_each_source_and_a_change_of_blend_are_shown(tmp_path):
+    run = make_run(tmp_path / "run")
+    streams = [
+        {
+            "dataset": letter * 64,
+            "path": f"data/{letter}",
+            "dataset_tokens": 1000,
+            "sequence_length": 100,
+            "packing": "concatenate",
+            "order": "0" * 16,
+            "taken": 0,
+        }
+        for letter in "ab"
+    ]
+
+    def position(weights, taken):
+        known = [{**stream, "taken": count} for stream, count in zip(streams, taken, strict=True)]
+        blend = [{"stream": number, "weight": weight} for number, weight in enumerate(weights)]
+        return {"streams": known, "blend": blend, "dealt": 0, "stretches": []}
+
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, weights in ((0, (1, 1)), (10, (1, 1)), (20, (1, 3))):
+            row = {"kind": "data", "step": step, "position": position(weights, (0, 0)), "global_batch": 1}
+            file.write("\n" + json.dumps(row))
+    checkpoint = run / "checkpoints" / "step_00000040"
+    checkpoint.mkdir(parents=True)
+    progress = {"step": 40, "position": position((1, 3), (15, 25))}
+    content = json.dumps({"progress": progress, "shards": []}).encode()
+    (checkpoint / "manifest.json").write_bytes(content)
+    (checkpoint / "manifest.sha256").write_bytes(digest_line(content))
+
+    text = write_report([run], tmp_path / "report.html").read_text()
+    assert "<td>data/a</td><td>1.5K</td><td>1.5</td>" in text and "<td>data/b</td><td>2.5K</td><td>2.5</td>" in text
+    assert "Tokens read by source" in text
+    assert text.count('"text": "new blend"') == 4, "one label in each curve"
+
+
 def test_the_page_shows_the_latencies_of_each_axis(page):
     text = page.read_text()
     assert "<td>dp</td><td>reduce_scatter</td><td>8</td><td>3.0 MiB</td>" in text
@@ -110,7 +159,8 @@ def test_runs_of_one_layout_are_told_apart_by_their_names(tmp_path):
     runs = [make_run(tmp_path / "warm"), make_run(tmp_path / "cold")]
     text = write_report(runs, tmp_path / "report.html").read_text()
     # in the legend of each figure
-    assert all(text.count(f'"name": "{name}, TP2 x PP2 x DP1"') == 4 for name in ("warm", "cold"))
+    counts = [text.count(f'"name": "{name}, TP2 x PP2 x DP1"') for name in ("warm", "cold")]
+    assert counts == [4, 5], "the difference of the losses is a curve of the second run"
     runs.append(make_run(tmp_path / "deeper" / "cold"))
     assert f'"name": "{runs[2]}, TP2 x PP2 x DP1"' in write_report(runs, tmp_path / "report.html").read_text()
 

@@ -1,0 +1,151 @@
+"""frontier-llm checkpoint push | pull: copy checkpoints to a URL and back, in one process without GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from frontier_llm.cli.arguments import JSON, ProgressBar, amount, command, natural, option, show
+from frontier_llm.config.urls import is_url, without_secrets
+from frontier_llm.errors import CheckpointError
+from frontier_llm.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from frontier_llm.checkpoint.remote import RemoteCheckpoint
+
+URL = option("url", metavar="URL", help="folder of an object store: s3://BUCKET/RUN, gs://…, file:///FOLDER/RUN")
+TAKE_OVER = option(
+    "--take-over",
+    action="store_true",
+    help="continue here a run that another run directory has uploaded; its later uploads fail",
+)
+_CREDENTIALS = "Credentials come from the environment of the store's client (AWS_*, FSSPEC_*), never from the URL."
+
+
+@command(
+    option("run", type=Path, metavar="CHECKPOINT", help="run directory, checkpoints folder or one checkpoint"),
+    URL,
+    option(
+        "--mib-per-s",
+        type=amount,
+        default=0.0,
+        metavar="N",
+        help="send at most N MiB per second (default: no limit)",
+    ),
+    TAKE_OVER,
+    JSON,
+    line="copy the checkpoints of a run to a URL",
+    about=f"Copy the complete checkpoints of a run to a URL. Files that are there already are kept. {_CREDENTIALS}",
+    examples=("frontier-llm checkpoint push runs/quickstart file:///tmp/copies/quickstart",),
+)
+def push(args: argparse.Namespace) -> int:
+    """Copy all complete checkpoints, newest first."""
+    from frontier_llm.checkpoint import remote, remote_writer
+    from frontier_llm.checkpoint.directory import checkpoints_at
+    from frontier_llm.data.remote_folder import RemoteFolder
+    from frontier_llm.run.holder import living_holder
+    from frontier_llm.run.uploads import uploads_to, write_uploads
+
+    checkpoints = checkpoints_at(args.run)
+    if not checkpoints:
+        raise CheckpointError("contains no complete checkpoint", "give a run directory", str(args.run.absolute()))
+    url = args.url.rstrip("/")
+    place = RemoteFolder(url)
+    run_dir = _run_dir(checkpoints[0])
+    record = uploads_to(run_dir, url)
+    writer = remote_writer.this_writer(record.writer, run_dir)
+    remote_writer.claim(place, writer, args.take_over)
+    limit = remote.RateLimit(args.mib_per_s * 2**20)
+    results = []
+    for path in checkpoints:
+        line = ProgressBar()
+        results.append(remote.push(path, place, writer, limit, _gib(line, path.name)))
+        line.close()
+        if not args.json:
+            sent = f"{results[-1].sent_files} files sent ({format_bytes(results[-1].sent_bytes)})"
+            print(f"{path.name}  {sent}, {results[-1].kept_files} were there", flush=True)
+    if living_holder(run_dir) is None:  # a running job writes the record itself
+        remote_writer.release(place, writer)
+        write_uploads(
+            run_dir,
+            replace(record, uploaded_step=results[0].step, uploaded_unix_s=time.time(), pending=(), problem=""),
+        )
+    if args.json:
+        show(args, [asdict(result) for result in results], str)
+    return 0
+
+
+@command(
+    URL,
+    option(
+        "run", type=Path, nargs="?", metavar="RUN_DIR", help="run directory (default: runs/ and the URL's last name)"
+    ),
+    option("--step", type=natural, metavar="N", help="step of the checkpoint (default: the newest that is intact)"),
+    TAKE_OVER,
+    JSON,
+    line="copy a checkpoint from a URL into a run directory",
+    about="Copy a checkpoint from a URL into a run directory, and compare every byte with its digest. "
+    f"The run then continues from it. {_CREDENTIALS}",
+    examples=("frontier-llm checkpoint pull file:///tmp/copies/quickstart runs/pulled",),
+)
+def pull(args: argparse.Namespace) -> int:
+    """Copy one checkpoint here."""
+    from frontier_llm.checkpoint import remote, remote_writer
+    from frontier_llm.data.remote_folder import RemoteFolder
+    from frontier_llm.run.holder import refuse_second_start
+    from frontier_llm.run.uploads import uploads_to
+
+    url = args.url.rstrip("/")
+    place = RemoteFolder(url)
+    run_dir = args.run or Path("runs") / url.rpartition("/")[2]
+    if is_url(str(run_dir)):
+        raise CheckpointError(
+            "is not a folder of this computer", "give the URL first, then the run directory", str(run_dir)
+        )
+    refuse_second_start(run_dir)
+    found = _chosen(list(remote.uploaded_checkpoints(place)), args.step, url)
+    line = ProgressBar()
+    path = remote.pull(found, run_dir / "checkpoints", 0, _gib(line, found.name))
+    line.close()
+    if args.take_over:
+        record = uploads_to(run_dir, url)
+        remote_writer.claim(place, remote_writer.this_writer(record.writer, run_dir), take_over=True)
+    result = {"path": str(path), "step": found.step}
+    show(args, result, lambda: f"{path}  is intact; a run with train.run_dir={run_dir} continues from it")
+    return 0
+
+
+def _chosen(found: list[RemoteCheckpoint], step: int | None, url: str) -> RemoteCheckpoint:
+    """Return the checkpoint of `step`, or the newest one. Raises CheckpointError if there is none."""
+    for one in found:
+        if step is None or one.step == step:
+            return one
+    fix = f"complete there: {', '.join(one.name for one in found) or 'none'}"
+    what = "contains no complete checkpoint" + ("" if step is None else f" of step {step}")
+    raise CheckpointError(what, fix, without_secrets(url))
+
+
+def _run_dir(checkpoint: Path) -> Path:
+    """Return the run directory of a checkpoint in RUN_DIR/checkpoints/."""
+    above = checkpoint.parent
+    return above.parent if above.name == "checkpoints" else above
+
+
+def _gib(line: ProgressBar, name: str) -> Callable[[int], None]:
+    """Return a callback that adds up bytes, from any thread, and shows their sum."""
+    report = line.on(name, "GiB")
+    lock = Lock()
+    total_bytes = 0
+
+    def add(count: int) -> None:
+        nonlocal total_bytes
+        with lock:
+            total_bytes += count
+            report(total_bytes // GIB)
+
+    return add
