@@ -124,14 +124,14 @@ sys.addaudithook(_note)
 
 @cache
 def most_cpu_s() -> float:
-    """Return the CPU seconds that one case may take: ten times those of a valid list of 20,000 characters.
+    """Return the CPU seconds that one case may take: twenty times those of a valid list of 20,000 characters.
 
     They are measured in this process, so that the bound follows the speed of the machine. A case without a
     limit in its reader never ends.
     """
     started_s = time.process_time()
     yaml.safe_load("[" + "1," * 10_000 + "]")
-    return 10 * (time.process_time() - started_s)
+    return 20 * (time.process_time() - started_s)
 
 
 def refused(what: str, read: Callable[[bytes], bool], cases: list[bytes], folders: set[Path]) -> int:

@@ -49,7 +49,7 @@ def test_the_living_ranks_logs_and_record_stay(tmp_path: Path) -> None:
     started_s = time.monotonic()
     with pytest.raises(FrontierError, match="is in use by a process on"):
         run_local_ranks(2, ["train", "quickstart"], dict(os.environ), logs, run_dir=tmp_path)
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < 20.0  # two ranks would train for minutes
     assert (logs / "rank_0.log").read_text() == "what the living rank said\n" and (tmp_path / FILE).read_text() == "{}"
 
 

@@ -79,8 +79,8 @@ def test_dead_peer_is_named_and_all_others_leave(victim: int, store: str, tmp_pa
     pids = wait_for_ranks(process, run)
     os.kill(pids[victim], signal.SIGKILL)
     killed_s = time.monotonic()
-    process.communicate(timeout=30)
-    assert time.monotonic() - killed_s < 10
+    process.communicate(timeout=50)
+    assert time.monotonic() - killed_s < 40  # before train.timeout_s, 60 s
     assert process.returncode == 137
     failure = run.failure()
     assert failure["rank"] == victim and not any(map(alive, pids))
@@ -98,7 +98,7 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     os.kill(pids[victim], signal.SIGSTOP)
     stopped_s = time.monotonic()
     while not (run.run_dir / "failure.json").exists():
-        assert time.monotonic() - stopped_s < limit_s + 6.0
+        assert time.monotonic() - stopped_s < limit_s + 30.0
         time.sleep(0.1)
     process.communicate(timeout=30)
     assert run.failure()["rank"] == victim

@@ -108,7 +108,7 @@ def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_pa
         os.kill(pid, signal.SIGTERM)
     second_s = time.monotonic()
     output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - second_s < 10 and process.returncode == 128 + signal.SIGTERM, output
+    assert time.monotonic() - second_s < 40 and process.returncode == 128 + signal.SIGTERM, output
     assert (run.run_dir / "checkpoints" / "LATEST").read_text() == "step_00000006\n"
     assert run.finish()[0] == 0
     assert run.losses() == undisturbed.losses() and run.shards() == undisturbed.shards()

@@ -74,7 +74,7 @@ def test_first_failure_is_told_last_and_stops_the_others(
     """
     monkeypatch.setenv("READY", str(tmp_path / "ready"))
     assert run(code, tmp_path) == 1
-    assert time.time() - float((tmp_path / "rank_1.log").read_text().split()[0]) < 10
+    assert time.time() - float((tmp_path / "rank_1.log").read_text().split()[0]) < 60  # the others sleep for 600 s
     err = capfd.readouterr().err.rstrip().splitlines()
     assert "rank 1 on" in err[-1] and "exit code 1" in err[-1] and "failed first" in err[-1]
     assert "ValueError: the cause" in "\n".join(err[-4:])
@@ -189,7 +189,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
         time.sleep(600)
     """
     assert run(code, tmp_path) == 128 + signal.SIGKILL
-    assert time.time() - float((tmp_path / "rank_2.log").read_text().split()[0]) < 10
+    assert time.time() - float((tmp_path / "rank_2.log").read_text().split()[0]) < 60  # the others sleep for 600 s
     assert "rank 2 on" in capfd.readouterr().err.splitlines()[-1]
     record = read_failure(tmp_path)
     assert record is not None and record.what == "killed by SIGKILL" and record.evidence is Evidence.LOGS
@@ -304,7 +304,7 @@ def test_children_of_a_dead_rank_are_removed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("OTHER_LOG", str(tmp_path / "rank_0.log"))
     assert run(code, tmp_path, ranks=2) != 0
     pids = [int((tmp_path / f"rank_{rank}.log").read_text().splitlines()[0]) for rank in (0, 1)]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)

