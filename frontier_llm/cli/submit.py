@@ -144,7 +144,7 @@ def submit(args: argparse.Namespace) -> int:
     """
     from frontier_llm import log
     from frontier_llm.certificate.certificate import certify, of_submit
-    from frontier_llm.certificate.fallback import describe_fallback, with_fallback
+    from frontier_llm.certificate.memory import describe_fallback, with_fallback
     from frontier_llm.certificate.page import as_text, summary
     from frontier_llm.certificate.subject import of_job
     from frontier_llm.cluster import submit as slurm
@@ -160,7 +160,8 @@ def submit(args: argparse.Namespace) -> int:
     site = load_site(args.site)
 
     def load(words: Sequence[str]) -> RunConfig:
-        return resolve_precision(as_it_stands(load_run(args.run, [f"machine={site.machine}", *args.overrides, *words])))
+        read = load_run(args.run, [f"machine={site.machine}", *args.overrides, *words])
+        return resolve_precision(as_it_stands(read))
 
     config = load(())
     job = slurm.wanted_job(
@@ -203,7 +204,8 @@ def submit(args: argparse.Namespace) -> int:
     certificates = [certify(of_job(each), of_submit()) for each in requests]
     certificate = certificates[0]
     for name, each in zip(("certificate", "certificate of the roomier plan"), certificates, strict=False):
-        log.info(f"{name}: {summary(each)}\n{as_text(each)}" if args.dry_run else f"{name}: {summary(each)}")
+        details = f"\n{as_text(each)}" if args.dry_run else ""
+        log.info(f"{name}: {summary(each)}{details}")
     if not args.dry_run:
         for each in certificates:
             _refuse(each, args.force)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, log
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from frontier_llm.config import (
     CommConfig,
     ParallelConfig,
     PrecisionConfig,
+    RunConfig,
     available,
     load_run,
     phases_of,
@@ -26,12 +27,13 @@ from frontier_llm.config import (
 from frontier_llm.config.load import merge
 from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.files import write_atomically
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import uses_hierarchical
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
 from frontier_llm.planner.report import layout_words
-from frontier_llm.planner.search import Plan, Search
+from frontier_llm.planner.search import Plan, Search, search
 from frontier_llm.topology.plan import balanced, make_plan
 from frontier_llm.units import GIB, plural
 
@@ -43,6 +45,8 @@ FILL_IN = "FILL_IN"  # Placeholder of the dataset. Training reports it as missin
 # warm-up of 375 M tokens, the rate decays by cosine to a tenth.
 RATES = {125e6: 6e-4, 350e6: 3e-4, 760e6: 2.5e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4, 175e9: 6e-5}
 WARMUP_TOKENS = 375e6
+FULL_SHARE = 54 / 64  # share of the device's memory above which a layout is called full
+ROOM_SHARE = 0.9  # a roomier plan needs at most this share of the memory of the run's own plan
 
 
 @dataclass(frozen=True)
@@ -227,3 +231,38 @@ def _word(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).replace(" ", "")
+
+
+def roomier_plan(config: RunConfig, nodes: int, devices: int, own: Plan) -> Plan | None:
+    """Return the fastest layout on `devices` devices of `nodes` nodes that is roomier than the run's own plan.
+
+    Returns None if there is none.
+
+    The global batch, the model, the precision and the engine (native or FSDP) are those of the run. The layout needs
+    at most FULL_SHARE of the device's memory, and ROOM_SHARE of the memory of `own`.
+    """
+    numbers = rates(load_machine(config.machine))
+    limit_bytes = min(FULL_SHARE * numbers.memory_bytes, ROOM_SHARE * own.peak_bytes)
+    longest = max(phases_of(config), key=lambda phase: phase.config.model.sequence_length).config
+    outcome = search(
+        longest.model,
+        replace(numbers, memory_bytes=limit_bytes, node_devices=devices // nodes),
+        nodes,
+        longest.batch.global_batch,
+        {"sharding": "weights" if own.layout.sharding == "weights" else "optimizer"},
+        dtype=longest.precision.dtype,
+        optimizer=longest.optimizer.name,
+    )
+    if not outcome.plans:
+        return None
+    fastest = min(outcome.plans, key=lambda plan: plan.step_s)
+    return replace(fastest, limit_bytes=numbers.memory_bytes)
+
+
+def plan_overrides(config: RunConfig, roomier: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the overrides of both plans: the run's own values of the layout's keys, and those of the roomier plan."""
+    machine = load_machine(config.machine)
+    keys = layout_keys(roomier, machine, rates(machine))
+    own: Mapping[str, Mapping[str, Any]] = config.model_dump(mode="json")
+    own_keys = {section: {key: own[section][key] for key in values} for section, values in keys.items()}
+    return as_overrides(own_keys), as_overrides(keys)

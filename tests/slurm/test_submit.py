@@ -80,10 +80,12 @@ def test_a_run_out_of_memory_goes_on_with_the_roomier_plan(cluster: LocalSlurm, 
     own = {**shipped, "name": "two_ranks", "tasks_per_node": 2, "machine": str(tmp_path / "machine.yaml")}
     (tmp_path / "two_ranks.yaml").write_text(yaml.safe_dump(own))
     words = ("batch.micro_batch=16", "batch.global_batch=32", "train.steps=3", "train.log_interval=1")
-    cluster_words = ("--site", str(tmp_path / "two_ranks.yaml"), "--nodes", "1", "--time", "0:30:00")
+    command = (sys.executable, "-P", "-m", "frontier_llm.cli.main", "submit", "train_small", *TINY, *words)
+    site = ("--site", str(tmp_path / "two_ranks.yaml"), "--nodes", "1", "--time", "0:30:00")
+    options = (*site, f"train.run_dir={directory}", "precision.dtype=fp32", "--fallback-plan")
     job_id = cluster.run(
-        *(sys.executable, "-P", "-m", "frontier_llm.cli.main", "submit", "train_small", *TINY, *words, *cluster_words),
-        *(f"train.run_dir={directory}", "precision.dtype=fp32", "--fallback-plan"),
+        *command,
+        *options,
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT), "FRONTIER_LLM_FAILPOINTS": "train.step@1^1#2=error:HIP out of memory"},
         timeout_s=300,
