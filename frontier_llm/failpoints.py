@@ -27,7 +27,8 @@ from frontier_llm.errors import ConfigError
 
 ACTIONS = ("kill", "stop", "exit", "sleep", "errno", "error", "hold", "perturb", "fill")
 _RULE = re.compile(
-    r"(?P<name>[\w.]+)(@(?P<rank>\d+))?(\^(?P<start>\d+))?(#(?P<nth>\d+))?(?P<repeat>%)?=(?P<action>\w+)(:(?P<argument>.*))?"
+    r"(?P<name>[\w.]+)(@(?P<rank>\d+))?(\^(?P<start>\d+))?(#(?P<nth>\d+))?(?P<repeat>%)?"
+    r"=(?P<action>\w+)(:(?P<argument>.*))?"
 )
 
 

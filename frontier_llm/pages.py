@@ -47,18 +47,24 @@ CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto; max-width: 1120px; padding: 2rem 1rem }
 h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem; overflow-wrap: anywhere }
 p.sub { color: var(--soft); margin: .2rem 0 1rem }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .8rem }
+.tiles { margin-bottom: .8rem; display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .8rem }
 .tile, figure, .wide, pre, details { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
 .tile { padding: .7rem 1rem } .tile b { display: block; font-size: 1.35rem } .tile span { color: var(--soft); font-size: .85rem }
 figure { margin: 0 0 .8rem; padding: .3rem; min-width: 0 } .figures figure { margin: 0 }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: .8rem }
 .figures { margin-bottom: .8rem }
 figcaption { font-weight: 600; font-size: .9rem; padding: .3rem .5rem 0; overflow-wrap: anywhere }
-.wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-td, th { padding: .35rem .8rem; text-align: left; border-top: 1px solid var(--line); white-space: nowrap }
-td:last-child { white-space: normal; min-width: 6rem } tr:first-child td, tr:first-child th { border-top: 0 }
+.wide { overflow-x: auto; margin-bottom: .5rem }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+td, th { padding: .35rem .6rem; text-align: left; border-top: 1px solid var(--line); white-space: nowrap }
+th, td:first-child { white-space: normal }
+td:last-child { white-space: normal; overflow-wrap: anywhere; min-width: 6rem }
+@media (max-width: 600px) { td, th { padding: .3rem } td:last-child { min-width: 5rem } }
+ tr:first-child td, tr:first-child th { border-top: 0 }
 tr.bad td { background: #d9303030 } tr.simulated td { font-style: italic; opacity: .75 }
-pre { padding: .8rem 1rem; overflow-x: auto; font-size: 12.5px } details { padding: .5rem 1rem } details pre { border: 0; padding: 0 }
+pre { padding: .8rem 1rem; overflow-x: auto; font-size: 12.5px }
+pre.lines { white-space: pre-wrap; overflow-wrap: anywhere }
+details { padding: .5rem 1rem } details pre { border: 0; padding: 0 }
 .mesh { display: flex; gap: .5rem; overflow-x: auto }
 .stage { flex: 1; border: 1px solid var(--line); border-radius: 8px; padding: .5rem; background: var(--card) }
 .rank { display: inline-block; border-radius: 5px; padding: .1rem .5rem; margin: .12rem; color: #fff; font-size: .85rem; white-space: nowrap }

@@ -50,7 +50,8 @@ frontier-llm generate "$run_dir" --prompt 'def read_lines(path):' --max-new-toke
   tee "$run_dir/sample.txt"
 
 next="frontier-llm train $planned train.run_dir=runs/longer train.steps=1000      # a longer run, from its start"
-frontier-llm report "$run_dir" "$other_run_dir" --output "$run_dir/report.html" --sample "$run_dir/sample.txt" \
+frontier-llm report "$run_dir" "$other_run_dir" --machine "$machine" \
+  --output "$run_dir/report.html" --sample "$run_dir/sample.txt" \
   --next "$next" >/dev/null
 
 say "done"

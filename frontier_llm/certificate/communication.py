@@ -23,7 +23,7 @@ from frontier_llm.schedule.dry_run import check_order, steps
 from frontier_llm.topology.engine_rules import in_flight
 from frontier_llm.topology.plan import pipeline_schedule, plan_as_given
 from frontier_llm.topology.streams import most_streams, queue_problem
-from frontier_llm.topology.traffic import step_traffic
+from frontier_llm.topology.traffic import step_traffic, uncounted_engine
 from frontier_llm.units import format_bytes, plural
 
 NAME = "communication"
@@ -108,8 +108,9 @@ def _stream_evidence(subject: Subject, mode: str) -> Iterator[str]:
 def _byte_evidence(subject: Subject) -> Iterator[str]:
     """Yield the bytes per step of each axis on the stage that moves the most, and the link that carries them."""
     config = subject.config
-    if config.parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed":
-        yield "bytes per step are not listed: the engine starts collectives of its own"
+    engine = uncounted_engine(config)
+    if engine:
+        yield f"bytes per step are not listed: {engine} starts collectives of its own"
         return
     links = axis_links(subject.fullest_plan, subject.machine, subject.rates)
     for axis, (size, stage) in _busiest(subject).items():

@@ -74,9 +74,9 @@ def write_html(certificate: Certificate, path: Path) -> Path:
     parts = [pages.tiles((count, verdict) for verdict, count in counts.items())]
     parts.append(
         pages.table(
-            ("section", "verdict", "seconds", "evidence"),
+            ("section", "verdict", "time", "evidence"),
             [
-                (section.name, section.verdict, f"{section.seconds:.1f}", (section.evidence or (section.why,))[0])
+                (section.name, section.verdict, f"{section.seconds:.1f} s", (section.evidence or (section.why,))[0])
                 for section in certificate.sections
             ],
             ["bad" if section.verdict is SectionVerdict.REFUSED else "" for section in certificate.sections],
@@ -84,6 +84,8 @@ def write_html(certificate: Certificate, path: Path) -> Path:
     )
     for section in certificate.sections:
         lines = "\n".join(_lines(section))
-        parts.append(f"<h2>{pages.text(section.name)}: {section.verdict}</h2><pre>{pages.text(lines)}</pre>")
+        parts.append(
+            f"<h2>{pages.text(section.name)}: {section.verdict}</h2><pre class=lines>{pages.text(lines)}</pre>"
+        )
     subtitle = f"Certificate of frontier_llm {__version__}. {MEANING}"
     return pages.write_page(path, certificate.title, subtitle, parts, has_figures=False)

@@ -28,6 +28,7 @@ from frontier_llm.cli.arguments import JSON, PLUGIN, command, option, show
         metavar="FILE",
         help="text that is shown as a generated sample",
     ),
+    option("--machine", help="show the step times that this machine file predicts beside the measured ones"),
     PLUGIN,
     JSON,
     option(
@@ -48,7 +49,14 @@ def report(args: argparse.Namespace) -> int:
 
     sample = args.sample.read_text(encoding="utf-8") if args.sample else None
     output = args.output or args.runs[0] / "report.html"
-    page = write_report(args.runs, output, sample, args.next_command, plugins=args.plugin)
+    page = write_report(
+        args.runs,
+        output,
+        sample,
+        args.next_command,
+        plugins=args.plugin,
+        machine=args.machine,
+    )
     content = {"page": str(page), "runs": [str(run) for run in args.runs]}
     show(args, content, lambda: str(page))
     return 0

@@ -73,7 +73,8 @@ class Ledger:
 
     Bytes are the size of the caller's tensor, not the traffic of the algorithm: the tensor for all_reduce and
     broadcast, the gathered result for all_gather, the full input for reduce_scatter, and the message for send and recv.
-    Axes of size 1 are not counted, because they transfer nothing.
+    Axes of size 1 are not counted, because they transfer nothing. An engine of another library (FSDP, DeepSpeed)
+    starts collectives that this object does not see.
     """
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -87,6 +88,7 @@ class Ledger:
     waits: list[Span] | None = field(default=None, repr=False)
     in_flight: int = 0  # number of communications that have begun and whose wait() has not ended
     most_in_flight: int = 0
+    not_counted: str = ""  # engine whose own collectives are missing in these statistics; "" = nothing is missing
     memory: GroupMemory | None = field(default=None, repr=False)  # device memory of the groups; None without groups
     _depth: int = field(default=0, repr=False)
 

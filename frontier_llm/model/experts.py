@@ -20,6 +20,7 @@ from frontier_llm.parallel.expert import (
     ToNodes,
     beyond_capacity,
     combine,
+    count_numbers,
     dispatch,
     gather_sequence,
     plan_dispatch,
@@ -32,14 +33,17 @@ Beside = TypeVar("Beside")
 
 
 class Routed(NamedTuple):
-    """Losses of a router and load of its experts, for the tokens of a microbatch that this rank has routed."""
+    """Losses of a router and load of its experts, for the tokens of a microbatch that this rank has routed.
+
+    `model.losses.router_losses` joins the load of all layers of a stage, so that a layer needs fewer operations.
+    """
 
     # Balance loss, summed over sequences: the contribution of this rank's tokens; 0-dim, fp32 (fp64 under fp64).
     balance: Tensor
     z: Tensor  # z loss: sum over tokens of the squared log-sum-exp of the router's logits
-    # fp64, E + 2 numbers: rows (token, expert) of each expert, the entropy of the scores summed over tokens, and the
-    # number of dropped rows.
-    load: Tensor
+    rows_E: Tensor  # int64: rows (token, expert) of each expert, dropped rows included
+    negative_entropy: Tensor  # sum over tokens and experts of p ln p, for the scores p of a token
+    dropped: Tensor | None  # number of dropped rows; None without a capacity
 
 
 class Router(nn.Module):
@@ -62,19 +66,27 @@ class Router(nn.Module):
         routing = Routing(moe.top_k, moe.score == "sigmoid", moe.normalise, moe.scale)
         scores_NE, weights_Nk, experts_Nk = self.context.ops.route(logits_NE, self.bias, routing)
         room = room_of(moe, len(experts_Nk))
-        dropped_Nk = None if room is None else beyond_capacity(experts_Nk, weights_Nk, moe.experts, room)
-        routed = self._routed(logits_NE, scores_NE, experts_Nk, x_sBH.shape[1], dropped_Nk)
-        return RouterChoice(experts_Nk, weights_Nk, dropped_Nk, room), routed
+        chosen_BE = self._chosen(experts_Nk, x_sBH.shape[1])
+        chosen_E = chosen_BE[0] if len(chosen_BE) == 1 else chosen_BE.sum(0)
+        dropped_Nk = None if room is None else beyond_capacity(experts_Nk, weights_Nk, chosen_E, room)
+        if moe.score == "sigmoid":
+            scores_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
+        # Without a weight the z loss is only logged, and its backward would add zeros to the gradient of the logits.
+        logits_for_z_NE = logits_NE if moe.z_weight else logits_NE.detach()
+        z = logits_for_z_NE.logsumexp(-1).square().sum()
+        with torch.no_grad():
+            negative_entropy = torch.special.xlogy(scores_NE, scores_NE).sum()
+            dropped = None if dropped_Nk is None else dropped_Nk.sum()
+        routed = Routed(self._balance(scores_NE, chosen_BE), z, chosen_E, negative_entropy, dropped)
+        return RouterChoice(experts_Nk, weights_Nk, dropped_Nk, room, chosen_E), routed
 
-    def _routed(
-        self,
-        logits_NE: Tensor,
-        scores_NE: Tensor,
-        experts_Nk: Tensor,
-        B: int,
-        dropped_Nk: Tensor | None,
-    ) -> Routed:
-        """Compute the balance loss, the z loss and the load.
+    def _chosen(self, experts_Nk: Tensor, B: int) -> Tensor:
+        """Return how many tokens of each sequence have chosen each expert, (B, E), int64."""
+        chosen_sBk = experts_Nk.view(len(experts_Nk) // B, B, self.moe.top_k)
+        return count_numbers(chosen_sBk.transpose(0, 1).flatten(1), self.moe.experts)
+
+    def _balance(self, scores_NE: Tensor, chosen_BE: Tensor) -> Tensor:
+        """Return the balance loss. `chosen_BE` is the number of rows of each sequence and expert.
 
         The balance loss per sequence is E / (k S²) times the sum, over experts, of the expert's rows times its summed
         scores (Switch, arXiv:2101.03961, generalised to k experts per token).
@@ -86,30 +98,18 @@ class Router(nn.Module):
         moe = self.moe
         tp = self.context.tp
         cp = self.context.cp
-        s = len(experts_Nk) // B
-        if moe.score == "sigmoid":
-            scores_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
-        rows_BE = scores_NE.new_zeros(B, moe.experts)
-        chosen_Bn = experts_Nk.view(s, -1).unflatten(1, (B, -1)).transpose(0, 1).flatten(1)
-        rows_BE.scatter_add_(1, chosen_Bn, torch.ones_like(chosen_Bn, dtype=rows_BE.dtype))
-        own_E = rows_BE.sum(0)
-        if self.load_E is None:
-            for axis in (tp, cp):  # sum the rows of complete sequences, of which each rank has routed a part
-                all_reduce_(rows_BE, axis)
-        scores_BE = scores_NE.view(s, B, -1).sum(0)
+        B = len(chosen_BE)
+        s = len(scores_NE) // B
         S = s * tp.size * cp.size
+        scores_BE = scores_NE.view(s, B, -1).sum(0)
         if self.load_E is not None:
-            balance = scores_BE.sum(0) @ self.load_E.detach() / S
-        elif moe.balance == "sequence":
-            balance = (rows_BE * scores_BE).sum() * (moe.experts / (moe.top_k * S**2))
-        else:
-            balance = rows_BE.sum(0) @ scores_BE.sum(0) * (moe.experts / (moe.top_k * B * S**2))
-        with torch.no_grad():
-            entropy = -torch.special.xlogy(scores_NE, scores_NE).sum()
-            dropped = entropy.new_zeros(()) if dropped_Nk is None else dropped_Nk.sum().to(entropy.dtype)
-            # Numbers of rows below 2^24 are exact in fp32.
-            load = torch.cat((own_E, entropy[None], dropped[None])).double()
-        return Routed(balance, logits_NE.logsumexp(-1).square().sum(), load)
+            return scores_BE.sum(0) @ self.load_E.detach() / S
+        rows_BE = chosen_BE.to(scores_NE.dtype)
+        for axis in (tp, cp):  # sum the rows of complete sequences, of which each rank has routed a part
+            all_reduce_(rows_BE, axis)
+        if moe.balance == "sequence":
+            return (rows_BE * scores_BE).sum() * (moe.experts / (moe.top_k * S**2))
+        return rows_BE.sum(0) @ scores_BE.sum(0) * (moe.experts / (moe.top_k * B * S**2))
 
 
 class Experts(nn.Module):
@@ -134,7 +134,16 @@ class Experts(nn.Module):
         etp = self.context.etp
         ops = self.context.ops
         if ep.levels is None:
-            plan = plan_dispatch(choice.experts_Nk, self.experts, ep, ops, etp, choice.dropped_Nk, choice.room)
+            plan = plan_dispatch(
+                choice.experts_Nk,
+                self.experts,
+                ep,
+                ops,
+                etp,
+                choice.dropped_Nk,
+                choice.room,
+                chosen_E=choice.chosen_E,
+            )
             departure = Departure(plan, x_NH, choice.weights_Nk.flatten())
             beside = overlapped()
             return combine(self._outputs(plan, *departure.arrive()), plan), beside

@@ -26,7 +26,9 @@ from frontier_llm.parallel.tensor import mean_over_global_batch
 # Names of the losses of models with experts. The model file sets their weights.
 BALANCE = "router-balance"
 ROUTER_Z = "router-z"
-LOAD = "router-load"  # not a loss: `Routed.load` of each layer with experts, for the tokens that this rank has routed
+# Not a loss: for each layer with experts, E + 2 numbers of the tokens that this rank has routed. They are the rows of
+# each expert, the entropy of the scores summed over tokens, and the number of dropped rows.
+LOAD = "router-load"
 
 
 def weights(config: RunConfig) -> dict[str, float]:
@@ -84,8 +86,8 @@ def router_losses(
     """Return the losses of a stage's routers and their load, by name.
 
     `routed` maps layer to `Routed`. `sequences` and `tokens` are the step's numbers of sequences and tokens. Each loss
-    is a mean over these, summed over layers. The load has one row for each layer with experts of the complete model.
-    Rows of layers on other stages are zero.
+    is a mean over these, summed over layers. The load (fp64) has one row for each layer with experts of the complete
+    model. Rows of layers on other stages are zero.
     """
     assert model.moe is not None
     balance = torch.stack([one.balance for one in routed.values()]).sum() / sequences
@@ -95,7 +97,12 @@ def router_losses(
     # host would wait.
     first = min(routed) - model.routed_layers.start
     load_LE = both.new_zeros(len(model.routed_layers), model.moe.experts + 2, dtype=torch.float64)
-    load_LE[first : first + len(routed)] = torch.stack([one.load for one in routed.values()])
+    here_LE = load_LE[first : first + len(routed)]
+    here_LE[:, :-2] = torch.stack([one.rows_E for one in routed.values()])
+    here_LE[:, -2] = -torch.stack([one.negative_entropy for one in routed.values()])
+    dropped = [one.dropped for one in routed.values() if one.dropped is not None]
+    if dropped:
+        here_LE[:, -1] = torch.stack(dropped)
     return {BALANCE: both[0], ROUTER_Z: both[1], LOAD: load_LE}
 
 

@@ -21,6 +21,7 @@ from frontier_llm.optim.sync import GradientSync
 from frontier_llm.optim.zero import Zero
 from frontier_llm.parallel.tensor import AutogradGradients, ShardedParameter, WeightGradients
 from frontier_llm.topology.plan import ParallelPlan
+from frontier_llm.topology.traffic import uncounted_engine
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def build_update(inputs: EngineInputs) -> tuple[GradientSums, Optimizer]:
     """
     config = inputs.config
     mesh = inputs.mesh
+    mesh.ledger.not_counted = uncounted_engine(config)
     if config.parallel.data_mode == "fsdp":
         from frontier_llm.optim.fsdp import FullySharded
 

@@ -20,6 +20,7 @@ from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import OUTPUT_Z, RunConfig
+from frontier_llm.errors import LayoutError
 from frontier_llm.schedule import Kind
 from frontier_llm.topology.buckets import BucketPlan, plan_buckets
 from frontier_llm.topology.plan import ParallelPlan, pipeline_schedule
@@ -39,6 +40,15 @@ class Traffic:
             self.bytes[axis, operation] += size_bytes * calls
 
 
+def uncounted_engine(config: RunConfig) -> str:
+    """Return the engine that starts collectives of its own, which the ledger does not count: 'fsdp', 'deepspeed'
+    or ''.
+    """
+    if config.parallel.data_mode == "fsdp":
+        return "fsdp"
+    return "deepspeed" if config.optimizer.engine == "deepspeed" else ""
+
+
 def step_traffic(
     config: RunConfig,
     plan: ParallelPlan,
@@ -52,8 +62,14 @@ def step_traffic(
 
     `owner` is the rank's index among its replicas. `routed` has the rows that its routers sent, for each layer with
     experts and each microbatch; None means even shares. With `prompts` some tokens of the data are only input, without
-    a loss.
+    a loss. Raises LayoutError for an engine whose collectives are not counted.
     """
+    engine = uncounted_engine(config)
+    if engine:
+        raise LayoutError(
+            f"the communication of a step with {engine} is not known, because {engine} starts collectives of its own",
+            "set parallel.data_mode=zero and optimizer.engine=native",
+        )
     traffic = Traffic()
     layer_traffic(config, plan, pp_rank, traffic)
     expert_traffic(config, plan, pp_rank, traffic, routed)

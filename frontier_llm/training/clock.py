@@ -83,9 +83,10 @@ class PhaseClock:
     def communication(self) -> dict[str, Any]:
         """Return statistics of this rank's communication since it joined the job.
 
-        The keys are `operations` (Ledger.summary), `axes` (Ledger.latency_by_axis) and `most_in_flight`.
+        The keys are `operations` (Ledger.summary), `axes` (Ledger.latency_by_axis), `most_in_flight` and `not_counted`.
         """
         return {
+            "not_counted": self._ledger.not_counted,
             "operations": self._ledger.summary(),
             "axes": self._ledger.latency_by_axis(),
             "most_in_flight": self._ledger.most_in_flight,

@@ -22,7 +22,7 @@ from frontier_llm.model import Stage
 def summary(load_LE: NDArray[np.float64], model: ModelConfig) -> dict[str, Any]:
     """Return router statistics for the metrics: rows per expert over all layers, and figures of each layer.
 
-    `load_LE` is `model.experts.Routed.load`, summed over the step's global batch and copied to the host. A row is one
+    `load_LE` is `model.losses.LOAD`, summed over the step's global batch and copied to the host. A row is one
     token for one expert.
     """
     assert model.moe is not None

@@ -5,22 +5,28 @@ operations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frontier_llm.comm import serial_mesh
-from frontier_llm.config import BatchConfig, ModelConfig, PrecisionConfig, RunConfig, TrainConfig
+from frontier_llm.comm import build_mesh, serial_mesh
+from frontier_llm.comm.group import DONE, TorchGroup
+from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.config.load import build as build_config
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.ops import Ops, reference, torch_linear
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.providers import functions_of
 from frontier_llm.optim import engines
+from frontier_llm.parallel.expert.dispatch import _RowCounts
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training import build
@@ -36,6 +42,9 @@ _NO_KERNELS = (
     "set_",
     "resize_",
 )
+
+
+ONE_RANK: Mapping[str, int | str] = MappingProxyType({})
 
 
 class Launch(NamedTuple):
@@ -101,16 +110,45 @@ def without_numbers(kernels: Any) -> Iterator[None]:
         yield
 
 
-def step_of(model: ModelConfig, micro_batch: int, documents: bool) -> build.TrainState:
-    """Return the state of one rank that holds the complete model, with one microbatch per step."""
-    config = RunConfig(
-        model=model,
-        batch=BatchConfig(global_batch=micro_batch, micro_batch=micro_batch),
-        precision=PrecisionConfig(dtype="bf16"),
-        train=TrainConfig(steps=10),
-    )
+@contextmanager
+def ranks_without_transfers(world: int, rows: int = 0) -> Iterator[None]:
+    """Let this process be rank 0 of `world` ranks. Messages transfer nothing. Each rank has `rows` rows for experts and
+    sends equally many of them to each rank.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TorchGroup, "exchange", lambda *_: DONE)  # torch has no messages on the meta device
+            patch.setattr(_RowCounts, "read", lambda _: [[rows // world] * world] * 2)
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def step_of(
+    model: ModelConfig, micro_batch: int, documents: bool, parallel: Mapping[str, int | str] = ONE_RANK
+) -> build.TrainState:
+    """Return the state of one rank with one microbatch per step.
+
+    Without `parallel` the rank holds the complete model. Gradients of different ranks are summed at the step's end.
+    """
+    degrees = [degree for degree in parallel.values() if isinstance(degree, int)]
+    world = max(degrees, default=1)  # one axis is split
+    replicas = parallel.get("data", 1)
+    content = {
+        "model": model.model_dump(),
+        "batch": {"global_batch": micro_batch * int(replicas), "micro_batch": micro_batch},
+        "precision": {"dtype": "bf16"},
+        "train": {"steps": 10},
+        "parallel": dict(parallel),
+        "comm": {"overlap_gradients": False},
+    }
+    config = build_config(RunConfig, content)
+    plan = make_plan(config, world)
+    experts = model.moe is not None
+    mesh = build_mesh(plan.grid, 0, plan.placement, experts=experts) if world > 1 else serial_mesh()
     source = Source(micro_batch, model.sequence_length, documents)
-    return build.build_state(config, make_plan(config, 1), serial_mesh(), torch.device("meta"), source)
+    return build.build_state(config, plan, mesh, torch.device("meta"), source)
 
 
 class _Counting(TorchDispatchMode):
@@ -131,12 +169,18 @@ class _Counting(TorchDispatchMode):
         return out
 
 
-def launches(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: bool = False) -> Counter[Launch]:
+def launches(
+    kernels: Any,
+    model: ModelConfig,
+    micro_batch: int = 1,
+    documents: bool = False,
+    parallel: Mapping[str, int | str] = ONE_RANK,
+) -> Counter[Launch]:
     """Count the launches of forward and backward of one microbatch, without the step's begin and end. Call it inside
     `without_numbers`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        state = step_of(model, micro_batch, documents)
+        state = step_of(model, micro_batch, documents, parallel)
         counting = _Counting()
         launch = kernels.launch
 
@@ -155,9 +199,16 @@ def launches(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: 
     return Counter({launch: count for launch, count in counting.counts.items() if launch.phase})
 
 
-def of_a_layer(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: bool = False) -> Counter[Launch]:
+def of_a_layer(
+    kernels: Any,
+    model: ModelConfig,
+    micro_batch: int = 1,
+    documents: bool = False,
+    parallel: Mapping[str, int | str] = ONE_RANK,
+) -> Counter[Launch]:
     """Count the launches that one more layer adds."""
     few, more = (
-        launches(kernels, model.model_copy(update={"layers": layers}), micro_batch, documents) for layers in (2, 3)
+        launches(kernels, model.model_copy(update={"layers": layers}), micro_batch, documents, parallel)
+        for layers in (2, 3)
     )
     return more - few

@@ -91,6 +91,7 @@ def three_steps(rank: int, case: Case, engine: str, dtype: str, sabotage: str | 
     """Run three steps, and an evaluation's forward passes after the first."""
     with SABOTAGES[sabotage]() if sabotage else nullcontext():
         state = build(rank, case, engine, dtype)
+        assert state.mesh.ledger.not_counted == {"native": "", "fsdp": "fsdp"}.get(engine, "deepspeed")
         steps = [train_step(state)]
         with torch.no_grad():
             state.evaluator.run(state.feed.step(0))

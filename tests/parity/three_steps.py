@@ -216,8 +216,8 @@ def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
         to_nodes.append(plan_dispatch(*args))
         return to_nodes[-1]
 
-    def noted(*args: Any) -> Dispatch:
-        plan = plan_dispatch(*args)
+    def noted(*args: Any, **options: Any) -> Dispatch:
+        plan = plan_dispatch(*args, **options)
         if plan.axis.ledger is state.mesh.ledger:
             first = to_nodes.pop() if to_nodes else None
             along_rail = () if first is None else (first.axis.size, sum(first.sent), sum(first.received))

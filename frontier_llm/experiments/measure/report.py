@@ -12,7 +12,9 @@ from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.blueprint.work import matrix_parameters
 from frontier_llm.cluster.recorded import epochs_read, tokens_read
 from frontier_llm.config import RunConfig, dump
+from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import simulate, timeline_chart
@@ -36,16 +38,18 @@ def write_report(
     sample: str | None = None,
     next_command: str | None = None,
     plugins: Sequence[str] = (),
+    machine: str | None = None,
 ) -> Path:
     """Write one page about one or several runs of the same model, whose curves share the axes. Returns `output`.
 
-    `plugins` is passed to `read_run`.
+    `plugins` is passed to `read_run`. With a machine, the page has the step times that its file predicts.
     """
     records = told_apart([read_run(run, plugins) for run in runs])
     first = records[0]
     parts = [
         _tiles(records),
         f"<h2>Curves</h2>{figures(_curves(records))}",
+        _predicted(records, machine, plugins) if machine else "",
         _experts(records),
         *(_layout(record, part) for record in records for part in record.parts),
         *(
@@ -101,6 +105,32 @@ def _tiles(records: Sequence[RunRecord]) -> str:
         if speeds:
             numbers.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
     return tiles(numbers)
+
+
+def _predicted(records: Sequence[RunRecord], machine: str, plugins: Sequence[str]) -> str:
+    """Return a table and a chart of the step times that the planner predicts and of the measured medians."""
+    numbers = rates(load_machine(machine))
+    runs = [beside_prediction(record.directory, numbers, plugins) for record in records]
+    rows = [
+        (
+            record.name,
+            format_seconds(run.predicted_s),
+            format_seconds(run.measured_s),
+            f"{100 * run.error:+.1f} %",
+        )
+        for record, run in zip(records, runs, strict=True)
+    ]
+    names = [record.name for record in records]
+    times = {"predicted": [run.predicted_s for run in runs], "measured": [run.measured_s for run in runs]}
+    bars = [
+        {"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": COLORS[index]}}
+        for index, (name, values) in enumerate(times.items())
+    ]
+    chart = figure(Chart("Time of a step", "", "seconds", bars))
+    return f"<h2>Predicted for {text(machine)} and measured</h2>{table(_PREDICTED_HEAD, rows)}{chart}"
+
+
+_PREDICTED_HEAD = ("run", "predicted", "measured", "error")
 
 
 def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:

@@ -65,7 +65,9 @@ def charts(rows: Sequence[Row]) -> Iterator[Chart]:
             log_y=True,
             height_px=380,
         )
-        limits = {"yaxis": {"range": [0, 112]}}
+        values = [value for trace in efficiency for value in trace["y"]]
+        lowest = min(values)  # near 0 if a point was not measured: its mark is drawn there
+        limits = {"yaxis": {"range": [0.9 * lowest, 1.05 * max(values)]}}
         title = f"{mode.capitalize()} scaling: efficiency"
         yield Chart(title, DEVICES, "efficiency per device, %", efficiency, log_x=True, height_px=380, layout=limits)
 

@@ -5,12 +5,12 @@ from frontier_llm.parallel.expert.dispatch import (
     Dispatch,
     RouterChoice,
     ToNodes,
-    beyond_capacity,
     combine,
     dispatch,
     plan_dispatch,
 )
 from frontier_llm.parallel.expert.grouped import GroupedLinear, router_product
+from frontier_llm.parallel.expert.numbers import beyond_capacity, count_numbers
 from frontier_llm.parallel.expert.sequence import gather_sequence, take_part
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "ToNodes",
     "beyond_capacity",
     "combine",
+    "count_numbers",
     "dispatch",
     "gather_sequence",
     "plan_dispatch",

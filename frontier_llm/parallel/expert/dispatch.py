@@ -31,6 +31,7 @@ from frontier_llm.blueprint.expert_work import most_rows
 from frontier_llm.comm import DONE, Axis, Pending, start_all_to_all_into, start_all_to_all_rows
 from frontier_llm.ops import Ops
 from frontier_llm.ops.routing import gather_rows
+from frontier_llm.parallel.expert.numbers import count_numbers, expert_numbers, inverse, slots
 
 
 class RouterChoice(NamedTuple):
@@ -40,6 +41,7 @@ class RouterChoice(NamedTuple):
     weights_Nk: Tensor
     dropped_Nk: Tensor | None  # True for choices that are not sent, because they exceed the capacity of their expert
     room: int | None  # capacity: largest number of rows that each expert takes from this rank; None = no limit
+    chosen_E: Tensor | None = None  # int64: number of choices of each expert, dropped ones included; None = not counted
 
 
 @dataclass(frozen=True)
@@ -69,20 +71,6 @@ class Dispatch:
     has_unused: bool = True  # False: `source` and `place` contain no -1
 
 
-def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, room: int) -> Tensor:
-    """Return which choices (N, k) are dropped if each expert takes at most `room` rows.
-
-    An expert drops the choices with the smallest weights.
-    """
-    experts_A = experts_Nk.flatten()
-    by_weight = weights_Nk.detach().flatten().argsort(descending=True, stable=True)
-    order = by_weight[experts_A[by_weight].argsort(stable=True)]  # by expert, and then by weight
-    counts_E = _counts(experts_A, experts)
-    first_A = (counts_E.cumsum(0) - counts_E)[experts_A[order]]
-    late = torch.arange(len(order), device=order.device) - first_A >= room
-    return torch.empty_like(late).index_copy_(0, order, late).view(experts_Nk.shape)
-
-
 def plan_dispatch(
     experts_Nk: Tensor,
     experts: int,
@@ -91,8 +79,12 @@ def plan_dispatch(
     etp: int = 1,
     dropped_Nk: Tensor | None = None,
     room: int | None = None,
+    *,
+    chosen_E: Tensor | None = None,
 ) -> Dispatch:
     """Plan the rows of N tokens from their chosen experts (N, k). Dropped choices are left out.
+
+    `chosen_E` is the number of choices of each expert, if the caller has counted them.
 
     Collective over the axis. The host waits once for the numbers of rows, after it has queued all work that does not
     need these numbers. If the forward of one microbatch is paired with the backward of another (comm.interleaving), the
@@ -104,15 +96,31 @@ def plan_dispatch(
     ranks = axis.size
     local = experts * etp // axis.size
     fan = experts_Nk.shape[1] * etp
-    slot_A = _slots(experts_Nk, dropped_Nk, ranks, local, etp)
+    slot_A = slots(experts_Nk, dropped_Nk, ranks, local, etp)
+    if chosen_E is None or etp > 1 or dropped_Nk is not None:
+        leaving_RE = count_numbers(slot_A, ranks * local + 1)[:-1].view(ranks, local)
+    else:
+        leaving_RE = chosen_E.view(ranks, local)
     if ranks == 1 and dropped_Nk is None and room is None:
-        return _plan_of_one_rank(slot_A, axis, local, fan, ops)
-    leaving_RE = _counts(slot_A, ranks * local + 1)[:-1].view(ranks, local)
+        return _plan_of_one_rank(slot_A, leaving_RE[0], axis, fan, ops)
     unknown = room is None
     counts = _RowCounts(leaving_RE, axis, to_host=unknown)
     sorted_A, order = slot_A.sort(stable=True)
     arriving_RE = counts.arrive()
     ends_E = arriving_RE.sum(0).cumsum(0, dtype=torch.int32)
+    if unknown and dropped_Nk is None:
+        tokens = order // fan
+        place = inverse(order)
+        sent, received = counts.read()
+        if min(*sent, *received) > 0:  # no row is unused
+            expert_M = expert_numbers(local, ranks, device).repeat_interleave(
+                arriving_RE.flatten(), output_size=sum(received)
+            )
+            arrival = expert_M.argsort(stable=True)
+            homeward = inverse(arrival)
+            return Dispatch(
+                axis, ends_E, sent, received, order, tokens, place, arrival, homeward, fan, ops, has_unused=False
+            )
 
     fewest = 1 if ranks > 1 else 0
     leaving_R = leaving_RE.sum(1)
@@ -156,38 +164,14 @@ def plan_dispatch(
     return Dispatch(axis, ends_E, sent, received, source, tokens, place, arrival[:held], homeward, fan, ops)
 
 
-def _slots(experts_Nk: Tensor, dropped_Nk: Tensor | None, ranks: int, local: int, etp: int) -> Tensor:
-    """Return for each choice the index of (rank, expert of the rank).
-
-    Groups of etp consecutive ranks hold the same experts. Dropped choices get the index after the last one.
-    """
-    if etp == 1:
-        slot_A = experts_Nk.flatten()
-    else:
-        part = torch.arange(etp, device=experts_Nk.device)
-        rank_Nk = experts_Nk // local
-        slot_A = ((rank_Nk[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
-    if dropped_Nk is None:
-        return slot_A
-    return slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
-
-
-def _plan_of_one_rank(slot_A: Tensor, axis: Axis, experts: int, fan: int, ops: Ops) -> Dispatch:
+def _plan_of_one_rank(slot_A: Tensor, chosen_E: Tensor, axis: Axis, fan: int, ops: Ops) -> Dispatch:
     """Plan rows that stay on this rank: they are sorted by expert, and none is dropped or unused."""
     _let_other_half_run(axis)
     order = slot_A.argsort(stable=True)
-    ends_E = _counts(slot_A, experts).cumsum(0, dtype=torch.int32)
+    ends_E = chosen_E.cumsum(0, dtype=torch.int32)
     rows = [len(order)]
-    place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    place = inverse(order)
     return Dispatch(axis, ends_E, rows, rows, order, order // fan, place, None, None, fan, ops, has_unused=False)
-
-
-def _counts(numbers_A: Tensor, count: int) -> Tensor:
-    """Count how often each number below `count` occurs.
-
-    torch.bincount is not used, because it computes the largest number first, and the host waits for the result.
-    """
-    return numbers_A.new_zeros(count).scatter_add_(0, numbers_A, torch.ones_like(numbers_A))
 
 
 @cache
@@ -210,6 +194,7 @@ class _RowCounts:
     def __init__(self, leaving_RE: Tensor, axis: Axis, to_host: bool) -> None:
         self._here_2RE = torch.stack((leaving_RE, leaving_RE))
         self._axis = axis
+        self._read: list[list[int]] | None = None
         self._on_host_2RE = self._here_2RE
         self._aside = _stream_aside(leaving_RE.device) if to_host and leaving_RE.is_cuda else None
         self._copied: torch.cuda.Event | None = None  # end of the copy to the host
@@ -238,10 +223,11 @@ class _RowCounts:
 
     def read(self) -> list[list[int]]:
         """Return [rows to each rank, rows from each rank]. The host waits for them."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        sums: list[list[int]] = self._on_host_2RE.sum(-1).tolist()
-        return sums
+        if self._read is None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._read = self._on_host_2RE.sum(-1).tolist()
+        return self._read
 
 
 class Travel:
@@ -415,7 +401,7 @@ class ToNodes:
 
         Without a capacity the host waits for the numbers of rows.
         """
-        experts_Nk, weights_Nk, dropped_Nk, room = choice
+        experts_Nk, weights_Nk, dropped_Nk, room, _ = choice
         self._nodes = rail
         self._per_node = experts // rail.size
         if dropped_Nk is not None:

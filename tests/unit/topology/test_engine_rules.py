@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from frontier_llm.config import BatchConfig, RunConfig, load_model
-from frontier_llm.topology.plan import plan_problems
+from frontier_llm.errors import LayoutError
+from frontier_llm.topology.plan import make_plan, plan_problems
+from frontier_llm.topology.traffic import step_traffic
 
 
 def problems(world_size: int, **sections: dict[str, Any]) -> list[str]:
@@ -79,3 +81,20 @@ def test_refused(sections: dict[str, Any], expected: str) -> None:
 )
 def test_allowed(sections: dict[str, Any]) -> None:
     assert problems(4, **sections) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine"), [({"data_mode": "fsdp"}, "fsdp"), ({}, "deepspeed")], ids=["fsdp", "deepspeed"]
+)
+def test_no_communication_is_predicted_for_an_engine_that_the_ledger_does_not_count(
+    settings: dict[str, Any], engine: str
+) -> None:
+    optimizer = DEEPSPEED if engine == "deepspeed" else {}
+    config = RunConfig(
+        model=load_model("llama-tiny"),
+        batch=BatchConfig(global_batch=8),
+        parallel=settings,  # type: ignore[arg-type]
+        optimizer=optimizer,  # type: ignore[arg-type]
+    )
+    with pytest.raises(LayoutError, match=f"{engine} starts collectives of its own"):
+        step_traffic(config, make_plan(config, 8), 0)

@@ -12,11 +12,13 @@ import yaml
 
 from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
+from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.report import _experts, write_report
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.run.complete import digest_line
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
-from frontier_llm.units import strict_json
+from frontier_llm.units import format_seconds, strict_json
 
 SAMPLE = "def f(x):\n    return x < 3 and x > 1  # <script>alert(1)</script>"
 
@@ -108,6 +110,18 @@ def test_the_difference_of_two_losses_is_shown_by_run(page):
     assert [trace["name"] for trace in difference] == ["second, TP1 x PP2 x DP2"]
     assert difference[0]["y"] == [0.0] * 40
     assert "Training loss minus that of first, TP2 x PP2 x DP1" in page.read_text()
+
+
+def test_predicted_step_times_are_shown_beside_the_measured_ones(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        row = {"kind": "step", "step": 41, "step_time_s": 100.0, "loss": 4.0, "consumed_tokens": 1, "tokens_per_s": 1.0}
+        file.write("\n" + json.dumps(row) + "\n")
+    predicted = beside_prediction(run, rates(load_machine("local")))
+    text = write_report([run], tmp_path / "report.html", machine="local").read_text()
+    assert f"<td>{format_seconds(predicted.predicted_s)}</td><td>{format_seconds(100.0)}</td>" in text
+    chart = next(json.loads(one) for one in re.findall(r"class=figure>(.*?)</script>", text) if '"measured"' in one)
+    assert [trace["y"] for trace in chart["data"]] == [[predicted.predicted_s], [100.0]]
 
 
 def test_tokens_of_each_source_and_a_change_of_blend_are_shown(tmp_path):

@@ -13,7 +13,7 @@ from frontier_llm.cli.main import main
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, DataError
-from frontier_llm.experiments.scaling.figure import write_report
+from frontier_llm.experiments.scaling.figure import charts, write_report
 from frontier_llm.experiments.scaling.forecast import simulated_rows
 from frontier_llm.experiments.scaling.harvest import Row, as_csv, half_width, harvest, with_efficiency
 from frontier_llm.experiments.scaling.series import Point, announce, make_series
@@ -134,6 +134,14 @@ def test_the_page_is_self_contained_and_marks_what_is_simulated(tmp_path: Path) 
     assert "failed: &lt;b&gt;oom" in text and "<b>oom" not in text
     assert text.count("class=chart") == 2 and '"name": "ORNL 1T, batch 8016 (published)"' in text
     assert as_csv(rows).splitlines()[0].startswith("mode,model,site,kind,status,nodes,devices")
+
+
+def test_the_axis_of_efficiencies_begins_just_below_the_lowest(tmp_path: Path) -> None:
+    """On an axis from 0, two weak scaling curves near 100 % were one line."""
+    chart = list(charts(simulated(tmp_path)))[1]
+    bottom, top = chart.layout["yaxis"]["range"]
+    values = [value for trace in chart.traces for value in trace["y"]]
+    assert 0.8 * min(values) < bottom < min(values) and max(values) < top
 
 
 def test_published_points() -> None:

@@ -59,7 +59,13 @@ def our_layer(
 
     megatron-core averages its auxiliary losses over a rank's microbatch of `microbatch` sequences.
     """
-    moe = {"experts": EXPERTS, "top_k": TOP_K, "expert_hidden": EXPERT_HIDDEN, **OURS[variant]}
+    moe = {
+        "experts": EXPERTS,
+        "top_k": TOP_K,
+        "expert_hidden": EXPERT_HIDDEN,
+        "z_weight": weight_of_z(variant),  # without a weight the z loss has no gradient
+        **OURS[variant],
+    }
     model = ModelConfig(
         layers=1, hidden=H, heads=4, ffn_hidden=40, vocab_size=16, vocab_multiple=16, sequence_length=S, moe=moe
     )
@@ -93,8 +99,11 @@ def our_layer(
 
 def auxiliary(variant: str, routed: Routed, microbatch: int) -> Tensor:
     balance = 0.0 if variant == "sigmoid-with-bias" else BALANCE
-    z = Z if variant == "softmax-before-top-k" else 0.0
-    return balance * routed.balance / microbatch + z * routed.z / (microbatch * S)
+    return balance * routed.balance / microbatch + weight_of_z(variant) * routed.z / (microbatch * S)
+
+
+def weight_of_z(variant: str) -> float:
+    return Z if variant == "softmax-before-top-k" else 0.0
 
 
 @pytest.mark.parametrize(
