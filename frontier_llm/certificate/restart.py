@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from frontier_llm.blueprint.optimizers import state_bytes
-from frontier_llm.certificate.disk import free_space, run_dir_problems, space_problems
+from frontier_llm.certificate.disk import free_space, remote_problems, run_dir_problems, space_problems
 from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.cluster.admission import quota_note, unfinished_problems, unsaved_problems
@@ -33,6 +33,10 @@ def check_restart(subject: Subject) -> CertificateSection:
         evidence.append(f"free space was not measured: {subject.elsewhere}")
     else:
         evidence.append(f"{format_bytes(free_space(subject.directory)[0])} are free at {subject.directory}")
+        remote = remote_problems(subject.config)
+        problems += remote
+        if subject.config.train.remote is not None and not remote:
+            evidence.append(f"checkpoints are uploaded to {subject.config.train.remote}, where a test file was written")
     if request is None:  # at a site, the section "installation" checks the directory and its space
         problems += run_dir_problems(subject.directory)
         problems += space_problems(subject.config, subject.world_size)

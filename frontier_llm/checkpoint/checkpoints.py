@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
@@ -16,15 +19,22 @@ from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
 from frontier_llm.checkpoint.older import position_of
 from frontier_llm.checkpoint.ranks import from_rank_0, joint_error
+from frontier_llm.checkpoint.remote import RemoteCheckpoint, pull, uploaded_checkpoints
+from frontier_llm.checkpoint.remote_writer import claim
 from frontier_llm.checkpoint.save import Save, Saved
 from frontier_llm.checkpoint.snapshot import Snapshot
+from frontier_llm.checkpoint.upload import POLL_S, Uploads
 from frontier_llm.comm import Mesh, all_gather_json
 from frontier_llm.config import TrainConfig
+from frontier_llm.data.remote import UnreachableError
+from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer
 from frontier_llm.run.complete import fault
 from frontier_llm.run.holder import this_process
+from frontier_llm.run.threads import in_daemon
+from frontier_llm.units import format_bytes
 
 
 class Checkpoints:
@@ -58,6 +68,8 @@ class Checkpoints:
         self._optimizer = optimizer
         self._allow_changes = tuple(allow_changes)
         self._lock: RunLock | None = None  # None except on rank 0
+        self._train = train
+        self.uploads: Uploads | None = None  # None except on rank 0 of a run with train.remote
         incarnation = from_rank_0(partial(self._open, facts), self.world, self.device)
         layout = degrees(mesh, optimizer)
         self.facts = replace(facts, layout=layout, optimizer=optimizer.rule.name, incarnation=incarnation)
@@ -81,6 +93,14 @@ class Checkpoints:
         except OSError as error:
             what = f"cannot be used: {error.strerror}"
             raise CheckpointError(what, "choose a train.run_dir that is writable", str(self.directory)) from error
+        if self._train.remote is not None:
+            self.uploads = Uploads(
+                url=self._train.remote,
+                run_dir=Path(self._train.run_dir),
+                directory=self.directory,
+                mib_per_s=self._train.remote_mib_per_s,
+                kept=self._kept,
+            )
         return self._lock.incarnation
 
     def check_lock(self) -> None:
@@ -95,6 +115,20 @@ class Checkpoints:
         """Return the steps whose checkpoints may be deleted. `steps` are sorted newest first."""
         older = steps[self.keep :]
         return [step for step in older if not (self._keep_every and step % self._keep_every == 0)]
+
+    def _kept(self) -> list[int]:
+        """Return the steps whose checkpoints will not be deleted by the next save, newest first."""
+        steps = folder.named_steps(self.directory)
+        best = folder.read_latest(self.directory, folder.BEST)
+        expired = set(self.expired(steps))
+        return [step for step in steps if step not in expired or folder.step_name(step) == best]
+
+    def delete_unless_uploading(self, step: int) -> None:
+        """On rank 0, delete a checkpoint, unless it is being uploaded. Raises OSError."""
+        uploading = contextlib.nullcontext(True) if self.uploads is None else self.uploads.deleting(step)
+        with uploading as may_delete:
+            if may_delete:
+                folder.delete_checkpoint(self.directory, step, self.facts.incarnation)
 
     # --- saving ---
 
@@ -135,12 +169,33 @@ class Checkpoints:
             log.info(f"a save failed; training continues, and stops if the next save fails too\n{error}")
 
     def close(self, verify: bool = True) -> None:
-        """Finish the save in progress as `finish` does, and release the run directory."""
+        """Finish the save in progress as `finish` does, and release the run directory.
+
+        With `verify` also wait for the uploads, at most `train.remote_wait_s`. Without it the run was interrupted, its
+        nodes are needed or lost soon, and the next start continues the uploads.
+        """
         try:
             self.finish(verify)
+            if verify and self._train.remote is not None:
+                self._wait_for_uploads(time.monotonic() + self._train.remote_wait_s)
         finally:
+            if self.uploads is not None:
+                self.uploads.close()
             if self._lock is not None:
                 self._lock.release()
+
+    def _wait_for_uploads(self, until_s: float) -> None:
+        """Wait until all uploads have ended, or until a time of rank 0. No rank waits in one collective for long."""
+
+        def must_wait() -> bool:
+            assert self.uploads is not None
+            if not self.uploads.pending() or time.monotonic() > until_s:
+                return False
+            time.sleep(POLL_S)
+            return True
+
+        while from_rank_0(must_wait, self.world, self.device):
+            pass
 
     # --- loading ---
 
@@ -160,7 +215,10 @@ class Checkpoints:
             if strict:
                 raise DamagedCheckpoint(damage)
             log.info(str(damage[0]))
-        progress = self._load_first(steps, damage, strict)
+        remote_steps = self._remote_steps(has_local=bool(steps))
+        progress = self._load_first(steps, damage, strict, remote_steps)
+        if self.uploads is not None:
+            self.uploads.start()
         if progress is None and damage:
             fix = "restore one from a copy, or start a new run with another train.run_dir"
             raise CheckpointError([*damage, Problem(str(self.directory), "no checkpoint is intact", fix)])
@@ -209,11 +267,19 @@ class Checkpoints:
         self._optimizer.updates = updates
         return manifest.progress.model_copy(update={"position": position, "optimizer_updates": updates})
 
-    def _load_first(self, steps: Sequence[int], damage: list[Problem], strict: bool = False) -> Progress | None:
-        """Load the first intact checkpoint of `steps`. Damage is added to `damage`, or raised with `strict`."""
-        for step in steps:
+    def _load_first(
+        self, steps: Sequence[int], damage: list[Problem], strict: bool = False, remote_steps: Sequence[int] = ()
+    ) -> Progress | None:
+        """Load the intact checkpoint of the highest step, local before remote.
+
+        Damage is added to `damage`, or raised with `strict`.
+        """
+        candidates = [(step, False) for step in steps] + [(step, True) for step in remote_steps]
+        for step, is_remote in sorted(candidates, key=lambda candidate: (-candidate[0], candidate[1])):
             path = self.directory / folder.step_name(step)
             try:
+                if is_remote:
+                    self._patiently(partial(self._pull, step))
                 return self.load(path)
             except DamagedCheckpoint as error:
                 if strict:
@@ -223,6 +289,51 @@ class Checkpoints:
                     "\n".join([f"{path.name} is damaged; loading the checkpoint before it", *map(str, error.problems)])
                 )
         return None
+
+    def _remote_steps(self, has_local: bool) -> list[int]:
+        """Claim `train.remote` and return the steps that are complete there. Collective.
+
+        If the store cannot be reached, a run with local checkpoints continues from them. Raises CheckpointError if
+        another run directory writes to the URL, or if the store cannot be reached and there is no local checkpoint.
+        """
+        if self._train.remote is None:
+            return []
+        steps: list[int] = self._patiently(partial(self._claim_remote, has_local))
+        return steps
+
+    def _claim_remote(self, has_local: bool) -> list[int]:
+        assert self.uploads is not None
+        try:
+            place = RemoteFolder(self.uploads.url)
+            claim(place, self.uploads.writer)
+            above = self.uploads.discard_above
+            found = [one.step for one in uploaded_checkpoints(place)]
+        except UnreachableError as error:
+            if not has_local:
+                raise
+            log.warn(f"continuing from the local checkpoints, because train.remote cannot be reached\n{error}")
+            return []
+        return [step for step in found if above is None or step <= above]
+
+    def _pull(self, step: int) -> None:
+        """On rank 0, copy a remote checkpoint into the run directory. Its changes are checked before it is copied."""
+        assert self.uploads is not None
+        source = RemoteCheckpoint(RemoteFolder(self.uploads.url), step)
+        manifest, _ = source.read_manifest()
+        drift.allowed_changes(manifest, self.facts, self._allow_changes, str(source))
+        self.check_lock()
+        log.info(f"copying {source}, {format_bytes(manifest.total_bytes)}")
+        pull(source, self.directory, self.facts.incarnation)
+
+    def _patiently(self, compute: Callable[[], Any]) -> Any:
+        """Call `compute` on rank 0 only, as `from_rank_0`, but in a thread. It may take longer than a collective may.
+
+        Collective. Every rank returns its JSON value or raises its error.
+        """
+        task = in_daemon(compute, "remote") if self.world.rank == 0 else Future()
+        while not from_rank_0(lambda: bool(wait([task], POLL_S).done), self.world, self.device):
+            pass
+        return from_rank_0(task.result, self.world, self.device)
 
     def _at_most(self, step: int) -> list[int]:
         """Wait for a save in progress. Return the steps of all checkpoints of at most step `step`, newest first."""
@@ -270,8 +381,10 @@ class Checkpoints:
             )
 
     def _delete_newer(self, progress: Progress) -> None:
-        """On rank 0, delete all checkpoints that are newer than `progress`."""
+        """On rank 0, delete all checkpoints that are newer than `progress`, also at `train.remote`."""
         self._point_at(progress)
+        if self.uploads is not None:
+            self.uploads.discard(progress.step)
         for newer in folder.named_steps(self.directory):
             if newer > progress.step:
                 self.check_lock()

@@ -42,7 +42,16 @@ _HARMLESS = (
     "guard.recompute_interval",
     "guard.max_skips_in_row",
 )
-_SILENT = ("plugins", "train.run_dir", "train.log_interval", "train.tensorboard", "train.peak_tflops")
+_SILENT = (
+    "plugins",
+    "train.run_dir",
+    "train.log_interval",
+    "train.tensorboard",
+    "train.peak_tflops",
+    "train.remote",
+    "train.remote_mib_per_s",
+    "train.remote_wait_s",
+)
 _ABSENT = "(absent)"
 
 

@@ -92,6 +92,12 @@ def check(place: RemoteFolder, mine: Writer) -> None:
         raise taken(place, writer, mine)
 
 
+def renew(place: RemoteFolder, mine: Writer) -> None:
+    """Record the time of this sign of `mine`. Raises TakenUrl if another run directory has taken the URL."""
+    check(place, mine)
+    place.write(WRITER, _as_bytes(mine))
+
+
 def release(place: RemoteFolder, mine: Writer) -> None:
     """Record that `mine` does not write any more, so that another run directory may continue the run."""
     writer = read_writer(place)

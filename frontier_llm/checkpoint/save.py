@@ -195,6 +195,8 @@ class Save:
         checkpoints.check_lock()
         with folder.writing(checkpoints.directory, checkpoints.total_bytes):
             folder.commit(checkpoints.directory, manifest, manifest.to_bytes(), manifest.incarnation)
+        if checkpoints.uploads is not None:
+            checkpoints.uploads.wake()
 
     def _verify(self) -> None:
         """Read back this rank's share of the checkpoints that remain. Raises DamagedCheckpoint."""
@@ -211,7 +213,10 @@ class Save:
                     shard.verify(path / entry.file, manifest, entry, drop_cache=True)
 
     def _prune(self) -> None:
-        """On rank 0, delete the expired checkpoints except the best one. A failed deletion is only logged."""
+        """On rank 0, delete the expired checkpoints except the best one and the one that is being uploaded.
+
+        A failed deletion is only logged.
+        """
         checkpoints = self._checkpoints
         best = folder.read_latest(checkpoints.directory, folder.BEST)
         for step in checkpoints.expired(folder.named_steps(checkpoints.directory)):
@@ -221,6 +226,6 @@ class Save:
             checkpoints.check_lock()
             hit("checkpoint.before_delete")
             try:
-                folder.delete_checkpoint(checkpoints.directory, step, checkpoints.facts.incarnation)
+                checkpoints.delete_unless_uploading(step)
             except OSError as error:
                 log.warn(f"cannot delete {name}: {error.strerror}; it stays on disk")

@@ -20,13 +20,14 @@ def check(config: RunConfig, world_size: int, saves: bool = True, position: Posi
     Raises ConfigError or another FrontierError with all problems.
     """
     from frontier_llm.certificate.configuration import configuration_problems
-    from frontier_llm.certificate.disk import run_dir_problems, space_problems
+    from frontier_llm.certificate.disk import package_problems, run_dir_problems, space_problems
     from frontier_llm.certificate.named_code import code_problems
     from frontier_llm.data.summary import log_datasets
     from frontier_llm.topology.plan import make_plan, plan_problems
 
     problems = configuration_problems(config, plan_problems(config, world_size), world_size, position)
     problems += run_dir_problems(Path(config.train.run_dir)) or (space_problems(config, world_size) if saves else [])
+    problems += package_problems(config)
     if problems:
         raise ConfigError(problems)
     plan = make_plan(config, world_size)

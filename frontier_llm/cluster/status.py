@@ -29,6 +29,7 @@ from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder,
 from frontier_llm.run.job import Job, read_job
 from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.run.run_dir import PlanSwitch, Slow
+from frontier_llm.run.uploads import UploadRecord, read_uploads
 from frontier_llm.units import printable
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # any of these files marks a run directory
@@ -71,6 +72,7 @@ class Status:
     node_hours_needed: float | None = None  # for training until the last step, without starts and saves.
     expected_end_unix_s: float | None = None  # end of the run if its job is running, without time in the queue.
     switches: tuple[PlanSwitch, ...] = ()  # changes to a roomier plan.
+    uploads: UploadRecord | None = None  # copies at train.remote.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
 
@@ -196,6 +198,7 @@ def read_status(directory: Path) -> Status:
         node_hours_needed=needed,
         expected_end_unix_s=expected_end_unix_s,
         switches=tuple(parts.read(run_dir.plan_switches, [])),
+        uploads=parts.read(read_uploads, None),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
 

@@ -10,6 +10,7 @@ from frontier_llm.cluster.status import Status
 from frontier_llm.run import hostlist
 from frontier_llm.run.job import Job
 from frontier_llm.run.run_dir import Slow
+from frontier_llm.run.uploads import UploadRecord
 from frontier_llm.tables import aligned
 from frontier_llm.units import format_count, format_seconds, plural
 
@@ -68,6 +69,8 @@ def _render_one(status: Status) -> str:
         facts.append(("node-hours", _node_hours(status, status.job)))
     checkpoint = f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"
     facts.append(("checkpoint", checkpoint))
+    if status.uploads is not None:
+        facts.append(("remote", _uploads(status.uploads)))
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
         facts.append(
@@ -89,6 +92,19 @@ def _render_one(status: Status) -> str:
             *(f"  {name:<11}{text}" for name, text in facts if text),
         ]
     )
+
+
+def _uploads(record: UploadRecord) -> str:
+    """Return the last uploaded step, the waiting steps and the last problem as text."""
+    words = ["nothing uploaded yet"]
+    if record.uploaded_step is not None:
+        age = format_seconds(time.time() - record.uploaded_unix_s)
+        words = [f"step {record.uploaded_step:,} uploaded {age} ago"]
+    if record.pending:
+        words.append(f"{', '.join(f'{step:,}' for step in record.pending)} to be uploaded")
+    if record.problem:
+        words.append(record.problem)
+    return "; ".join(words)
 
 
 def _wanted(job: Job) -> str:

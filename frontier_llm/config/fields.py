@@ -22,6 +22,8 @@ from pydantic import (
     field_validator,
 )
 
+from frontier_llm.config.urls import folder_fault
+
 
 def _whole(value: Any) -> Any:
     """Convert text such as "1e3" to an integer. YAML loads it as text."""
@@ -96,9 +98,17 @@ def _path(text: str) -> str:
     return os.path.expanduser(text)
 
 
+def _remote(text: str) -> str:
+    """Return the URL of a folder. Raises ValueError if nothing can be written there or if it has credentials."""
+    if fault := folder_fault(text):
+        raise ValueError(fault)
+    return text.rstrip("/")
+
+
 # A step or FIRST-LAST. YAML loads a single step as a number.
 StepRange = Annotated[str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")]
 PathText = Annotated[str, AfterValidator(_path)]
+RemoteUrl = Annotated[str, AfterValidator(_remote)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -27,6 +27,7 @@ from frontier_llm.config.model import ModelConfig
 from frontier_llm.config.places import configs_dir
 from frontier_llm.config.plugins import import_plugins, plugin_paths
 from frontier_llm.config.schema import RunConfig
+from frontier_llm.config.urls import without_secrets
 from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
@@ -340,7 +341,7 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     said = error["msg"].removeprefix("Value error, ").replace("Input should", "must")
     rule = _RULES[error["type"]].format(**limits) if error["type"] in _RULES else said
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
-    value = repr(error["input"])
+    value = without_secrets(repr(error["input"]))
     fix = f"did you mean {near!r}?" if near else ""
     if error["type"] == "int_parsing" and is_duration(where):
         fix = "write a number of steps, or a number with its unit: steps, tokens or epochs, e.g. 20B tokens"

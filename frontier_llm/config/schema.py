@@ -23,6 +23,7 @@ from frontier_llm.config.fields import (
     PathText,
     PositiveFloat,
     PositiveInt,
+    RemoteUrl,
     Section,
     SequenceLength,
     StepCount,
@@ -379,6 +380,10 @@ class TrainConfig(Section):
     keep_every: NonNegativeInt = 0
     # validation or validation/NAME: save each checkpoint with the best loss at once, keep it, and name it in BEST.
     keep_best: str | None = None
+    # Folder of an object store to which each kept checkpoint is uploaded, e.g. s3://BUCKET/RUN (docs/object_store.md).
+    remote: RemoteUrl | None = None
+    remote_mib_per_s: NonNegativeFloat = 0.0  # Most MiB per second of the uploads; 0 = no limit.
+    remote_wait_s: NonNegativeFloat = 600.0  # Most seconds that a finished run waits for its last upload.
     tensorboard: bool = True  # Also write the metrics for TensorBoard.
     # Further receivers of the metrics: wandb, mlflow, or a plugin's (`training.observers.register`).
     observers: tuple[str, ...] = ()

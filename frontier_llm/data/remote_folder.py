@@ -72,7 +72,7 @@ class RemoteFolder:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file. An object store shows either the old or the new content."""
+        """Replace the content of a file. An object store shows either the old or the new content."""
         with self.created(name) as write:
             write(content)
 
@@ -89,14 +89,14 @@ class RemoteFolder:
                 yield file.write
 
     def delete_file(self, name: str) -> None:
-        """Delete a file if it exists."""
+        """Remove one file. A missing file is no error."""
         with reached(f"{self.url}/{name}", _AGAIN, "deleted"):
             self._files.invalidate_cache()
             if self._files.exists(f"{self._path}/{name}"):
                 self._files.rm_file(f"{self._path}/{name}")
 
     def delete(self) -> None:
-        """Delete all files of this folder."""
+        """Remove the folder with everything in it."""
         with reached(self.url, _AGAIN, "deleted"):
             self._files.invalidate_cache()
             if self._files.exists(self._path):

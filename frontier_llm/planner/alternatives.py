@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.candidates import enumerate_layouts
+from frontier_llm.planner.candidates import runnable_layouts
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.search import Plan, Search, simulate_layout
@@ -45,11 +45,11 @@ def _alternatives(outcome: Search, rates: Rates) -> Iterator[Alternative]:
 def _best(name: str, outcome: Search, rates: Rates, kind: dict[str, object]) -> Alternative:
     """Return the fastest plan of a kind in closed form, simulated."""
     chosen = outcome.best.layout
-    layouts = enumerate_layouts(
+    layouts = runnable_layouts(
         outcome.model,
-        outcome.nodes * rates.node_devices,
+        rates,
+        outcome.nodes,
         outcome.global_batch,
-        rates.node_devices,
         {**outcome.fixed, **kind},
         dtype=chosen.dtype,
         optimizer=chosen.optimizer,

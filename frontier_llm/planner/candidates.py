@@ -12,8 +12,10 @@ from pydantic import BaseModel
 from frontier_llm.blueprint.layout import FIELD_OF_KEY, SHARDING, Layout, context_way, run_keys
 from frontier_llm.config import RECOMPUTE, ModelConfig, ParallelConfig, PrecisionConfig, recompute_modes
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.layouts import Layouts, as_table
 from frontier_llm.schedule import names, rule, v_names
+from frontier_llm.topology.expert_nodes import over_nodes
 from frontier_llm.topology.grid import AXIS_ORDERS
 from frontier_llm.topology.plan import tp_limit
 
@@ -141,6 +143,39 @@ def enumerate_layouts(
     }
     shared |= {name: fixed.get(name, default) for name, default in (("gradient_wire", "full"), ("imbalance", 1.0))}
     return Layouts(**columns, **shared)
+
+
+def runnable_layouts(
+    model: ModelConfig,
+    rates: Rates,
+    nodes: int,
+    global_batch: int,
+    fixed: Mapping[str, Any],
+    *,
+    tp_max: int | None = None,
+    **shared: Any,
+) -> Layouts:
+    """Return the layouts of `enumerate_layouts` that the search may propose on `nodes` nodes.
+
+    If a rank may have one communication in flight, FSDP may have no second communicator (topology.engine_rules). It is
+    proposed only if `fixed` requests it.
+    """
+    layouts = enumerate_layouts(
+        model,
+        nodes * rates.node_devices,
+        global_batch,
+        rates.node_devices,
+        fixed,
+        tp_max=tp_max,
+        **shared,
+    )
+    layouts = over_nodes(model, layouts, rates, fixed.get("expert_all_to_all", "auto"))
+    if not rates.one_in_flight or "data_shard" in fixed:
+        return layouts
+    zero = layouts.sharding != "weights"
+    alone = (layouts.tp == 1) & (layouts.cp == 1) & (layouts.ep == 1) & (layouts.data_shard == 0)
+    allowed = zero | alone if "sharding" in fixed else zero
+    return layouts.where(allowed) if np.any(allowed) else layouts
 
 
 def _schedules(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:

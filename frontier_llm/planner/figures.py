@@ -22,7 +22,7 @@ from frontier_llm.planner import report
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes
 from frontier_llm.planner.alternatives import alternatives
 from frontier_llm.planner.breakdown import breakdown
-from frontier_llm.planner.candidates import enumerate_layouts
+from frontier_llm.planner.candidates import runnable_layouts
 from frontier_llm.planner.costs.layouts import as_table, ranks_per_node
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.seconds import Prices, times, work_s
@@ -191,17 +191,15 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
     choice. A chart of a single value is left out.
     """
     chosen = outcome.best.layout
-    layouts = enumerate_layouts(
+    layouts = runnable_layouts(
         outcome.model,
-        outcome.nodes * numbers.node_devices,
+        numbers,
+        outcome.nodes,
         outcome.global_batch,
-        numbers.node_devices,
         outcome.fixed,
         dtype=chosen.dtype,
         optimizer=chosen.optimizer,
     )
-    if numbers.one_in_flight:
-        layouts = layouts.where(layouts.sharding != "weights")  # as in the search
     layouts = layouts.where(peak_memory(outcome.model, layouts, numbers) <= numbers.memory_bytes)
     speed = (
         layouts.global_batch * outcome.model.sequence_length / step_s(outcome.model, layouts, numbers) / layouts.devices

@@ -19,7 +19,7 @@ from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.blueprint.work import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.candidates import SEARCHED, enumerate_layouts
+from frontier_llm.planner.candidates import SEARCHED, enumerate_layouts, runnable_layouts
 from frontier_llm.planner.choice import preference, ranked, with_slow, with_slow_step
 from frontier_llm.planner.costs.layouts import Layouts, by_schedule
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
@@ -28,7 +28,6 @@ from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import SimulatedStep, simulate_step
 from frontier_llm.planner.rejected import other_contexts, rejections
 from frontier_llm.schedule import one_end, v_names
-from frontier_llm.topology.expert_nodes import over_nodes
 from frontier_llm.topology.grid import AXIS_ORDERS
 from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
@@ -172,27 +171,10 @@ def search(
         shared: further fields that all layouts have, for example dtype and optimizer.
     """
     fixed = dict(fixed or {})
-    devices = nodes * rates.node_devices
     tp_max = max(rates.node_devices, fixed.get("tp", 1))
 
     def legal(tp_max: int) -> Layouts:
-        layouts = enumerate_layouts(
-            model,
-            devices,
-            global_batch,
-            rates.node_devices,
-            fixed,
-            tp_max=tp_max,
-            **shared,
-        )
-        layouts = over_nodes(model, layouts, rates, fixed.get("expert_all_to_all", "auto"))
-        if not rates.one_in_flight or "data_shard" in fixed:
-            return layouts
-        # FSDP may have no second communicator here (topology.engine_rules). It is proposed only if it is requested.
-        zero = layouts.sharding != "weights"
-        alone = (layouts.tp == 1) & (layouts.cp == 1) & (layouts.ep == 1) & (layouts.data_shard == 0)
-        allowed = zero | alone if "sharding" in fixed else zero
-        return layouts.where(allowed) if np.any(allowed) else layouts
+        return runnable_layouts(model, rates, nodes, global_batch, fixed, tp_max=tp_max, **shared)
 
     layouts = legal(tp_max)
     nothing = Search(

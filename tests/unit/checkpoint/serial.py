@@ -43,12 +43,13 @@ class Run:
         keep_every: int = 0,
         lag_steps: int | None = None,
         allow_changes: Collection[str] = (),
+        remote: str | None = None,
         **facts: Any,
     ) -> None:
         mesh = serial_mesh()
         self.buckets = buckets_of(TINY, Layout(dtype=dtype), 0)
         self.optimizer = Zero(self.buckets, OptimizerConfig(), select_ops(OpsConfig(), "cpu", torch.float32))
-        policy = {"run_dir": str(directory), "keep_every": keep_every, "save_lag_steps": lag_steps}
+        policy = {"run_dir": str(directory), "keep_every": keep_every, "save_lag_steps": lag_steps, "remote": remote}
         train = config.train.model_copy(update=policy)
         job = JobFacts(config.model_dump(mode="json"), **facts)
         self.checkpoints = Checkpoints(train, mesh, self.optimizer, job, allow_changes)

@@ -1,0 +1,182 @@
+"""Uploads of a running job: nothing is lost here or at the URL, whatever the store does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.certificate.disk import remote_problems
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.remote import uploaded_checkpoints
+from frontier_llm.checkpoint.remote_writer import claim, read_writer, this_writer
+from frontier_llm.checkpoint.upload import Uploads
+from frontier_llm.cluster.status import read_status
+from frontier_llm.cluster.status_text import render
+from frontier_llm.config import load_run
+from frontier_llm.data.remote_folder import RemoteFolder
+from frontier_llm.errors import CheckpointError, ConfigError
+from frontier_llm.run.uploads import read_uploads
+from tests.unit.checkpoint.serial import CONFIG, Run, progress
+
+pytest.importorskip("fsspec")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return (tmp_path / "store").as_uri()
+
+
+def started(directory: Path, url: str) -> Run:
+    run = Run(directory, remote=url)
+    run.loaded = run.checkpoints.newest()
+    return run
+
+
+def remote_steps(url: str) -> list[int]:
+    return [one.step for one in uploaded_checkpoints(RemoteFolder(url))]
+
+
+def wait_for(condition: Callable[[], bool], longest_s: float) -> None:
+    end_s = time.monotonic() + longest_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_kept_checkpoints_are_uploaded_and_the_higher_step_that_is_intact_wins(tmp_path: Path, url: str) -> None:
+    run = started(tmp_path / "run", url)
+    assert run.loaded is None
+    run.save(2, 4, 6)
+    run.checkpoints.close()  # waits for the uploads
+    assert set(remote_steps(url)) >= {4, 6}
+    record = read_uploads(tmp_path / "run")
+    assert record is not None and record.pending == () and record.problem == "" and record.uploaded_step in (4, 6)
+    writer = read_writer(RemoteFolder(url))
+    assert writer is not None and writer.is_released
+
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    shown = render([read_status(tmp_path / "run")])
+    assert re.search(rf"remote +step {record.uploaded_step} uploaded .* ago$", shown, re.MULTILINE), shown
+
+    # the local copy of step 6 is damaged: the remote one replaces it
+    flip(tmp_path / "run" / "checkpoints" / "step_00000006" / "shard_00000.safetensors")
+    again = started(tmp_path / "run", url)
+    assert again.loaded.step == 6
+    again.check(6)
+    again.save(8)
+    again.checkpoints.close()
+
+    # another machine: the remote checkpoint is the only one
+    moved = started(tmp_path / "moved", url)
+    assert moved.loaded.step == 8
+    moved.check(8)
+    assert folder.leftovers(moved.checkpoints.directory) == []
+
+    # the first run directory has lost the URL while the other one uses it
+    with pytest.raises(CheckpointError, match="is written by"):
+        started(tmp_path / "run", url)
+    train = CONFIG.train.model_copy(update={"run_dir": str(tmp_path / "run"), "remote": url})
+    (problem,) = remote_problems(CONFIG.model_copy(update={"train": train}))
+    assert "is written by" in problem.what
+    moved.checkpoints.close()
+
+
+def test_a_rewind_removes_remote_checkpoints_although_the_store_does_not_answer(tmp_path: Path, url: str) -> None:
+    run = started(tmp_path / "run", url)
+    run.save(2, 4)
+    wait_for(lambda: set(remote_steps(url)) == {2, 4}, 60)
+    run.checkpoints.uploads._run = lambda request, longest_s=0.0: {"kind": "unreachable", "text": "no answer"}
+    assert run.checkpoints.rewind(2).step == 2
+    run.checkpoints.close(verify=False)
+    assert set(remote_steps(url)) == {2, 4}
+    again = started(tmp_path / "run", url)
+    assert again.loaded.step == 2
+    wait_for(lambda: remote_steps(url) == [2], 60)
+    again.checkpoints.close()
+
+
+def test_a_store_that_cannot_be_reached(tmp_path: Path, url: str) -> None:
+    (tmp_path / "store").write_text("a file in place of the store")
+    with pytest.raises(CheckpointError, match="store"):
+        started(tmp_path / "new", url)  # there may be checkpoints: step 0 would be wrong
+    local = Run(tmp_path / "run")
+    local.save(2, 4)
+    local.checkpoints.close()
+    run = started(tmp_path / "run", url)
+    assert run.loaded.step == 4
+    wait_for(lambda: read_uploads(tmp_path / "run").problem != "", 60)
+    run.save(6)
+    run.checkpoints.close(verify=False)  # as after a signal: does not wait
+    assert read_uploads(tmp_path / "run").uploaded_step is None
+    (tmp_path / "store").unlink()
+    train = CONFIG.train.model_copy(update={"run_dir": str(tmp_path / "run"), "remote": url})
+    assert remote_problems(CONFIG.model_copy(update={"train": train})) == []
+    again = started(tmp_path / "run", url)  # goes on with the uploads
+    again.checkpoints.close()
+    assert set(remote_steps(url)) == {4, 6}
+
+
+def test_a_checkpoint_that_is_being_uploaded_is_not_deleted(tmp_path: Path, url: str) -> None:
+    run = started(tmp_path / "run", url)
+    requests: list[str] = []
+    released = threading.Event()
+
+    def slow(request: dict, longest_s: float = 0.0) -> None:
+        requests.append(request.get("checkpoint", request["task"]).rpartition("/")[2])
+        released.wait(60)
+
+    run.checkpoints.uploads._run = slow
+    run.save(2)
+    wait_for(lambda: requests == ["step_00000002"], 60)
+    run.save(4, 6, 8)
+    assert folder.named_steps(run.checkpoints.directory) == [8, 6, 2]  # 2 is protected, 4 was left out
+    released.set()
+    run.checkpoints.close()
+    assert requests == ["step_00000002", "step_00000008", "step_00000006", "release"]
+    run = Run(tmp_path / "run")
+    run.save(10)
+    assert folder.named_steps(run.checkpoints.directory) == [10, 8]
+    run.checkpoints.close()
+
+
+def test_a_upload_ends_when_another_run_directory_takes_the_url(tmp_path: Path, url: str) -> None:
+    run = started(tmp_path / "run", url)
+    claim(RemoteFolder(url), this_writer("other", tmp_path / "other"), take_over=True)
+    run.save(2)
+    run.checkpoints.close()
+    record = read_uploads(tmp_path / "run")
+    assert record is not None and "is written by" in record.problem
+    assert remote_steps(url) == []
+    shutil.rmtree(tmp_path / "store")
+
+
+def test_a_stalled_upload_is_ended(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = Uploads(url, tmp_path, tmp_path / "checkpoints", 0.0, list)
+    monkeypatch.setattr("frontier_llm.checkpoint.upload.STALL_S", -1.0)
+    problem = uploads._run({"task": "release"})
+    assert problem is not None and problem["text"].startswith("the store accepted nothing")
+
+
+def test_a_url_with_credentials_is_refused_without_showing_them() -> None:
+    with pytest.raises(ConfigError, match=r"train\.remote: contains credentials") as caught:
+        load_run("quickstart", ["train.remote=s3://me:HUSH@bucket/run"])
+    assert "HUSH" not in str(caught.value)
+
+
+def test_a_run_continues_after_a_save_without_uploads(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.checkpoints.begin(progress(2))
+    run.checkpoints.close()
+    assert not (tmp_path / "remote.json").exists()
