@@ -3,8 +3,8 @@
 A place without an armed rule costs one truth test.
 
 `arm("checkpoint.shard_written@1#2=kill")` kills rank 1 at its second call of `hit("checkpoint.shard_written")`.
-A specification is a comma-separated list of `name[@rank][#nth][%]=action[:argument]`. With `%` the action repeats from
-the nth call on.
+A specification is a comma-separated list of `name[@rank][^start][#nth][%]=action[:argument]`. `start` is the number of
+the run's start (incarnation). With `%` the action repeats from the nth call on.
 
 Actions: kill (SIGKILL), stop (SIGSTOP), exit:CODE, sleep:SECONDS, errno:NAME (OSError, e.g. errno:ENOSPC), error:TEXT
 (RuntimeError), hold:SECONDS (sleeps and holds the interpreter lock), perturb (adds 1 to the first value that is passed
@@ -27,7 +27,8 @@ from frontier_llm.errors import ConfigError
 
 ACTIONS = ("kill", "stop", "exit", "sleep", "errno", "error", "hold", "perturb", "fill")
 _RULE = re.compile(
-    r"(?P<name>[\w.]+)(@(?P<rank>\d+))?(#(?P<nth>\d+))?(?P<repeat>%)?=(?P<action>\w+)(:(?P<argument>.*))?"
+    r"(?P<name>[\w.]+)(@(?P<rank>\d+))?(\^(?P<start>\d+))?(#(?P<nth>\d+))?(?P<repeat>%)?"
+    r"=(?P<action>\w+)(:(?P<argument>.*))?"
 )
 
 
@@ -43,8 +44,8 @@ class _Rule:
 _armed: dict[str, list[_Rule]] = {}
 
 
-def arm(specification: str, rank: int = 0) -> None:
-    """Replace all armed rules by the rules of the specification that apply to this rank.
+def arm(specification: str, rank: int = 0, start: int = 0) -> None:
+    """Replace all armed rules by the rules of the specification that apply to this rank and start.
 
     '' disarms all. Raises ConfigError for a malformed specification.
     """
@@ -54,10 +55,12 @@ def arm(specification: str, rank: int = 0) -> None:
         if match is None or match["action"] not in ACTIONS:
             raise ConfigError(
                 f"{text!r} is not a failpoint",
-                f"write name[@rank][#nth][%]=action with an action of {ACTIONS}",
+                f"write name[@rank][^start][#nth][%]=action with an action of {ACTIONS}",
                 "failpoints",
             )
-        if match["rank"] is None or int(match["rank"]) == rank:
+        is_rank = match["rank"] is None or int(match["rank"]) == rank
+        is_start = match["start"] is None or int(match["start"]) == start
+        if is_rank and is_start:
             rule = _Rule(int(match["nth"] or 1), bool(match["repeat"]), match["action"], match["argument"] or "")
             _armed.setdefault(match["name"], []).append(rule)
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from frontier_llm.certificate.section import CertificateSection, judged
-from frontier_llm.certificate.subject import Subject
-from frontier_llm.cluster.admission import Cost, synthetic_problems
+from frontier_llm.certificate.subject import Subject, of_job
+from frontier_llm.cluster.admission import Cost, admit, synthetic_problems
 from frontier_llm.cluster.submit import JobRequest, job_problems
-from frontier_llm.config import phases_of
-from frontier_llm.errors import Problem
+from frontier_llm.config import RunConfig
+from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.planner.emit import FULL_SHARE, plan_overrides, roomier_plan
 from frontier_llm.planner.predict import START_S
 from frontier_llm.planner.report import layout_words
-from frontier_llm.planner.search import Plan, memory_summary, search
+from frontier_llm.planner.search import Plan, memory_summary
 from frontier_llm.units import GIB
 
 NAME = "memory"
 COST = "cost"
-FULL_SHARE = 54 / 64  # share of the device's memory above which a roomier layout is shown
 LEAST_GIB = 0.05  # smaller parts of a stage's memory are not listed
 
 
@@ -44,22 +45,12 @@ def _stage_words(plan: Plan, stage: int) -> str:
 
 
 def _roomier(subject: Subject, plan: Plan) -> Iterator[str]:
-    """Yield the fastest of the planner's finalists that leaves more room than FULL_SHARE."""
-    config = max(phases_of(subject.config), key=lambda phase: phase.config.model.sequence_length).config
-    outcome = search(
-        config.model,
-        subject.rates,
-        subject.nodes_of_ranks,
-        config.batch.global_batch,
-        {},
-        dtype=config.precision.dtype,
-        optimizer=config.optimizer.name,
-    )
-    roomier = [other for other in outcome.plans if other.peak_bytes <= FULL_SHARE * other.limit_bytes]
-    if not roomier:
-        yield "none of the planner's finalists leaves more room"
+    """Yield the fastest layout that leaves more room."""
+    nodes = subject.nodes_of_ranks
+    best = roomier_plan(subject.config, nodes, max(nodes, subject.world_size), plan)
+    if best is None:
+        yield "no layout on these nodes leaves more room"
         return
-    best = min(roomier, key=lambda other: other.step_s)
     yield (
         f"a layout with more room: {layout_words(best)}: {best.peak_bytes / GIB:.1f} GiB, "
         f"{100 * (best.step_s / plan.step_s - 1):+.1f} % time"
@@ -92,3 +83,32 @@ def _budget_problems(request: JobRequest, cost: Cost) -> Iterator[Problem]:
     if budget is not None and cost.steps and budget < least:
         what = f"{budget:g} node-hours are too few: the start, one step and a save take about {least:,.1f} (predicted)"
         yield Problem("--max-node-hours", what, f"--max-node-hours {2 * least:.0f} or more")
+
+
+def with_fallback(
+    request: JobRequest, load: Callable[[Sequence[str]], RunConfig]
+) -> tuple[JobRequest, JobRequest, Plan]:
+    """Return (the request whose job has both plans, the request with the roomier layout, the roomier plan).
+
+    `load` returns the run's configuration with further overrides. Raises ConfigError if no layout leaves more room, or
+    if the roomier layout is refused.
+    """
+    subject = of_job(request)
+    own = subject.fullest_plan
+    roomier = roomier_plan(request.config, request.job.nodes, subject.world_size, own)
+    if roomier is None:
+        what = f"no layout on these nodes needs clearly less than the {own.peak_bytes / GIB:.1f} GiB of the run's own"
+        raise ConfigError(what, "use more nodes, set train.recompute=full, or submit without it", "--fallback-plan")
+    plans = plan_overrides(request.config, roomier)
+    fallback = admit(replace(request, config=load(plans[1])))
+    warning_s = max(request.job.warning_s, fallback.job.warning_s)
+    job = replace(request.job, plans=plans, warning_s=warning_s)
+    return replace(request, job=job), replace(fallback, job=job), roomier
+
+
+def describe_fallback(own: Plan, roomier: Plan) -> str:
+    """Return a line about the roomier plan for the user."""
+    return (
+        f"if the run is out of memory: {layout_words(roomier)}: {roomier.peak_bytes / GIB:.1f} instead of "
+        f"{own.peak_bytes / GIB:.1f} GiB, {100 * (roomier.step_s / own.step_s - 1):+.1f} % time (predicted)"
+    )

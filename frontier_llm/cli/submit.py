@@ -28,6 +28,7 @@ from frontier_llm.run.job import EXAMINED_NODES
 if TYPE_CHECKING:
     from frontier_llm.certificate.certificate import Certificate
     from frontier_llm.cluster.submit import JobRequest
+    from frontier_llm.config import RunConfig
 
 
 @command(
@@ -86,6 +87,12 @@ if TYPE_CHECKING:
         help=f"`doctor` on every node before the first start (default: from {EXAMINED_NODES} nodes on)",
     ),
     option("--no-preflight", action="store_true", help="start without `doctor` on any number of nodes"),
+    option(
+        "--fallback-plan",
+        action="store_true",
+        help="also check a layout that needs less memory; if the run is out of memory, it continues once with that "
+        "layout, with the same batch, samples and steps",
+    ),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     option(
@@ -137,6 +144,7 @@ def submit(args: argparse.Namespace) -> int:
     """
     from frontier_llm import log
     from frontier_llm.certificate.certificate import certify, of_submit
+    from frontier_llm.certificate.memory import describe_fallback, with_fallback
     from frontier_llm.certificate.page import as_text, summary
     from frontier_llm.certificate.subject import of_job
     from frontier_llm.cluster import submit as slurm
@@ -150,8 +158,12 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.run import hostlist
 
     site = load_site(args.site)
-    config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
-    config = resolve_precision(as_it_stands(config))
+
+    def load(words: Sequence[str]) -> RunConfig:
+        read = load_run(args.run, [f"machine={site.machine}", *args.overrides, *words])
+        return resolve_precision(as_it_stands(read))
+
+    config = load(())
     job = slurm.wanted_job(
         config,
         site,
@@ -183,11 +195,20 @@ def submit(args: argparse.Namespace) -> int:
     if args.compare_nodes:
         log.info(compare_nodes(request, args.compare_nodes))
     request = _before_maintenance(request, chosen=args.continue_with is not None)
+    requests = [request]
+    if args.fallback_plan:
+        request, fallback, roomier = with_fallback(request, load)
+        requests = [request, fallback]
+        log.info(describe_fallback(of_job(request).fullest_plan, roomier))
     submission = slurm.prepare(request)
-    certificate = certify(of_job(request), of_submit())
-    log.info(f"certificate: {summary(certificate)}\n{as_text(certificate)}" if args.dry_run else summary(certificate))
+    certificates = [certify(of_job(each), of_submit()) for each in requests]
+    certificate = certificates[0]
+    for name, each in zip(("certificate", "certificate of the roomier plan"), certificates, strict=False):
+        details = f"\n{as_text(each)}" if args.dry_run else ""
+        log.info(f"{name}: {summary(each)}{details}")
     if not args.dry_run:
-        _refuse(certificate, args.force)
+        for each in certificates:
+            _refuse(each, args.force)
         submission = slurm.queue_checked(request, submission)
     log.info(slurm.describe(request, submission))
     log.info(cost_of(request).describe(job.max_node_hours))
@@ -198,17 +219,19 @@ def submit(args: argparse.Namespace) -> int:
         return 0
     for section in certificate.not_checkable:
         log.warn(f"section {section.name} is not checkable here: {section.why}")
-    for problem in certificate.problems:
+    problems = list(dict.fromkeys(problem for each in certificates for problem in each.problems))
+    for problem in problems:
         log.warn(f"submit would refuse this job: {problem}")
     content = {
         **submission.as_dict(),
-        "problems": [asdict(problem) for problem in certificate.problems],
+        "problems": [asdict(problem) for problem in problems],
         "open_points": [f"{section.name}: {section.why}" for section in certificate.not_checkable],
         "is_checkable": not certificate.not_checkable,
         "certificate": certificate.as_dict(),
+        "fallback_certificate": certificates[1].as_dict() if args.fallback_plan else None,
     }
     show(args, content, lambda: submission.script)
-    return 1 if certificate.refused else 0
+    return 1 if problems else 0
 
 
 def _sections(names: Sequence[str]) -> tuple[str, ...]:

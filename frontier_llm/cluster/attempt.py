@@ -26,7 +26,16 @@ from frontier_llm.cluster.site_variables import step_variables
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
 from frontier_llm.run import hostlist, job_secret, run_dir
-from frontier_llm.run.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, read_failure, speaks_of_hardware
+from frontier_llm.run.failure import (
+    REFUSED,
+    STUCK,
+    Evidence,
+    Failure,
+    cause_of,
+    forget_failure,
+    read_failure,
+    speaks_of_hardware,
+)
 from frontier_llm.run.holder import take
 from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.run.signals import EXIT_INTERRUPTED
@@ -107,9 +116,8 @@ def start_ranks(
     prune(run.directory / "logs")
     log_dir = run.directory / "logs" / f"attempt_{number:04}"
     before = run_dir.place(run.directory)
-    outcome = run_step(
-        JobStep(run, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(number)}, deadline_s, save_after_s)
-    )
+    variables = {"FRONTIER_LLM_INCARNATION": str(number)}
+    outcome = run_step(JobStep(run, nodes, log_dir, variables, deadline_s, save_after_s))
     run_dir.refuse_moved(run.directory, before)
     if outcome.cause == "crash" and (dead := dead_nodes(run, nodes, outcome)):
         gone = Failure(
@@ -134,6 +142,7 @@ def start_ranks(
         started_unix_s=started_s,
         last_step=max(end_step, failed_at, run_dir.last_logged_step(run.directory, number)),
         fault="" if failure is None else failure.program_fault,
+        plan=run.plan,
     )
     run_dir.record(run.directory, ended)
     log.info(f"attempt {number} ended at step {end_step}: {ended.cause}{', ' + ended.detail if ended.detail else ''}")
@@ -288,6 +297,7 @@ def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], l
     failure = Failure(
         "; ".join([fate.how, *(line.strip() for line in last_words[:1])]),
         evidence,
+        cause=cause_of("\n".join(last_words)),
         rank=rank,
         host=fate.host,
         message=message,

@@ -46,6 +46,7 @@ class BatchRun:
     program: tuple[str, ...] = TRAIN
     more_words: tuple[str, ...] = ()  # overrides for this start only; they follow the job's words
     more_flags: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()  # overrides of the plan of the next start; (): the layout of the run file
 
     @property
     def directory(self) -> Path:
@@ -55,7 +56,17 @@ class BatchRun:
     @property
     def command(self) -> tuple[str, ...]:
         """The arguments of the ranks' interpreter."""
-        return (*self.program, *self.job.words, *self.more_words, *self.job.flags, *self.more_flags)
+        words = (*self.job.words, *self.plan, *self.more_words)
+        return (*self.program, *words, *self.job.flags, *self.more_flags)
+
+    def with_plan(self, number: int) -> BatchRun:
+        """Return the run with the plan of this number, as `job.plans` lists them. A job without plans is unchanged."""
+        if not self.job.plans:
+            return self
+        plan = self.job.plans[number]
+        words = (*self.job.words[1:], *plan, *self.more_words)
+        config = resolve_precision(as_it_stands(load_run(self.job.words[0], words)))
+        return replace(self, plan=plan, config=config)
 
 
 def _spares(text: str, where: str) -> int:

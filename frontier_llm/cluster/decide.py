@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from frontier_llm.errors import Problem
 from frontier_llm.run import hostlist
 from frontier_llm.run.failure import FILE as FAILURE_FILE
+from frontier_llm.run.failure import OUT_OF_MEMORY
 from frontier_llm.run.holder import STALE_AFTER_S
 from frontier_llm.run.job import Job
 from frontier_llm.run.run_dir import STOP_FILE, Attempt, crashed_twice, is_finished
@@ -33,8 +34,10 @@ class History:
     allocated_nodes: int = 0  # nodes of this allocation; 0: the nodes and spares of the job.
     last: Attempt | None = None  # the newest start.
     is_own: bool = False  # whether `last` belongs to this start of the supervisor.
-    recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts, without node failures and failed starts.
+    # the newest CRASH_LOOP starts with the plan of `last`, without node failures and failed starts.
+    recent: tuple[Attempt, ...] = ()
     failed_starts: tuple[Attempt, ...] = ()  # starts since the last finished step that finished no step.
+    full_plans: frozenset[tuple[str, ...]] = frozenset()  # plans with which a start was out of memory.
     crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash.
     bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other is left.
     untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
@@ -44,8 +47,10 @@ class History:
 
         `node_hours` does not change, because Slurm charges allocations and not starts.
         """
-        recent = self.recent
-        failed_starts = (*self.failed_starts, attempt) if attempt.is_failed_start else ()
+        is_same_plan = self.last is None or attempt.plan == self.last.plan
+        recent = self.recent if is_same_plan else ()
+        failed_before = self.failed_starts if is_same_plan else ()
+        failed_starts = (*failed_before, attempt) if attempt.is_failed_start else ()
         if attempt.cause != "node failure" and not attempt.is_failed_start:
             recent = (*recent, attempt)[-CRASH_LOOP:]
         crashed = self.crashed_hosts
@@ -58,6 +63,7 @@ class History:
             is_own=is_own,
             recent=recent,
             failed_starts=failed_starts,
+            full_plans=self.full_plans | ({attempt.plan} if attempt.cause == OUT_OF_MEMORY else frozenset()),
             crashed_hosts=crashed,
             bad_hosts=self.bad_hosts | crashed_twice(crashed),
         )
@@ -98,6 +104,7 @@ class Start:
     """Start the ranks on `nodes`."""
 
     nodes: tuple[str, ...]
+    plan: int = 0  # index in the job's plans; 0 for a job without plans
     wait_s: float = 0.0  # time to wait before the start, until the lock of the last start is stale
     deadline_s: float | None = None  # time after which the ranks are ended; None: never
     save_after_s: float = math.inf  # when the budget ends: signal the ranks to save and end
@@ -150,13 +157,27 @@ def decide(job: Job, history: History, now: Now) -> Decision:
         return Done(reason)
     if last is None and now.time_left_s is not None and now.time_left_s < job.warning_s:
         return GiveUp(_short_walltime(job, now.time_left_s), 2)
-    if last is not None and history.is_crash_loop:
+    is_switch = last is not None and last.cause == OUT_OF_MEMORY and is_other_plan(job, history, last)
+    if last is not None and not is_switch and history.is_crash_loop:
         return _give_up_crash_loop(job, history, last)
-    if last is not None and (problem := _failed_start_problem(job, history)):
+    if last is not None and not is_switch and (problem := _failed_start_problem(job, history)):
         return GiveUp(problem, last.exit_code or 1)
     if last is not None and _is_job_over(job, last, now):
         return _next_job(job, history, now, f"this job ends: {last.cause}")
     return _start(job, history, now)
+
+
+def plan_in_use(job: Job, history: History) -> int:
+    """Return the index of the plan for the next start: 1 (the roomier one) if a start with plan 0 was out of memory.
+
+    The starts are never forgotten, so the run never goes back to plan 0.
+    """
+    return int(len(job.plans) > 1 and job.plans[0] in history.full_plans)
+
+
+def is_other_plan(job: Job, history: History, last: Attempt) -> bool:
+    """Whether the next start uses another plan of the job than the start `last`."""
+    return bool(job.plans) and job.plans[plan_in_use(job, history)] != last.plan
 
 
 def reason_to_end(job: Job, history: History, stop_requested: bool) -> str:
@@ -278,6 +299,7 @@ def _start(job: Job, history: History, now: Now) -> Decision:
     deadline_s = None if now.time_left_s is None else max(1.0, now.time_left_s - wait_s - RESERVE_S)
     return Start(
         nodes=nodes,
+        plan=plan_in_use(job, history),
         wait_s=wait_s,
         deadline_s=deadline_s,
         save_after_s=budget_left_s(job, history) - job.warning_s - wait_s,

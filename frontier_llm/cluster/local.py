@@ -28,7 +28,7 @@ from frontier_llm.cluster.rank_logs import failure_lines
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import open_below
 from frontier_llm.machine.cores import SLEEP, THREADS, WAITING, choose_threads
-from frontier_llm.run.failure import Evidence, Failure, forget_failure, read_failure, write_failure
+from frontier_llm.run.failure import Evidence, Failure, cause_of, forget_failure, read_failure, write_failure
 from frontier_llm.run.holder import refuse_second_start
 from frontier_llm.run.job_secret import VARIABLE, folder_of, new_secret
 from frontier_llm.run.launchers import free_port
@@ -282,7 +282,8 @@ class _Ranks:
         ):
             named = first
             lines = failure_lines(Path(first.log))
-            cause = "refused" if first.exit_code == FrontierError.exit_code else "crash"
+            refused = first.exit_code == FrontierError.exit_code
+            cause = "refused" if refused else cause_of("\n".join(lines))
             record = Failure(first.how, Evidence.LOGS, cause, first.rank, first.host, message=tuple(lines))
         elif named.signal and not named.stopped_by_us:
             record = replace(record, what=f"{named.how}; {record.what}")

@@ -28,7 +28,7 @@ from frontier_llm.run.failure import FILE, Failure, read_failure
 from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
 from frontier_llm.run.job import Job, read_job
 from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, read_text
-from frontier_llm.run.run_dir import Slow
+from frontier_llm.run.run_dir import PlanSwitch, Slow
 from frontier_llm.run.uploads import UploadRecord, read_uploads
 from frontier_llm.units import printable
 
@@ -71,6 +71,7 @@ class Status:
     node_hours_left: float | None = None  # rest of the budget.
     node_hours_needed: float | None = None  # for training until the last step, without starts and saves.
     expected_end_unix_s: float | None = None  # end of the run if its job is running, without time in the queue.
+    switches: tuple[PlanSwitch, ...] = ()  # changes to a roomier plan.
     uploads: UploadRecord | None = None  # copies at train.remote.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
@@ -196,6 +197,7 @@ def read_status(directory: Path) -> Status:
         node_hours_left=None if job is None or job.max_node_hours is None else job.max_node_hours - used,
         node_hours_needed=needed,
         expected_end_unix_s=expected_end_unix_s,
+        switches=tuple(parts.read(run_dir.plan_switches, [])),
         uploads=parts.read(read_uploads, None),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))

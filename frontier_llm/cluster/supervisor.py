@@ -38,7 +38,7 @@ from frontier_llm.cluster.submit import SCRIPT, queue, sbatch_command
 from frontier_llm.cluster.warning_time import measured_warning_s
 from frontier_llm.errors import FrontierError
 from frontier_llm.run import allocations, hostlist, run_dir
-from frontier_llm.run.failure import write_failure
+from frontier_llm.run.failure import OUT_OF_MEMORY, write_failure
 from frontier_llm.run.holder import last_start, living_holder, refuse_second_start, reserved
 from frontier_llm.run.job import read_job, write_job
 from frontier_llm.run.rank_env import environ
@@ -181,9 +181,22 @@ def attempt(run: BatchRun, start: Start) -> None:
     if start.wait_s > 0:
         log.info(f"rank 0 moves to {start.nodes[0]}: waiting {start.wait_s:.0f} s until the old lock is stale")
         time.sleep(start.wait_s)
+    run = run.with_plan(start.plan)
+    if start.plan:
+        record_switch(run)
     outcome, _ = start_ranks(run, start.nodes, start.deadline_s, start.save_after_s)
     if outcome.failure is not None:
         write_failure(run.directory, outcome.failure, complete=True)
+
+
+def record_switch(run: BatchRun) -> None:
+    """Record in decisions.jsonl that the run now uses its roomier plan. Does nothing if that is recorded already."""
+    if any(tuple(switch.plan) == run.plan for switch in run_dir.plan_switches(run.directory)):
+        return
+    full = [made for made in run_dir.attempts(run.directory) if made.cause == OUT_OF_MEMORY]
+    switch = run_dir.PlanSwitch(step=run_dir.latest_step(run.directory), plan=run.plan, reason=full[-1].detail)
+    run_dir.record_switch(run.directory, switch)
+    log.warn(f"from step {switch.step} on, the run uses its roomier plan: {' '.join(switch.plan)}")
 
 
 def carry_out(run: BatchRun, decision: Requeue | Successor | Done | GiveUp) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, log
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from frontier_llm.config import (
     CommConfig,
     ParallelConfig,
     PrecisionConfig,
+    RunConfig,
     available,
     load_run,
     phases_of,
@@ -26,12 +27,13 @@ from frontier_llm.config import (
 from frontier_llm.config.load import merge
 from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.files import write_atomically
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import uses_hierarchical
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
 from frontier_llm.planner.report import layout_words
-from frontier_llm.planner.search import Plan, Search
+from frontier_llm.planner.search import Plan, Search, search
 from frontier_llm.topology.plan import balanced, make_plan
 from frontier_llm.units import GIB, plural
 
@@ -43,6 +45,8 @@ FILL_IN = "FILL_IN"  # Placeholder of the dataset. Training reports it as missin
 # warm-up of 375 M tokens, the rate decays by cosine to a tenth.
 RATES = {125e6: 6e-4, 350e6: 3e-4, 760e6: 2.5e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4, 175e9: 6e-5}
 WARMUP_TOKENS = 375e6
+FULL_SHARE = 54 / 64  # share of the device's memory above which a layout is called full
+ROOM_SHARE = 0.9  # a roomier plan needs at most this share of the memory of the run's own plan
 
 
 @dataclass(frozen=True)
@@ -69,20 +73,32 @@ def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
     }
 
 
-def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rates, name: str) -> dict[str, Any]:
-    """Return the content of a run file for the search's choice, with all keys of the layout.
-
-    The caller adds the model and the data.
-    """
-    plan = outcome.best
+def layout_keys(plan: Plan, machine: Machine, rates: Rates) -> dict[str, dict[str, Any]]:
+    """Return the sections and keys of a run file that select the plan's layout."""
     keys = run_keys(plan.layout)
     counts = tuple(stage.num_layers for stage in plan.stages)
-    if counts != balanced(outcome.model, len(counts)):
+    if counts != balanced(plan.model, len(counts)):
         keys["parallel"]["stage_layers"] = list(counts)
     if plan.layout.tp > machine.devices_per_node:
         keys["parallel"]["cross_node_tensor"] = True
     if machine.algorithms and uses_hierarchical(plan, rates):
         keys["comm"]["algorithms"] = machine.algorithms
+    return keys
+
+
+def as_overrides(content: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return sections and keys of a run file as words `section.key=value`."""
+    return tuple(
+        f"{section}.{key}={_word(value)}" for section, values in content.items() for key, value in values.items()
+    )
+
+
+def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rates, name: str) -> dict[str, Any]:
+    """Return the content of a run file for the search's choice, with all keys of the layout.
+
+    The caller adds the model and the data.
+    """
+    keys = layout_keys(outcome.best, machine, rates)
     batch = {"global_batch": outcome.global_batch, **keys["batch"]}
     train = {"run_dir": f"runs/{name}", **keys["train"]}
     return {"machine": machine_name, **keys, "batch": batch, "train": train}
@@ -198,12 +214,13 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
     lines = [f"frontier-llm submit {path} --site {site} --nodes {nodes} --account PROJECT"]
     script = PRODUCTION.get(str(content.get("model")))  # a file on top of a run names no model
     if script and site == "frontier":
-        words = [
-            f"{section}.{key}={_word(value)}"
-            for section in ("parallel", "batch", "precision", "comm", "optimizer", "data", "train")
-            for key, value in content.get(section, {}).items()
-            if key != "run_dir"
-        ]
+        sections = ("parallel", "batch", "precision", "comm", "optimizer", "data", "train")
+        words = as_overrides(
+            {
+                section: {key: value for key, value in content.get(section, {}).items() if key != "run_dir"}
+                for section in sections
+            }
+        )
         lines.append(f"sbatch --account=PROJECT --nodes={nodes} slurm/{script}.sbatch {' '.join(words)}")
     return "\n".join(lines)
 
@@ -211,4 +228,41 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if value is None:
+        return "null"
     return str(value).replace(" ", "")
+
+
+def roomier_plan(config: RunConfig, nodes: int, devices: int, own: Plan) -> Plan | None:
+    """Return the fastest layout on `devices` devices of `nodes` nodes that is roomier than the run's own plan.
+
+    Returns None if there is none.
+
+    The global batch, the model, the precision and the engine (native or FSDP) are those of the run. The layout needs
+    at most FULL_SHARE of the device's memory, and ROOM_SHARE of the memory of `own`.
+    """
+    numbers = rates(load_machine(config.machine))
+    limit_bytes = min(FULL_SHARE * numbers.memory_bytes, ROOM_SHARE * own.peak_bytes)
+    longest = max(phases_of(config), key=lambda phase: phase.config.model.sequence_length).config
+    outcome = search(
+        longest.model,
+        replace(numbers, memory_bytes=limit_bytes, node_devices=devices // nodes),
+        nodes,
+        longest.batch.global_batch,
+        {"sharding": "weights" if own.layout.sharding == "weights" else "optimizer"},
+        dtype=longest.precision.dtype,
+        optimizer=longest.optimizer.name,
+    )
+    if not outcome.plans:
+        return None
+    fastest = min(outcome.plans, key=lambda plan: plan.step_s)
+    return replace(fastest, limit_bytes=numbers.memory_bytes)
+
+
+def plan_overrides(config: RunConfig, roomier: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the overrides of both plans: the run's own values of the layout's keys, and those of the roomier plan."""
+    machine = load_machine(config.machine)
+    keys = layout_keys(roomier, machine, rates(machine))
+    own: Mapping[str, Mapping[str, Any]] = config.model_dump(mode="json")
+    own_keys = {section: {key: own[section][key] for key in values} for section, values in keys.items()}
+    return as_overrides(own_keys), as_overrides(keys)

@@ -23,6 +23,7 @@ from frontier_llm.units import strict_json
 FILE = "failure.json"
 # exit code of a rank whose user has to change something, so that a restart is useless (errors.FrontierError.exit_code)
 REFUSED = 2
+OUT_OF_MEMORY = "out of memory"  # cause: device memory is exhausted, or its allocator often has to free and retry
 STUCK = 70  # EX_SOFTWARE: exit code of a rank that its watchdog ended, because another rank made no progress
 _LOST_A_PEER = re.compile(
     r"RankFailure|secondary failure|has died or left|connection (reset|closed|refused)|broken pipe|timed "
@@ -33,6 +34,12 @@ _LOST_A_PEER = re.compile(
 _HARDWARE = re.compile(
     r"(HIP|CUDA|HSA) error(?!.*out of memory)|uncorrectable|\bECC\b|Input/output error|Stale file handle|Bus "
     r"error|no ROCm-capable device",
+    re.IGNORECASE,
+)
+# torch: "HIP out of memory. Tried to allocate"
+# runtime and RCCL: "hipErrorOutOfMemory", "Cuda failure 2 'out of memory'"
+_DEVICE_MEMORY = re.compile(
+    r"OutOfMemoryError|(HIP|CUDA)( error:)? out of memory|errorOutOfMemory|(hip|cuda) failure.*out of memory",
     re.IGNORECASE,
 )
 
@@ -63,7 +70,7 @@ class Failure:
 
     what: str
     evidence: Evidence
-    cause: str = "crash"  # crash | wrong results | node failure | refused | walltime
+    cause: str = "crash"  # crash | out of memory | wrong results | node failure | refused | walltime
     rank: int | None = None  # None: unknown
     host: str = ""  # host of that rank; '' = unknown
     step: int | None = None  # None: training had not begun, or the step is unknown
@@ -92,7 +99,7 @@ class Failure:
 
         A fault of the program recurs at every start with the same text, so starts can be compared by this text.
         """
-        is_error = self.cause == "crash" and self.evidence in (Evidence.EXCEPTION, Evidence.LOGS)
+        is_error = self.cause in ("crash", OUT_OF_MEMORY) and self.evidence in (Evidence.EXCEPTION, Evidence.LOGS)
         if not is_error or self.host_suspect or lost_a_peer(self.what) or speaks_of_hardware(self.what):
             return ""
         return re.sub(r"[0-9]+", "#", self.what)
@@ -154,3 +161,8 @@ def lost_a_peer(text: str) -> bool:
 def speaks_of_hardware(text: str) -> bool:
     """Whether an exception points to a fault of the host. Any other exception is a fault of the program."""
     return bool(_HARDWARE.search(text))
+
+
+def cause_of(text: str) -> str:
+    """Return the cause of an exception of a rank: out of the device's memory, or any other crash."""
+    return OUT_OF_MEMORY if _DEVICE_MEMORY.search(text) else "crash"

@@ -16,7 +16,7 @@ from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_js
 from frontier_llm.units import strict_json
 
 FILE = "job.json"
-VERSION = 3
+VERSION = 4
 CONTINUATIONS = ("requeue", "successor", "never")
 EXAMINED_NODES = 16  # from this number of nodes, every node is examined before the first step by default
 FAILED_START_HOURS = 3.0  # hours × nodes that failed starts may use by default: 18 starts of ten minutes
@@ -43,6 +43,8 @@ class Job:
     notice_command: tuple[str, ...] = ()  # program and arguments; run at events (cluster/notices.py).
     webhook_file: str = ""  # file of mode 0600 that holds the address of a webhook; '': none.
     forced: tuple[str, ...] = ()  # sections of the certificate that passed `submit` without a check.
+    # overrides of each plan: the run's own layout, and a roomier one for a run that is out of memory; () without one
+    plans: tuple[tuple[str, ...], ...] = ()
 
     @property
     def directory(self) -> Path:
@@ -79,6 +81,10 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
+def _is_plans(value: Any) -> bool:
+    return isinstance(value, list) and len(value) in (0, 2) and all(_is_texts(plan) for plan in value)
+
+
 _RULES = {
     "run_dir": _Rule(lambda value: isinstance(value, str) and Path(value).is_absolute(), "an absolute path"),
     "words": _Rule(lambda value: _is_texts(value) and len(value) > 0, "a list of words that begins with a run file"),
@@ -95,6 +101,7 @@ _RULES = {
     "webhook_file": _Rule(lambda value: isinstance(value, str), "the path of a file, or an empty text", since=2),
     "failed_start_node_hours": _Rule(_is_limit, "node-hours above 0, or null", since=2),
     "forced": _Rule(_is_texts, "a list of sections", since=3),
+    "plans": _Rule(_is_plans, "an empty list, or two lists of overrides", since=4),
 }
 
 
@@ -130,7 +137,8 @@ def read_job(run_dir: Path) -> Job | None:
         fix = f"if the directory was moved, set run_dir to {here} in the file, or delete the file"
         raise DamagedRecord(what, fix, str(path))
     lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
-    return Job(**{**content, **lists})
+    plans = tuple(tuple(plan) for plan in content.get("plans", ()))
+    return Job(**{**content, **lists, "plans": plans})
 
 
 def _damaged(path: Path, name: str, what: str) -> DamagedRecord:

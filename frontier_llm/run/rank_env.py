@@ -36,6 +36,11 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def start_number() -> int:
+    """Return the number of the run's start (incarnation), which the supervisor sets. 0 without a supervisor."""
+    return int(environ("FRONTIER_LLM_INCARNATION") or 0)
+
+
 def environment() -> dict[str, str]:
     """Return a copy of the complete environment, for child processes."""
     return dict(os.environ)

@@ -43,6 +43,8 @@ from frontier_llm.units import strict_json
 
 STOP_FILE = "STOP"
 SAVE_FILE = "SAVE"
+DECISIONS_FILE = "decisions.jsonl"
+SWITCH = "switch plan"  # action of a line of decisions.jsonl
 MOVED = "was moved or deleted during the run; nothing is written at its old path"
 MOVE_BACK = "move it back, or start the run again at its new path"
 # optional numbers in a row of metrics.jsonl
@@ -61,19 +63,21 @@ class Attempt:
     start_step: int
     end_step: int
     exit_code: int
-    cause: str  # finished | interrupted | node failure | wrong results | crash | refused | walltime
+    cause: str  # finished | interrupted, or the cause of a failure (failure.Failure.cause)
     detail: str = ""
     failed_host: str = ""  # set only if its hardware may be the cause
     started_unix_s: float = 0.0
     ended_unix_s: float = field(default_factory=time.time)
     last_step: int | None = None  # last finished step, saved or not. None: not recorded.
     fault: str = ""  # error text of the program (failure.Failure.program_fault)
+    plan: tuple[str, ...] = ()  # overrides that selected the layout (job.Job.plans); (): that of the run file
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Attempt:
         """Return the attempt of a row of attempts.jsonl. `is_attempt(row)` must be True."""
         known = cls.__dataclass_fields__.keys() & row.keys()
-        return cls(**{**{key: row[key] for key in known}, "nodes": tuple(row["nodes"])})
+        lists = {"nodes": tuple(row["nodes"]), "plan": tuple(row.get("plan", ()))}
+        return cls(**{**{key: row[key] for key in known}, **lists})
 
     @property
     def failed(self) -> bool:
@@ -89,6 +93,15 @@ class Attempt:
     def node_hours(self) -> float:
         """Node-hours that the ranks used."""
         return len(self.nodes) * max(0.0, self.ended_unix_s - self.started_unix_s) / 3600
+
+
+@dataclass(frozen=True)
+class PlanSwitch:
+    """The change of a run from its own plan to its roomier plan (job.Job.plans)."""
+
+    step: int  # step of the newest checkpoint at the change
+    plan: tuple[str, ...]  # overrides of the roomier plan
+    reason: str
 
 
 class Moved(FrontierError):
@@ -274,6 +287,7 @@ def is_attempt(row: Mapping[str, Any]) -> bool:
     texts = ("job_id", "cause", "detail", "failed_host")
     times = ("started_unix_s", "ended_unix_s")
     nodes = row.get("nodes")
+    plan = row.get("plan", [])
     return (
         all(is_count(row.get(key)) for key in counts)
         and type(row.get("exit_code")) is int
@@ -281,6 +295,8 @@ def is_attempt(row: Mapping[str, Any]) -> bool:
         and all(is_number(row.get(key)) for key in times)
         and isinstance(nodes, list)
         and all(isinstance(node, str) for node in nodes)
+        and isinstance(plan, list)
+        and all(isinstance(word, str) for word in plan)
         and (row.get("last_step") is None or is_count(row["last_step"]))
         and isinstance(row.get("fault", ""), str)
     )
@@ -289,6 +305,21 @@ def is_attempt(row: Mapping[str, Any]) -> bool:
 def last_attempt(run_dir: Path) -> Attempt | None:
     """Return the newest recorded start. None if no start has ended yet."""
     return next(reversed(attempts(run_dir)), None)
+
+
+def plan_switches(run_dir: Path) -> list[PlanSwitch]:
+    """Return the changes to a roomier plan that decisions.jsonl records, oldest first."""
+    rows = (row for row in read_jsonl(run_dir / DECISIONS_FILE) if row.get("action") == SWITCH)
+    return [
+        PlanSwitch(row["step"], tuple(row["plan"]), row["reason"])
+        for row in rows
+        if is_count(row.get("step")) and isinstance(row.get("plan"), list) and isinstance(row.get("reason"), str)
+    ]
+
+
+def record_switch(run_dir: Path, switch: PlanSwitch) -> None:
+    """Append the change to decisions.jsonl."""
+    append_line(run_dir / DECISIONS_FILE, {"action": SWITCH, **asdict(switch)})
 
 
 def end(run_dir: Path, steps: float, save_final: bool = True) -> str:

@@ -29,8 +29,8 @@ from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.ops import working_dtype
 from frontier_llm.optim import GradientSync, draw_masters
 from frontier_llm.run.launchers import RankEnv
-from frontier_llm.run.rank_env import environ, node_name
-from frontier_llm.run.run_dir import STOP_FILE
+from frontier_llm.run.rank_env import environ, node_name, start_number
+from frontier_llm.run.run_dir import DECISIONS_FILE, STOP_FILE
 from frontier_llm.run.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.training import observers
 from frontier_llm.training.build import BestLoss, TrainState
@@ -65,7 +65,7 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     Returns 0 after the last step, and EXIT_INTERRUPTED if a signal or STOP ended the run after a save.
     The caller must enter the context of `signals` as early as possible, so that a signal during the start is handled.
     """
-    failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0)
+    failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0, start_number())
     hit("train.start")
     config = resolve_precision(config)
     # TCPStore has no timeout if rank 0 is stopped, and the watchdog is not running yet.
@@ -123,7 +123,7 @@ class _Session:
         )
         self.routers = RouterWatch(self.config.model)
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
-        self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
+        self.decisions = Decisions(self.run_dir / DECISIONS_FILE if self.is_first else None)
         facts = job_facts(config, state, self.datasets)
         self.checkpoints = Checkpoints(config.train, state.mesh, state.optimizer, facts, resume.allow_changes)
         self.skips = Skips(self.config.guard, self.decisions, self.checkpoints)
@@ -437,7 +437,7 @@ def job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Datas
         datasets=datasets,
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
-        incarnation=int(environ("FRONTIER_LLM_INCARNATION", "0") or 0),
+        incarnation=start_number(),
     )
 
 

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import yaml
 
+from frontier_llm.cluster.status import read_status
+from frontier_llm.cluster.status_text import render
 from frontier_llm.run import run_dir
 from frontier_llm.run.job import read_job
 from tests.harness.slurm import ROOT, LocalSlurm
 
+NOTHING = {"tag": "estimated", "source": "a process on a CPU reserves no memory of a device"}
 TINY = (
     "model=gpt-tiny",
     "parallel.tensor=1",
@@ -63,3 +66,46 @@ def test_submitted_old_and_new_runs_go_on(cluster: LocalSlurm, tmp_path: Path) -
     assert (job_fields["JobState"], job_fields["ExitCode"], job_fields["Restarts"]) == ("FAILED", "2:0", "0")
     assert "job.json: run_dir is missing, expected an absolute path" in text.read_text()
     assert len(run_dir.attempts(directory)) == 2
+
+
+def test_a_run_out_of_memory_goes_on_with_the_roomier_plan(cluster: LocalSlurm, tmp_path: Path) -> None:
+    """Rank 1 is out of memory in step 2 of the first start, before any checkpoint (planted).
+
+    The second start uses the roomier plan and reads the same samples from step 0 on.
+    """
+    directory = tmp_path / "run"
+    machine = {"base": "local", "stacks": {"frontier-llm": {"reserve_gib": {**NOTHING, "value": 0.001}}}}
+    (tmp_path / "machine.yaml").write_text(yaml.safe_dump(machine))
+    shipped = yaml.safe_load((ROOT / "slurm" / "sites" / "local.yaml").read_text())
+    own = {**shipped, "name": "two_ranks", "tasks_per_node": 2, "machine": str(tmp_path / "machine.yaml")}
+    (tmp_path / "two_ranks.yaml").write_text(yaml.safe_dump(own))
+    words = ("batch.micro_batch=16", "batch.global_batch=32", "train.steps=3", "train.log_interval=1")
+    command = (sys.executable, "-P", "-m", "frontier_llm.cli.main", "submit", "train_small", *TINY, *words)
+    site = ("--site", str(tmp_path / "two_ranks.yaml"), "--nodes", "1", "--time", "0:30:00")
+    options = (*site, f"train.run_dir={directory}", "precision.dtype=fp32", "--fallback-plan")
+    job_id = cluster.run(
+        *command,
+        *options,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "FRONTIER_LLM_FAILPOINTS": "train.step@1^1#2=error:HIP out of memory"},
+        timeout_s=300,
+    ).split()[-1]
+    text = directory / f"job-{job_id}.out"
+    assert cluster.wait_job(job_id, 300)["JobState"] == "COMPLETED", text.read_text()
+
+    job = read_job(directory)
+    assert job is not None and len(job.plans) == 2
+    own_plan, roomier = job.plans
+    assert "batch.micro_batch=16" in own_plan and "batch.micro_batch=16" not in roomier
+    starts = run_dir.attempts(directory)
+    assert [(start.cause, start.plan, start.end_step) for start in starts] == [
+        ("out of memory", own_plan, 0),
+        ("finished", roomier, 3),
+    ]
+    (switch,) = run_dir.plan_switches(directory)  # the ranks' resume has kept the supervisor's line
+    assert switch.plan == roomier and "HIP out of memory" in switch.reason and switch.step == 0
+    assert "the roomier one since step 0" in render([read_status(directory)])
+    rows = [row for row in run_dir.read_jsonl(directory / "metrics.jsonl") if row["kind"] == "step"]
+    assert [(row["incarnation"], row["step"]) for row in rows] == [(1, 1), (2, 1), (2, 2), (2, 3)]
+    assert [row["consumed_samples"] for row in rows] == [32, 32, 64, 96]
+    assert abs(rows[0]["loss"] - rows[1]["loss"]) < 1e-5 * rows[0]["loss"]  # the same samples

@@ -20,7 +20,15 @@ from frontier_llm.comm.heartbeat_store import HeartbeatStore
 from frontier_llm.errors import RankFailure
 from frontier_llm.machine.env import STORE_CHECKS_PER_S
 from frontier_llm.run import run_dir
-from frontier_llm.run.failure import Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware, write_failure
+from frontier_llm.run.failure import (
+    Evidence,
+    Failure,
+    cause_of,
+    lost_a_peer,
+    read_failure,
+    speaks_of_hardware,
+    write_failure,
+)
 from frontier_llm.run.threads import in_daemon
 from frontier_llm.training.guard.suspects import WrongResults
 
@@ -115,7 +123,13 @@ class Inquiry:
         message = tuple("".join(traceback.format_exception(error)).splitlines())
         suspect = speaks_of_hardware(what)
         failure = self._claim(
-            replace(self._own(what), evidence=Evidence.EXCEPTION, message=message, host_suspect=suspect)
+            replace(
+                self._own(what),
+                evidence=Evidence.EXCEPTION,
+                cause=cause_of(what),
+                message=message,
+                host_suspect=suspect,
+            )
         )
         write_failure(self._run_dir, failure)
         return failure

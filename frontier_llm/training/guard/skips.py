@@ -68,6 +68,7 @@ class SpikePolicy:
 # Largest number of rewinds to one checkpoint. If the spike appears again with other data each time, more rewinds would
 # not help.
 MOST_REWINDS = 3
+KEPT = ("rewind", run_dir.SWITCH)  # actions whose lines a rewind keeps, because no repeated step writes them again
 
 
 class Skips:
@@ -136,7 +137,8 @@ class Skips:
 class Decisions:
     """Writes `decisions.jsonl`: one JSON line for each skipped step, rewind and similar decision of the run.
 
-    A resume drops the lines of steps that the run repeats. The repeated steps write these lines again.
+    A resume drops the lines of steps that the run repeats. The repeated steps write these lines again. The
+    supervisor's lines (`run_dir.SWITCH`) are kept.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -151,7 +153,7 @@ class Decisions:
         if action == "rewind":
             self.rewinds = [*(known for known in self.rewinds if known["step"] <= step), entry]
             self._write(
-                [*(known for known in self.entries() if known["step"] < step or known["action"] == "rewind"), entry]
+                [*(known for known in self.entries() if known["step"] < step or known["action"] in KEPT), entry]
             )
             return
         if self._path is not None:
@@ -164,8 +166,9 @@ class Decisions:
     def resume_at(self, step: int, rewinds: list[dict[str, Any]]) -> None:
         """Continue from the checkpoint of step `step`: keep its `rewinds`, and the other decisions of earlier steps."""
         self.rewinds = rewinds
-        earlier = [entry for entry in self.entries() if entry["step"] < step and entry["action"] != "rewind"]
-        self._write(sorted([*earlier, *rewinds], key=lambda entry: int(entry["step"])))
+        others = [entry for entry in self.entries() if entry["action"] != "rewind"]
+        kept = [entry for entry in others if entry["step"] < step or entry["action"] in KEPT]
+        self._write(sorted([*kept, *rewinds], key=lambda entry: int(entry["step"])))
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         if self._path is not None and (entries or self._path.exists()):

@@ -62,11 +62,19 @@ def failed_start(cause: str = "crash", **fields: Any) -> Attempt:
     return made(cause, 5, 5, hours=0.5, last_step=5, **fields)
 
 
+def out_of_memory(plan: tuple[str, ...]) -> Attempt:
+    """Return a start that was out of memory in the step after the newest checkpoint."""
+    return made("out of memory", 5, 5, plan=plan)
+
+
 NO_PROGRESS = [made("crash", 5, 5)] * 3
 STOPPED_EARLY = [made("interrupted", 5, 5, exit_code=75)] * 3
 NEVER = replace(JOB, continuation="never")
 SUCCESSOR = replace(JOB, continuation="successor")
 BUDGET = replace(JOB, max_node_hours=12.0)
+OWN_PLAN = ("parallel.tensor=2",)
+ROOMY_PLAN = ("parallel.tensor=8",)
+TWO_PLANS = replace(JOB, plans=(OWN_PLAN, ROOMY_PLAN))
 
 # (behaviour, job, history, now, class of the decision, expected fields)
 TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
@@ -383,6 +391,84 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         Start,
         {},
     ),
+    # out of memory: the roomier plan
+    ("the run's own plan comes first", TWO_PLANS, NEW, NOW, Start, {"plan": 0}),
+    (
+        "out of memory switches to the roomier plan, in the same job and from the newest checkpoint",
+        TWO_PLANS,
+        after(out_of_memory(OWN_PLAN)),
+        NOW,
+        Start,
+        {"plan": 1, "nodes": FIRST_TWO},
+    ),
+    ("without a roomier plan it starts again", JOB, after(out_of_memory(())), NOW, Start, {"plan": 0}),
+    ("no other cause switches", TWO_PLANS, after(made("crash", 5, 5, plan=OWN_PLAN)), NOW, Start, {"plan": 0}),
+    ("nor a dead node", TWO_PLANS, after(made("node failure", 5, 5, plan=OWN_PLAN)), NOW, Start, {"plan": 0}),
+    (
+        "the run never goes back",
+        TWO_PLANS,
+        after(out_of_memory(OWN_PLAN), made("interrupted", 5, 50, plan=ROOMY_PLAN, exit_code=75), own=0),
+        NOW,
+        Start,
+        {"plan": 1},
+    ),
+    (
+        "not even if the roomier plan is out of memory, too",
+        TWO_PLANS,
+        after(out_of_memory(OWN_PLAN), out_of_memory(ROOMY_PLAN)),
+        NOW,
+        Start,
+        {"plan": 1},
+    ),
+    (
+        "three times out of memory with the roomier plan are given up",
+        TWO_PLANS,
+        after(out_of_memory(OWN_PLAN), *[out_of_memory(ROOMY_PLAN)] * 3),
+        NOW,
+        GiveUp,
+        {"problem": "three attempts in a row ended at step 5"},
+    ),
+    (
+        "starts of the own plan do not count for the roomier one",
+        TWO_PLANS,
+        after(*[made("crash", 5, 5, plan=OWN_PLAN)] * 2, out_of_memory(OWN_PLAN), out_of_memory(ROOMY_PLAN)),
+        NOW,
+        Start,
+        {"plan": 1},
+    ),
+    (
+        "and are not a reason to give up before the switch",
+        TWO_PLANS,
+        after(*[made("crash", 5, 5, plan=OWN_PLAN)] * 2, out_of_memory(OWN_PLAN)),
+        NOW,
+        Start,
+        {"plan": 1},
+    ),
+    (
+        "before the first step, too: failed starts of the own plan are not counted any more",
+        replace(TWO_PLANS, failed_start_node_hours=1.0),
+        after(failed_start("out of memory", plan=OWN_PLAN)),
+        NOW,
+        Start,
+        {"plan": 1},
+    ),
+    (
+        "with too little time the next job uses the roomier plan",
+        TWO_PLANS,
+        after(out_of_memory(OWN_PLAN)),
+        replace(NOW, time_left_s=100.0),
+        Requeue,
+        {},
+    ),
+    ("and so it does", TWO_PLANS, after(out_of_memory(OWN_PLAN), own=0), NOW, Start, {"plan": 1}),
+    (
+        "a new submission with another plan tries that plan",
+        replace(TWO_PLANS, plans=(("parallel.tensor=4",), ROOMY_PLAN)),
+        after(out_of_memory(OWN_PLAN), own=0),
+        NOW,
+        Start,
+        {"plan": 0},
+    ),
     # refusal
     ("a refusal ends the job at once", JOB, after(made("refused", exit_code=2)), NOW, GiveUp, {"exit_code": 2}),
     (
@@ -592,7 +678,17 @@ def test_the_module_reaches_neither_disk_nor_clock_nor_processes() -> None:
         "frontier_llm.run.job",
         "frontier_llm.run.run_dir",
     }
-    names = {"hostlist", "FILE", "STALE_AFTER_S", "Job", "STOP_FILE", "Attempt", "crashed_twice", "is_finished"}
+    names = {
+        "hostlist",
+        "FILE",
+        "OUT_OF_MEMORY",
+        "STALE_AFTER_S",
+        "Job",
+        "STOP_FILE",
+        "Attempt",
+        "crashed_twice",
+        "is_finished",
+    }
     tree = ast.parse(Path(decide_module.__file__).read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     plain = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from frontier_llm.run.failure import OUT_OF_MEMORY, Evidence, Failure, cause_of
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 63.98 GiB",
+        "AcceleratorError: CUDA error: out of memory",
+        "RuntimeError: hipErrorOutOfMemory",
+        "DistBackendError: NCCL WARN Cuda failure 2 'out of memory'",
+    ],
+)
+def test_errors_of_the_devices_memory_are_a_cause_of_their_own(text: str) -> None:
+    assert cause_of(text) == OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("text", ["RuntimeError: CUDA error: an illegal memory access", "MemoryError", "killed"])
+def test_other_errors_of_memory_are_crashes(text: str) -> None:
+    """A roomier layout does not help if the host has too little memory."""
+    assert cause_of(text) == "crash"
+
+
+def test_out_of_memory_is_a_fault_of_the_program() -> None:
+    """The same text three times before the first step ends a run without a roomier plan."""
+    failure = Failure("HIP out of memory. Tried to allocate 2.00 GiB", Evidence.EXCEPTION, OUT_OF_MEMORY)
+    assert failure.program_fault == "HIP out of memory. Tried to allocate #.# GiB"
