@@ -27,7 +27,7 @@ from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.planner.predict import predict
 from frontier_llm.run.complete import newest_complete
 from frontier_llm.tables import aligned
-from frontier_llm.units import format_seconds
+from frontier_llm.units import format_seconds, strict_json
 
 RANKS = 4
 BUDGET_S = 10.0  # of `calibrate`, without the start of the ranks
@@ -175,7 +175,7 @@ def main(words: Sequence[str]) -> None:
             announced_s = expected_s(name, state)
             state.parts.append(QuickstartPart(name, announced_s, now_s))
             print(f"about {format_seconds(round(announced_s))}")
-    write_atomically(STATE, json.dumps(asdict(state), indent=1))
+    write_atomically(STATE, strict_json(asdict(state), indent=1))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import page
-import rehearsal
 import wheels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,11 +178,11 @@ def main() -> int:
     if args.rehearse:
         if wheels_folder is None:
             wheels_folder = out / "wheels"
-            wheels.from_installed(rehearsal.LACKING, wheels_folder)
-        python = str(rehearsal.bare_environment(out / "bare"))
+            wheels.from_installed(wheels.LACKING, wheels_folder)
+        python = str(wheels.bare_environment(out / "bare"))
         if not wheels.imports(python, out / "nothing"):
             raise SystemExit("error: the rehearsal's environment is not bare: it imports pydantic")
-        used = wheels.unpack(wheels_folder, rehearsal.LACKING, out / "site")
+        used = wheels.unpack(wheels_folder, wheels.LACKING, out / "site")
     else:
         used = wheels.provide(wheels_folder, out / "site", python)
     path = [str(out / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")] if not args.rehearse else [])]

@@ -19,8 +19,8 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.errors import BackendError
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.step import train_step
+from tests.harness.families import ALL_FAMILIES
 from tests.harness.waits import Waits
-from tests.parity.cases import ALL_FAMILIES
 
 STEPS = 2 if REHEARSAL else 5
 # The families of the parity suite with heads of 64 features, for which attention has a kernel.
@@ -38,7 +38,7 @@ LIMITS = {"fp32": 1e-3, "bf16": 0.02}
 
 
 def model_of_family(family: str) -> ModelConfig:
-    """Return the small model of a family of tests/parity/cases.py."""
+    """Return the small model of a family of tests/harness/families.py."""
     content = {**ALL_FAMILIES[family], **SHAPE}
     if content.get("kv_heads"):
         content["kv_heads"] = 2

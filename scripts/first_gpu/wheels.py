@@ -1,5 +1,5 @@
-"""Downloads Python packages that a bare machine lacks, and unpacks them on a machine without a network. Standard
-library only.
+"""Downloads Python packages that a bare machine lacks, and unpacks them on a machine without a network. For a rehearsal
+it makes an environment without such packages. Standard library only.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from importlib import metadata, util
 from pathlib import Path
@@ -30,6 +32,8 @@ NEEDED = {
     "msgpack": "msgpack",
     "pyelftools": "elftools",
 }
+# packages that a rehearsal's environment lacks
+LACKING = ["pydantic", "pydantic-core", "annotated-types", "typing-inspection", "pyelftools"]
 MOST_BYTES = 64 * 2**20
 PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"]  # pip needs each name separately
 
@@ -121,3 +125,21 @@ def from_installed(names: list[str], folder: Path) -> None:
             for file in distribution.files or []:
                 if ".." not in file.parts and file.suffix != ".pyc":
                     archive.write(file.locate(), str(file))
+
+
+def bare_environment(folder: Path) -> Path:
+    """Return the python of a virtual environment with links to all packages of this one except LACKING."""
+    python = folder / "bin" / "python"
+    venv.EnvBuilder(symlinks=True, clear=True).create(folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    left_out = set()
+    for name in LACKING:
+        distribution = metadata.distribution(name)
+        left_out |= {file.parts[0] for file in distribution.files or []}
+    for library in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]}:
+        for path in Path(library).iterdir():
+            # The checkout's own package is on PYTHONPATH.
+            ours = path.name.startswith(("frontier_llm", "__editable__", "distutils-precedence"))
+            if path.name not in left_out and not ours and not (site / path.name).exists():
+                (site / path.name).symlink_to(path)
+    return python

@@ -13,7 +13,8 @@ from typing import Any
 from frontier_llm.errors import LayoutError
 from frontier_llm.schedule import one_end
 from frontier_llm.topology.plan import make_plan
-from tests.parity.cases import FACTORS, FAMILIES, MAX_RANKS, Case
+from tests.harness.families import FAMILIES
+from tests.parity.cases import FACTORS, MAX_RANKS, Case
 
 DEGREES = [(tp, pp, dp) for tp in range(1, 9) for pp in range(1, 9) for dp in range(1, 9) if tp * pp * dp <= MAX_RANKS]
 

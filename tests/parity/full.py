@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
+from tests.harness.families import FAMILIES
 from tests.harness.pool import RankError, RankPool
-from tests.parity.cases import FAMILIES, Case, every_case
+from tests.parity.cases import Case, every_case
 from tests.parity.compare import Run, differences, gather, worst
 from tests.parity.draw import random_cases
 from tests.parity.three_steps import train_case

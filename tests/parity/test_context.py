@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from frontier_llm.topology.grid import held_positions
+from tests.harness.families import FAMILIES
 from tests.harness.marks import but_first, thorough
-from tests.parity.cases import FAMILIES, Case
+from tests.parity.cases import Case
 from tests.parity.compare import differences
 from tests.parity.test_layouts import RunCase, run_case
 from tests.parity.witness import witness

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.families import EXPERT_FAMILIES
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
-from tests.parity.cases import EXPERT_FAMILIES, Case
+from tests.parity.cases import Case
 from tests.parity.compare import Run, differences, gather
 from tests.parity.three_steps import train_case
 from tests.parity.witness import witness

@@ -7,9 +7,10 @@ from itertools import islice
 
 import pytest
 
+from tests.harness.families import FAMILIES
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
-from tests.parity.cases import FAMILIES, Case, pairwise
+from tests.parity.cases import Case, pairwise
 from tests.parity.compare import Run, differences, gather
 from tests.parity.draw import random_cases
 from tests.parity.three_steps import train_case
