@@ -146,7 +146,7 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     (
         "job of a newer version",
         content("job.json", '{"version": 9}'),
-        "job.json: version is 9, but this program reads at most version 3",
+        "job.json: version is 9, but this program reads at most version 4",
     ),
     ("unknown field of a job", content("job.json", '{"version": 1, "x": 1}'), "job.json: x is not a field of a job"),
     ("job of another run", another_job, "job.json: run_dir is /elsewhere, so this is the record of another run"),
