@@ -17,12 +17,12 @@ say() { printf '\n== %s\n' "$*" >&2; }
 # part NAME TEXT: begins a part and says how long it will take
 part() {
   local seconds
-  seconds="$(python -m frontier_llm.experiments.quickstart begin "$1")"
+  seconds="$(python -m frontier_llm.experiments.quickstart begin "$1")" || seconds="time unknown"
   say "$2 ($seconds)"
 }
 
 say "a first measurement, from which the seconds of each part follow (5 to 20 s)"
-python -m frontier_llm.experiments.quickstart measure
+python -m frontier_llm.experiments.quickstart measure || say "the first measurement failed: no time is announced"
 
 part data "tokenizer and token files from the Python standard library"
 frontier-llm data stdlib data/stdlib
@@ -55,7 +55,7 @@ frontier-llm report "$run_dir" "$other_run_dir" --machine "$machine" \
   --next "$next" >/dev/null
 
 say "done"
-python -m frontier_llm.experiments.quickstart end >&2
+python -m frontier_llm.experiments.quickstart end >&2 || true
 cat >&2 <<EOF
 report:     $run_dir/report.html
 checkpoint: $run_dir/checkpoints

@@ -28,6 +28,7 @@ NAME = "restart"
 def check_restart(subject: Subject) -> CertificateSection:
     """Refuse a run whose work would be lost: without saves, without time or without space for them."""
     request = subject.request
+    checkpoints = subject.directory / "checkpoints"  # may be a link to another file system
     evidence = list(_save_evidence(subject))
     problems: list[Problem] = []
     if request is not None:
@@ -38,14 +39,14 @@ def check_restart(subject: Subject) -> CertificateSection:
     if subject.elsewhere:
         evidence.append(f"free space was not measured: {subject.elsewhere}")
     else:
-        evidence.append(f"{format_bytes(free_space(subject.directory).bytes)} are free at {subject.directory}")
+        evidence.append(f"{format_bytes(free_space(checkpoints).bytes)} are free for {checkpoints}")
         remote = remote_problems(subject.config)
         problems += remote
         if subject.config.train.remote is not None and not remote:
             evidence.append(f"checkpoints are uploaded to {subject.config.train.remote}, where a test file was written")
     if request is None:  # at a site, the section "installation" checks the directory and its space
         problems += run_dir_problems(subject.directory)
-        problems += space_problems(subject.config, free_space(subject.directory), subject.world_size)
+        problems += space_problems(subject.config, free_space(checkpoints), subject.world_size)
     return judged(NAME, evidence, problems)
 
 

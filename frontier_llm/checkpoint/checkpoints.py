@@ -179,17 +179,19 @@ class Checkpoints:
             if verify and self._train.remote is not None:
                 self._wait_for_uploads(time.monotonic() + self._train.remote_wait_s)
         finally:
-            if self.uploads is not None:
-                self.uploads.close()
-            if self._lock is not None:
-                self._lock.release()
+            try:
+                if self.uploads is not None:
+                    self.uploads.close()
+            finally:
+                if self._lock is not None:
+                    self._lock.release()
 
     def _wait_for_uploads(self, until_s: float) -> None:
         """Wait until all uploads have ended, or until a time of rank 0. No rank waits in one collective for long."""
 
         def must_wait() -> bool:
             assert self.uploads is not None
-            if not self.uploads.pending() or time.monotonic() > until_s:
+            if not self.uploads.is_running or not self.uploads.pending() or time.monotonic() > until_s:
                 return False
             time.sleep(POLL_S)
             return True

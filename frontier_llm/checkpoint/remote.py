@@ -197,7 +197,8 @@ def push(
         there.place.write(folder.MANIFEST_DIGEST, digest_line(content))
     names = there.missing(manifest, entries)
     shards = [entry for entry in manifest.shards if entry.file in set(names)]
-    if not shards and folder.MANIFEST in entries:
+    stored = entries.get(folder.MANIFEST)
+    if not shards and stored is not None and stored.size_bytes == len(content):
         return Pushed(manifest.progress.step, 0, 0, len(manifest.shards))
 
     def send(number: int) -> None:

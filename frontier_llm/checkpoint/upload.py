@@ -40,6 +40,11 @@ POLL_S = 0.2
 RELEASE_S = 10.0  # longest time for the last message to the store
 
 
+def _answers(said: bytes) -> list[bytes]:
+    """Return the lines that are no marks of progress. The last of them is the process's answer."""
+    return [line for line in said.splitlines() if line.strip(b"+")]
+
+
 class Uploads:
     """Uploads of one run. All methods can be called from any thread."""
 
@@ -78,6 +83,11 @@ class Uploads:
             return
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
         self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether uploads are being made. False before `start`."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wake(self) -> None:
         """Look for new checkpoints now."""
@@ -129,15 +139,20 @@ class Uploads:
 
     def _work(self) -> None:
         while not self._stopped.is_set():
-            request = self._next()
-            if request is None:
-                self._wake.wait()
-                self._wake.clear()
-                continue
-            digest = b"" if self._current is None else self._digest(self._current)
-            problem = self._run(request)
+            digest = b""
+            try:
+                request = self._next()
+                if request is None:
+                    self._wake.wait()
+                    self._wake.clear()
+                    continue
+                if self._current is not None:
+                    digest = self._digest(self._current)
+                problem = self._run(request)
+            except OSError as error:  # a file system that does not answer, or no memory for another process
+                problem = {"kind": UNREACHABLE, "text": str(error)}
             with self._lock:
-                self._record_result(request, digest, problem)
+                self._record_result(digest, problem)
                 self._current = None
             if problem is not None and not self._stopped.is_set():
                 pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures - 1, 20))
@@ -158,7 +173,7 @@ class Uploads:
             self._current = waiting[0]
             return {"task": "push", "checkpoint": str((self._directory / step_name(waiting[0])).absolute())}
 
-    def _record_result(self, request: dict[str, Any], digest: bytes, problem: dict[str, str] | None) -> None:
+    def _record_result(self, digest: bytes, problem: dict[str, str] | None) -> None:
         """Note what a request has reached, for the next choice and for `status`."""
         if self._stopped.is_set() or self._cancelled.is_set():
             return
@@ -236,11 +251,11 @@ class Uploads:
             piece = os.read(descriptor, 65536)
             moved_s = now_s
             said = (said + piece)[-65536:]
-            if not piece or (said.endswith(b"\n") and not said.endswith(b"+\n")):
+            if not piece or (said.endswith(b"\n") and _answers(said)):
                 break
-        lines = said.splitlines()
-        last = lines[-1] if lines else b"+"
-        if last == b"+":
+        answers = _answers(said)
+        try:
+            answer: dict[str, str] | None = json.loads(answers[-1])
+        except (IndexError, ValueError):
             return {"kind": UNREACHABLE, "text": "the upload was interrupted"}
-        answer: dict[str, str] | None = json.loads(last)
         return answer

@@ -55,6 +55,11 @@ def _problem_of(request: dict[str, Any]) -> dict[str, str] | None:
     return None
 
 
+def _mark() -> None:
+    """Report progress. One system call, because several threads write marks."""
+    os.write(sys.stdout.fileno(), b"+\n")
+
+
 def _serve(request: dict[str, Any]) -> None:
     place = RemoteFolder(request["url"])
     writer = this_writer(request["writer"], Path(request["run_dir"]))
@@ -66,9 +71,10 @@ def _serve(request: dict[str, Any]) -> None:
         for one in remote_checkpoints(place):
             if one.step > request["step"]:
                 one.delete()
+                _mark()
         return
     limit = RateLimit(request["mib_per_s"] * 2**20)
-    push(Path(request["checkpoint"]), place, writer, limit, lambda count: print("+", flush=True))
+    push(Path(request["checkpoint"]), place, writer, limit, lambda _: _mark())
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True, position: Posi
     unwritable = run_dir_problems(directory)
     problems += unwritable
     if saves and not unwritable:
-        problems += space_problems(config, free_space(directory), world_size)
+        problems += space_problems(config, free_space(directory / "checkpoints"), world_size)
     problems += package_problems(config)
     if problems:
         raise ConfigError(problems)

@@ -249,7 +249,10 @@ def roomier_plan(config: RunConfig, nodes: int, devices: int, own: Plan) -> Plan
         replace(numbers, memory_bytes=limit_bytes, node_devices=devices // nodes),
         nodes,
         longest.batch.global_batch,
-        {"sharding": "weights" if own.layout.sharding == "weights" else "optimizer"},
+        {
+            "sharding": "weights" if own.layout.sharding == "weights" else "optimizer",
+            "gradient_wire": longest.precision.gradient_wire,
+        },
         dtype=longest.precision.dtype,
         optimizer=longest.optimizer.name,
     )

@@ -23,7 +23,7 @@ from frontier_llm.units import strict_json
 FILE = "failure.json"
 # exit code of a rank whose user has to change something, so that a restart is useless (errors.FrontierError.exit_code)
 REFUSED = 2
-OUT_OF_MEMORY = "out of memory"  # cause: device memory is exhausted, or its allocator often has to free and retry
+OUT_OF_MEMORY = "out of memory"  # cause: device memory is exhausted
 STUCK = 70  # EX_SOFTWARE: exit code of a rank that its watchdog ended, because another rank made no progress
 _LOST_A_PEER = re.compile(
     r"RankFailure|secondary failure|has died or left|connection (reset|closed|refused)|broken pipe|timed "
@@ -154,8 +154,11 @@ def forget_failure(run_dir: Path) -> None:
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether an exception only reports the loss of another rank. Such an exception is not the cause."""
-    return bool(_LOST_A_PEER.search(text))
+    """Whether an exception only reports the loss of another rank. Such an exception is not the cause.
+
+    RCCL also reports that it is out of device memory, which is a cause.
+    """
+    return bool(_LOST_A_PEER.search(text)) and cause_of(text) != OUT_OF_MEMORY
 
 
 def speaks_of_hardware(text: str) -> bool:

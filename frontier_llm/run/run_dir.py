@@ -313,8 +313,12 @@ def plan_switches(run_dir: Path) -> list[PlanSwitch]:
     return [
         PlanSwitch(row["step"], tuple(row["plan"]), row["reason"])
         for row in rows
-        if is_count(row.get("step")) and isinstance(row.get("plan"), list) and isinstance(row.get("reason"), str)
+        if is_count(row.get("step")) and _is_list_of_text(row.get("plan")) and isinstance(row.get("reason"), str)
     ]
+
+
+def _is_list_of_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def record_switch(run_dir: Path, switch: PlanSwitch) -> None:

@@ -54,6 +54,7 @@ BARE = (
     "train.eval_interval=0",
     "train.tensorboard=false",
     "data.validation=null",
+    "train.remote=null",  # the store of the run that is measured
 )
 
 

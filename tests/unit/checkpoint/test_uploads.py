@@ -15,7 +15,7 @@ from frontier_llm.certificate.restart import remote_problems
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.remote import uploaded_checkpoints
 from frontier_llm.checkpoint.remote_writer import claim, read_writer, this_writer
-from frontier_llm.checkpoint.upload import Uploads
+from frontier_llm.checkpoint.upload import Uploads, _answers
 from frontier_llm.cluster.status import read_status
 from frontier_llm.cluster.status_text import render
 from frontier_llm.config import load_run
@@ -91,6 +91,12 @@ def test_kept_checkpoints_are_uploaded_and_the_higher_step_that_is_intact_wins(t
     (problem,) = remote_problems(CONFIG.model_copy(update={"train": train}))
     assert "is written by" in problem.what
     moved.checkpoints.close()
+
+
+def test_marks_of_several_threads_are_no_answer() -> None:
+    """Threads may write between the mark and the end of line of another thread."""
+    assert _answers(b"+\n++\n\n+\n") == []
+    assert _answers(b"+\n++\n\nnull\n") == [b"null"]
 
 
 def test_a_rewind_removes_remote_checkpoints_although_the_store_does_not_answer(tmp_path: Path, url: str) -> None:
