@@ -271,9 +271,9 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
             choices = {"BLOCK_K": MOST_CHOICES} if kernel == "route_forward" else {}
             yield f"e{block}", Variant({"BLOCK_N": 1024 // block, "BLOCK_E": block} | choices, 4)
     elif kernel == "drop":
-        # A lane has eight features: a block of 1024 lanes is three quarters empty with 2048 columns. One warp of 256 lanes
-        # is fastest on an H200 (docs/benchmarks/h200.md). Waves of 64 keep 1024, which was not timed: with one wave of
-        # 256 lanes, Triton sends the mask through shared memory.
+        # A lane has eight features: a block of 1024 lanes is three quarters empty with 2048 columns. One warp of 256
+        # lanes is fastest on an H200 (docs/benchmarks/h200.md). Waves of 64 keep 1024, which was not timed: with one
+        # wave of 256 lanes, Triton sends the mask through shared memory.
         yield "any", Variant({"BLOCK": 256}, 1) if wave == 32 else Variant({"BLOCK": 1024}, 4)
     elif kernel.startswith("gelu_"):
         for name, tanh in (("erf", 0), ("tanh", 1)):
