@@ -15,7 +15,6 @@ import torch
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import AdamWUpdate, Scores
 from frontier_llm.ops.gpu import GpuOps
-from frontier_llm.ops.kernel_table import ARCHITECTURES
 from tests.harness.fake_gpu import DEVICE, IMAGE, STREAM, checked_address, fake_gpu, skipped
 
 pytestmark = skipped
