@@ -90,7 +90,7 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
 
 def _pointwise(dtype: torch.dtype, odd: int) -> Iterator[Case]:
     """Yield cases of memory-bound ops. Each size is reduced by `odd`."""
-    for rows, columns in ((35, 80 - odd), (3, 2064 - odd), (3, 8208 - odd)):
+    for rows, columns in ((35, 80 - odd), (3, 2064 - odd), (3, 4112 - odd), (3, 8208 - odd)):
         yield catalogue.rms_norm(dtype, rows, columns)
         yield catalogue.add_norm(dtype, rows, columns, kind="layernorm", bias=True)
     for head_dim, half in ((80, 32), (128, 64), (256, 128)):
