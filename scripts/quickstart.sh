@@ -55,7 +55,7 @@ frontier-llm report "$run_dir" "$other_run_dir" --machine "$machine" \
   --next "$next" >/dev/null
 
 say "done"
-python -m frontier_llm.experiments.quickstart end >&2 || true
+python -m frontier_llm.experiments.quickstart end >&2 || say "the table of announced and measured seconds is missing"
 cat >&2 <<EOF
 report:     $run_dir/report.html
 checkpoint: $run_dir/checkpoints

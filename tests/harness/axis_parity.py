@@ -1,4 +1,4 @@
-"""Whether the parity tests find a planted fault: their comparison, with the fault on every rank."""
+"""Runs a parity comparison with a planted fault on every rank, and returns whether the comparison finds the fault."""
 
 from __future__ import annotations
 
