@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         type=positive,
         default=2,
         metavar="N",
-        help="ranks that measure at once: as many as will train (default: 2)",
+        help="ranks that measure at the same time: the number that will train (default: 2)",
     ),
     option(
         "--repeats",

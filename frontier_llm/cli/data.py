@@ -163,7 +163,11 @@ def _tokenizer(args: argparse.Namespace) -> int:
         help="MiB of input per resumable part (default: 32)",
     ),
     OVERWRITE,
-    option("--prompt-key", metavar="NAME", help="JSON field that comes before the text, is read and not learnt"),
+    option(
+        "--prompt-key",
+        metavar="NAME",
+        help="JSON field that comes before the text; its tokens are read but do not count in the loss",
+    ),
     JSON,
     *TEXT_OPTIONS,
     line="make PREFIX.bin/.idx from text; run it again to resume",
@@ -208,11 +212,11 @@ def _tokenize(args: argparse.Namespace) -> int:
         metavar="PREFIX",
         help="path without .bin/.idx",
     ),
-    option("--tokenizer", required=True, help="the one that made the tokens"),
+    option("--tokenizer", required=True, help="tokenizer that made the tokens"),
     option(
         "--dtype",
         choices=("uint16", "uint32", "int32", "int64"),
-        help="of files without a header, of MDS bytes columns",
+        help="type of the numbers in files without a header and in bytes columns of MDS",
     ),
     BOUND,
     option(
@@ -267,7 +271,7 @@ def _index(args: argparse.Namespace) -> int:
         metavar="PREFIX",
         help="path without .bin/.idx",
     ),
-    option("--tokenizer", help="to decode with (default: the one that made the data)"),
+    option("--tokenizer", help="tokenizer for decoding (default: the one that made the data)"),
     option(
         "--samples",
         type=natural,

@@ -9,14 +9,12 @@ from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING
 
+from frontier_llm.config.foreign import SIMILAR
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frontier_llm.cli.arguments import Parser
-
-# Share of equal letters from which an option counts as mistyped. One wrong, missing, doubled or swapped letter reaches
-# it. Other words, such as --tensor and --tokens, stay below.
-SIMILAR = 0.8
 
 
 def near_option(word: str, parser: Parser) -> str:
@@ -85,6 +83,17 @@ def _all_commands() -> argparse.ArgumentParser:
     from frontier_llm.cli.main import COMMANDS, parser_of
 
     return parser_of(*COMMANDS)
+
+
+def with_action(word: str) -> str:
+    """Return the commands that have an action of this name, such as `frontier-llm checkpoint export-hf`. '' if none."""
+    outer = _all_commands()._actions[-1].choices or {}
+    return " or ".join(
+        inner.choices[word].prog
+        for parser in outer.values()
+        for inner in parser._actions
+        if isinstance(inner, argparse._SubParsersAction) and word in inner.choices
+    )
 
 
 def _having(parser: argparse.ArgumentParser, flag: str) -> Iterator[str]:

@@ -73,13 +73,13 @@ if TYPE_CHECKING:
         "--max-node-hours",
         type=positive_amount,
         metavar="H",
-        help="save and end when all jobs of the run together have used so many",
+        help="save and end when all jobs of the run together have used this many node-hours",
     ),
     option(
         "--failed-start-node-hours",
         type=positive_amount,
         metavar="H",
-        help="give up when starts in a row that reach no step have used so many (default: 3 hours of all nodes)",
+        help="give up when starts in a row without a step have used so many node-hours (default: 3 hours of all nodes)",
     ),
     option(
         "--preflight",

@@ -34,7 +34,7 @@ DIRECTORY = "runs/tune"
         type=amount,
         required=True,
         metavar="H",
-        help="what all trials together may use; 0: only write the report",
+        help="node-hours that all trials together may use; 0: only write the report",
     ),
     option(
         "--nodes",
@@ -47,7 +47,7 @@ DIRECTORY = "runs/tune"
         type=natural,
         default=0,
         metavar="N",
-        help="nodes of the allocation to keep in hand (default: 0)",
+        help="nodes of the allocation that stay free, to replace dead ones (default: 0)",
     ),
     option(
         "--ranks",
@@ -60,13 +60,13 @@ DIRECTORY = "runs/tune"
         type=positive,
         default=10,
         metavar="N",
-        help="of a trial; the first three do not count (default: %(default)s)",
+        help="steps of a trial; the first three are not timed (default: %(default)s)",
     ),
     option(
         "--trials",
         type=positive,
         metavar="N",
-        help="at most so many (default: as many as the budget and the gain allow)",
+        help="largest number of trials (default: as many as the budget and the expected gain allow)",
     ),
     option(
         "--fix",
@@ -80,14 +80,14 @@ DIRECTORY = "runs/tune"
         type=positive,
         default=256,
         metavar="N",
-        help="the planner's best so many are the space (default: %(default)s)",
+        help="search among the N layouts that the planner predicts as fastest (default: %(default)s)",
     ),
     option(
         "--within",
         type=positive_amount,
         default=2.0,
         metavar="X",
-        help="of which predicted within X times the best (default: %(default)s)",
+        help="leave out layouts that are predicted slower than X times the fastest (default: %(default)s)",
     ),
     option("--allow-cross-node-tp", action="store_true", help="also try tensor parallelism beyond the node"),
     option("--exhaustive", action="store_true", help="try every layout of the space, in random order"),
@@ -96,34 +96,32 @@ DIRECTORY = "runs/tune"
         type=natural,
         default=0,
         metavar="N",
-        help="of what is chosen at random (default: 0)",
+        help="seed of the random choices (default: 0)",
     ),
     option(
         "--output",
         metavar="DIR",
-        help=f"trials, table and report; the same directory goes on (default: {DIRECTORY}/RUN)",
+        help=f"directory of trials, table and report; a search that is in it continues (default: {DIRECTORY}/RUN)",
     ),
     option(
         "--emit",
         type=Path,
         metavar="FILE",
-        help="the fastest layout as a run file (default: best.yaml in the output)",
+        help="write the fastest layout as a run file (default: best.yaml in the output)",
     ),
     option(
         "--emit-machine",
         type=Path,
         metavar="FILE",
-        help="a machine file with the constants that the trials have changed",
+        help="write a machine file with the constants that the trials have changed",
     ),
     option("--preflight", action="store_true", help="`doctor` on every node of the allocation first"),
     option("--dry-run", action="store_true", help="show the space and what a trial costs, run nothing"),
     JSON,
-    about="Find the fastest layout of a run by running it: trials of a few steps by srun inside an allocation "
-    "(slurm/tune.sbatch), or "
-    "on this machine. The first is the planner's choice; a model of the planner's error then chooses. Each trial has "
-    "a time limit; one that "
-    "runs out of memory, hangs or has no finite loss is told apart and counts as slow. After a walltime the same "
-    "command goes on.",
+    about="Find the fastest layout of a run by running it. Each trial trains a few steps, by srun inside an allocation "
+    "(slurm/tune.sbatch) or on this machine. The first trial is the planner's choice. A model of the planner's error "
+    "then chooses the next ones. Each trial has a time limit. A trial that runs out of memory, hangs or has no finite "
+    "loss counts as slow, and the table names the failure. To continue after the walltime, repeat the command.",
     examples=(
         "frontier-llm tune train_small --ranks 4 --max-node-hours 0.2",
         "frontier-llm tune train_22b --nodes 16 --max-node-hours 40 --dry-run",

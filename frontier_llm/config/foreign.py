@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from functools import cache
 
 from frontier_llm.config.places import configs_dir
 
 PAGE = "docs/coming_from.md"
+# Share of equal letters from which a name counts as mistyped. One wrong, missing, doubled or swapped letter reaches
+# it. Other words, such as --tensor and --tokens, stay below.
+SIMILAR = 0.8
 
 
 def _plain_name(text: str) -> str:
@@ -40,3 +44,9 @@ def _names() -> dict[str, str]:
 def name_here(name: str) -> str:
     """Return this project's name of another framework's option or key. '' if docs/coming_from.md does not list it."""
     return _names().get(_plain_name(name), "")
+
+
+def meaning_of_near_name(name: str) -> str:
+    """Return this project's name of the most similarly spelled option or key of another framework, or ''."""
+    matches = get_close_matches(_plain_name(name), _names(), n=1, cutoff=SIMILAR)
+    return _names()[matches[0]] if matches else ""

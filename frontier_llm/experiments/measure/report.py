@@ -14,7 +14,6 @@ from frontier_llm.cluster.recorded import epochs_read, tokens_read
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
-from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import simulate, timeline_chart
@@ -109,8 +108,7 @@ def _tiles(records: Sequence[RunRecord]) -> str:
 
 def _predicted(records: Sequence[RunRecord], machine: str, plugins: Sequence[str]) -> str:
     """Return a table and a chart of the step times that the planner predicts and of the measured medians."""
-    numbers = rates(load_machine(machine))
-    runs = [beside_prediction(record.directory, numbers, plugins) for record in records]
+    runs = [beside_prediction(record.directory, machine, plugins=plugins) for record in records]
     rows = [
         (
             record.name,

@@ -147,7 +147,7 @@ def _trials(search: Tuner) -> str:
 
 
 def charts(search: Tuner) -> Iterator[Chart]:
-    """Yield charts of predicted against measured steps, the progress of the search, and the importance of choices."""
+    """Yield charts of predicted against measured steps, and of the progress of the search."""
     done = [trial for trial in search.tried.values() if trial.ok]
     if not done:
         return
@@ -178,7 +178,3 @@ def charts(search: Tuner) -> Iterator[Chart]:
             )
         )
     yield Chart("Course of the search", "trial", "measured step, s", course, height_px=380)
-    shares = search.surrogate.importance(search.belief())
-    bars: dict[str, Any] = {"type": "bar", "orientation": "h", "x": [100 * share for share in shares.values()][::-1]}
-    bars |= {"y": [_keys_of(name) for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
-    yield Chart("What mattered", "% of the variance that the choice alone explains", "", [bars], height_px=380)

@@ -131,7 +131,7 @@ def test_the_report_and_the_fastest_layout_come_from_the_table(
     assert facts["best_step_s"] == pytest.approx(2.4) and facts["failures"] == {"hang": 1} and facts["trials"] == 6
     assert facts["faster_than_planner"] == pytest.approx(2.9 / 2.4 - 1)
     page = (tmp_path / "tune.html").read_text()
-    assert page.count("class=chart") == 3 and "What mattered" in page and "fitted" in page and "hang" in page
+    assert page.count("class=chart") == 2 and "What mattered" in page and "fitted" in page and "hang" in page
     best = load_run(str(tmp_path / "best.yaml"))
     assert best.model.name == "gpt-tiny" and best.batch.global_batch == 8
     assert yaml.safe_load((tmp_path / "machine.yaml").read_text())["base"] == "local"
