@@ -148,7 +148,12 @@ def tune(args: argparse.Namespace) -> int:
     search = _search(args, overrides, launcher, root)
     log.info(_cost(search, launcher.nodes, args, root))
     if args.dry_run:
+        from frontier_llm.planner.choice import not_by_time
+
         rows = _plan_rows(search)
+        seconds = [plan.step_s for plan in search.space.plans]
+        if seconds != sorted(seconds):
+            log.info(not_by_time())
         show(args, rows, lambda: aligned((">step_s", ">gib", "layout"), (row.values() for row in rows)))
         return 0
     if tool is not None:
@@ -242,19 +247,20 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
 def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> str:
     """Return a text about the search space and the cost of its trials."""
     from frontier_llm.cluster.admission import written
-    from frontier_llm.planner.predict import START_S
+    from frontier_llm.experiments.tuning.search import Proposal
     from frontier_llm.units import format_seconds, plural
 
     plans = search.space.plans
     used = sum(trial.node_hours for trial in search.trials)
-    trial_s = START_S + args.steps * plans[0].step_s
+    trial_s = search.expected_s(Proposal(0, "planner", plans[0].step_s), args.steps)
+    start = "measured" if any(trial.ok for trial in search.trials) else "assumed, until one is measured"
     left = max(0.0, args.max_node_hours - used)
     steps_s = [plan.step_s for plan in plans]
     return (
-        f"{plural(len(plans), 'layout')} of {search.space.legal} legal ones fit, {format_seconds(min(steps_s))} to "
-        f"{format_seconds(max(steps_s))} per step (predicted)\n"
+        f"{len(plans)} of {plural(search.space.legal, 'layout')} that fit are searched, "
+        f"{format_seconds(min(steps_s))} to {format_seconds(max(steps_s))} per step (predicted)\n"
         f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} "
-        f"(start assumed, until one is measured), "
+        f"(start {start}), "
         f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.max_node_hours:.3g} node-hours are used\n"
         f"cost: {plural(nodes, 'node')} for at most {left / nodes * 60:,.0f} minutes of trials, {left:.3g} node-hours\n"
         f"cost: trials write {written(search.space.config, 0, root)}"
@@ -285,7 +291,8 @@ def _conclude(args: argparse.Namespace, search: Tuner, overrides: list[str], roo
     if args.emit_machine and best is not None:
         write_machine(args.emit_machine, tuned_machine(search))
         written.append(args.emit_machine)
-    show(args, summary(search), lambda: "\n".join(f"{key}: {value}" for key, value in summary(search).items()))
+    shown = {key: value for key, value in summary(search).items() if value not in (None, {})}
+    show(args, summary(search), lambda: "\n".join(f"{key}: {value}" for key, value in shown.items()))
     if written:
         log.info(f"wrote {', '.join(map(str, written))}")
     return 0 if best is not None else 1

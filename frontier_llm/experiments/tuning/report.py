@@ -79,7 +79,7 @@ def write_report(search: Tuner, directory: Path) -> Path:
     subtitle = (
         f"{search.space.devices} devices of {config.machine}, {config.batch.global_batch} sequences of "
         f"{config.model.sequence_length} per step; "
-        f"{facts['layouts']} of {search.space.legal} legal layouts fit."
+        f"{facts['layouts']} of {search.space.legal} layouts that fit are searched."
     )
     parts = [_tiles(facts), f"<h2>Predicted and measured</h2>{figures(charts(search))}"]
     parts += [_importance(facts["importance"]), _constants(search), _trials(search)]
