@@ -87,10 +87,9 @@ def _all_commands() -> argparse.ArgumentParser:
 
 def with_action(word: str) -> str:
     """Return the commands that have an action of this name, such as `frontier-llm checkpoint export-hf`. '' if none."""
-    outer = _all_commands()._actions[-1].choices or {}
     return " or ".join(
         inner.choices[word].prog
-        for parser in outer.values()
+        for parser in _inner(_all_commands())
         for inner in parser._actions
         if isinstance(inner, argparse._SubParsersAction) and word in inner.choices
     )
@@ -99,10 +98,15 @@ def with_action(word: str) -> str:
 def _having(parser: argparse.ArgumentParser, flag: str) -> Iterator[str]:
     if flag in parser._option_string_actions:
         yield parser.prog
+    for inner in _inner(parser):
+        yield from _having(inner, flag)
+
+
+def _inner(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers of a parser's commands or actions."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                yield from _having(inner, flag)
+            yield from action.choices.values()
 
 
 def fix_for(word: str, typed: Sequence[str], parser: Parser) -> str:

@@ -39,7 +39,7 @@ OPTIONS = {
     "--exhaustive": "trial of every layout",
     "--explain": "step and memory line by line",
     "--failed-start-node-hours": "node-hours of failed starts that end a run",
-    "--fallback-plan": "roomier plan for a run that is out of memory",
+    "--fallback-plan": "layout that needs less memory, for a run that is out of memory",
     "--figures": "figures that are written",
     "--fix": "layout choice that a search keeps",
     "--force": "section that may pass without a check",

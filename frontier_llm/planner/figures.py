@@ -208,7 +208,7 @@ def candidates_of(outcome: Search, numbers: Rates) -> Candidates:
         dtype=chosen.dtype,
         optimizer=chosen.optimizer,
     )
-    memory = peak_memory(outcome.model, layouts, numbers)
+    memory = np.asarray(peak_memory(outcome.model, layouts, numbers))
     fits = memory <= numbers.memory_bytes
     layouts = layouts.where(fits)
     return Candidates(layouts, step_s(outcome.model, layouts, numbers), memory[fits] / GIB)
