@@ -224,8 +224,9 @@ def time_memory_chart(outcome: Search, candidates: Candidates) -> Chart:
     bins = np.round(2 * candidates.memory_gib)
     is_shown = candidates.seconds <= SLOWEST_SHOWN * candidates.seconds.min()
     traces = []
-    for series, tp in enumerate(np.unique(layouts.tp[is_shown])):
-        own = np.flatnonzero(is_shown & (layouts.tp == tp))
+    degrees = np.asarray(layouts.tp)
+    for series, tp in enumerate(np.unique(degrees[is_shown])):
+        own = np.flatnonzero(is_shown & (degrees == tp))
         by_speed = own[np.argsort(candidates.seconds[own])]
         _, firsts = np.unique(bins[by_speed], return_index=True)
         drawn = by_speed[firsts]
