@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops.differentiable import Normed, NormKind, rows_in_order
+from frontier_llm.ops.differentiable import Normed, NormKind, rows_in_order, sum_of_rows
 from frontier_llm.ops.dropout import HALVES_PER_BLOCK, Mask
 from frontier_llm.ops.gpu_attention import GpuAttention
 from frontier_llm.ops.gpu_routing import GpuRouting
@@ -46,10 +46,6 @@ def _partial_weights(weights: Tensor | None, column_blocks: int, device: torch.d
         dtype=torch.float32,
         device=device,
     )
-
-
-def _summed(partial: Tensor) -> Tensor:
-    return partial[0] if len(partial) == 1 else partial.sum(0)
 
 
 def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
@@ -109,9 +105,10 @@ class GpuOps(GpuAttention, GpuRouting):
     def norm_backward(
         self, grad: Tensor, grad_total: Tensor | None, saved: Normed
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gradients of the total, the weight and the bias.
+        """Return the gradient of the total, and rows whose sums are the gradients of the weight and the bias.
 
-        One kernel computes all of them, or two kernels if a row is longer than a block.
+        One kernel computes all of them, or two kernels if a row is longer than a block. The number of rows is the
+        number of programs that sum rows of tokens.
         """
         total, weight, mean, scale, kind, _ = saved
         grad = grad.contiguous()
@@ -177,8 +174,7 @@ class GpuOps(GpuAttention, GpuRouting):
                 rows=rows,
                 rows_per_program=strip,
             )
-        sums = partial.sum(1)
-        return grad_x, sums[0], sums[-1]
+        return grad_x, partial[0], partial[-1]
 
     def rotate(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float) -> Tensor:
         """Return `reference.rope` with the angles times `sign`. Raises BackendError if there are too many angles."""
@@ -298,7 +294,7 @@ class GpuOps(GpuAttention, GpuRouting):
             columns=grad.shape[-1],
             has_weights=int(weights is not None),
         )
-        return grad_x, _summed(partial)
+        return grad_x, sum_of_rows(partial)
 
     def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None) -> Tensor:
         """Return GELU of x + bias, times each row's weight."""
@@ -325,7 +321,7 @@ class GpuOps(GpuAttention, GpuRouting):
     def gelu_backward(
         self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of x, the bias and the row weights."""
+        """Return the gradient of x, rows whose sum is the gradient of the bias, and the gradient of the row weights."""
         grad = grad.contiguous()
         x = x.contiguous()
         variant = "tanh" if approximate else "erf"
@@ -356,7 +352,7 @@ class GpuOps(GpuAttention, GpuRouting):
             has_bias=int(bias is not None),
             has_weights=int(weights is not None),
         )
-        return grad_x, partial.sum(0), _summed(partial_weights)
+        return grad_x, partial, sum_of_rows(partial_weights)
 
     def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
         """Return residual + dropout(x), computed in one pass. The mask exists only in registers."""
@@ -569,6 +565,21 @@ class GpuOps(GpuAttention, GpuRouting):
         grad = grad.detach().contiguous()
         self.kernels.launch(
             "accumulate", grad.dtype, "any", grid, main_grad=main_grad, grad=grad, count=main_grad.numel()
+        )
+
+    def accumulate_rows_(self, main_grad: Tensor, rows_RC: Tensor) -> None:
+        """Add the sum of the rows to main_grad, in one launch."""
+        rows_RC = rows_RC.detach().contiguous()
+        rows, columns = rows_RC.shape
+        self.kernels.launch(
+            "accumulate_rows",
+            rows_RC.dtype,
+            "any",
+            (_blocks(columns, self.kernels.block("accumulate_rows", "any", "BLOCK")), 1, 1),
+            main_grad=main_grad,
+            grad=rows_RC,
+            rows=rows,
+            columns=columns,
         )
 
     def embedding_backward_(
