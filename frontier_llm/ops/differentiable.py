@@ -183,16 +183,19 @@ def sum_of_rows(rows_RC: Tensor) -> Tensor:
     return rows_RC[0] if len(rows_RC) == 1 else rows_RC.sum(0)
 
 
-def _gradient_of(parameter: Tensor, rows_RC: Tensor) -> Tensor | None:
-    """Return the sum of the rows, or None if the parameter's owner adds the rows to the gradient itself.
+def _taker_of_rows(parameter: Tensor | None) -> Any:
+    """Return the parameter if it adds rows to its gradient itself (`ShardedParameter.take_gradient_rows`), or None.
 
-    An owner sets `take_gradient_rows` (`ShardedParameter`). It then needs one launch instead of two, and autograd
-    has no gradient to pass on.
+    Backward does not look at the saved tensor, because recomputation replaces it by a tensor without attributes.
     """
-    take = getattr(parameter, "take_gradient_rows", None)
-    if take is None:
+    return None if getattr(parameter, "take_gradient_rows", None) is None else parameter
+
+
+def _gradient(taker: Any, rows_RC: Tensor) -> Tensor | None:
+    """Return the sum of the rows. With a taker, pass it the rows instead: the sum then needs no launch of its own."""
+    if taker is None:
         return sum_of_rows(rows_RC)
-    take(parameter, rows_RC)
+    taker.take_gradient_rows(taker, rows_RC)
     return None
 
 
@@ -231,7 +234,9 @@ class _Norm(Function):
     ) -> Any:
         bias_of_type = None if bias is None else _of_type(bias, x)
         out, total, mean, scale = ops.norm_forward(x, residual, _of_type(weight, x), bias_of_type, kind)
-        ctx.save_for_backward(total, weight, mean, scale, bias)
+        ctx.save_for_backward(total, weight, mean, scale)
+        ctx.takes_weight_rows = _taker_of_rows(weight)
+        ctx.takes_bias_rows = _taker_of_rows(bias)
         ctx.kind = kind
         ctx.ops = ops
         ctx.has_residual = residual is not None
@@ -240,13 +245,13 @@ class _Norm(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight, mean, scale, bias = ctx.saved_tensors
+        total, weight, mean, scale = ctx.saved_tensors
         saved = Normed(total, _of_type(weight, total), mean, scale, ctx.kind, ctx.has_bias)
         grad_total = grad_outputs[1] if ctx.has_residual else None
         grad_x, weight_rows, bias_rows = ctx.ops.norm_backward(grad_outputs[0], grad_total, saved)
         grad_residual = grad_x if ctx.has_residual else None
-        grad_weight = _gradient_of(weight, weight_rows)
-        grad_bias = _gradient_of(bias, bias_rows) if ctx.has_bias else None
+        grad_weight = _gradient(ctx.takes_weight_rows, weight_rows)
+        grad_bias = _gradient(ctx.takes_bias_rows, bias_rows) if bias_rows is not None and ctx.has_bias else None
         return grad_x, grad_residual, grad_weight, grad_bias, None, None
 
 
@@ -296,6 +301,7 @@ class _Gelu(Function):
         ctx: Any, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None, ops: DifferentiableOps
     ) -> Tensor:
         ctx.save_for_backward(x, bias, weights)
+        ctx.takes_bias_rows = _taker_of_rows(bias)
         ctx.approximate = approximate
         ctx.ops = ops
         return ops.gelu_forward(x, None if bias is None else _of_type(bias, x), approximate, weights)
@@ -307,7 +313,7 @@ class _Gelu(Function):
         grad_x, bias_rows, grad_weights = ctx.ops.gelu_backward(
             grad_outputs[0], x, bias_of_type, ctx.approximate, weights
         )
-        grad_bias = None if bias is None else _gradient_of(bias, bias_rows)
+        grad_bias = None if bias is None else _gradient(ctx.takes_bias_rows, bias_rows)
         return grad_x, grad_bias, None, _of_rows(grad_weights, weights), None
 
 
