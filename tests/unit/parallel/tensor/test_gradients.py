@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from frontier_llm.blueprint.parameters import Parameter, ParameterKind
 from frontier_llm.config import OpsConfig
+from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import select_ops
 from frontier_llm.parallel.tensor import ShardedParameter, WeightGradients
 from frontier_llm.parallel.tensor.gradients import Factor
@@ -90,3 +92,22 @@ def test_rows_of_partial_sums_reach_the_fp32_buffer_now_or_as_their_sum_in_the_w
     rows.zero_()  # the W action needs the rows no more
     gradients.run(work)
     assert parameter.main_grad.tolist() == [2 * value for value in now]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_norm_passes_its_rows_past_autograd(recomputed: bool) -> None:
+    """Recomputation replaces the saved weight by a tensor without attributes."""
+    spec = shard(Parameter("weight", (4,), ParameterKind.VECTOR))
+    parameter = ShardedParameter.create(torch.ones(4), spec)
+    passed: list[Tensor] = []
+    parameter.take_gradient_rows = lambda _, rows_RC: passed.append(rows_RC)
+    ops = select_ops(OpsConfig(), "cpu", torch.float32)
+    x = torch.tensor([[1.0, -1.0, 1.0, 1.0], [1.0, 1.0, 1.0, -1.0]], requires_grad=True)
+
+    def norm(x: Tensor) -> Tensor:
+        return ops.rms_norm(x, parameter, 0.0)
+
+    y = recompute(norm, x) if recomputed else norm(x)
+    y.sum().backward()
+    (rows_RC,) = passed
+    assert rows_RC.sum(0).tolist() == [2.0, 0.0, 2.0, 0.0] and parameter.grad is None
