@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import subprocess
+import sys
 
+import pytest
+import torch
+
+from frontier_llm import log
 from frontier_llm.certificate.axis_types import check_axis_types
+from frontier_llm.certificate.axis_types.small import small_copy
+from frontier_llm.certificate.axis_types.step import run_step
+from frontier_llm.certificate.axis_types.trace import text_of, visible
 from frontier_llm.certificate.section import SectionVerdict
 from frontier_llm.config import load_run
-from tests.harness.axis_faults import FAULTS, NOT_FOUND, SABOTAGE_LAYOUTS, Fault, check
+from tests.harness.axis_faults import FAULTS, LAYOUTS, NOT_FOUND, SABOTAGE_LAYOUTS, Fault, check
 from tests.harness.planted import planted
 from tests.parity.cases import Case, pairwise
 from tests.parity.sabotage import SABOTAGES
@@ -76,6 +85,44 @@ def test_a_planted_fault_is_named(fault: Fault) -> None:
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in _FIRST], ids=str)
 def test_each_planted_fault_is_named(fault: Fault) -> None:
     _is_named(fault)
+
+
+def _recorded(case: Case) -> list[tuple[object, ...]]:
+    with log.quiet():
+        ranks = run_step(small_copy(case.config(), case.world_size))
+    return [
+        (event.id, text_of(visible(event.site)), event.operation, event.sources)
+        for record in ranks
+        for event in record.recorder.events
+    ]
+
+
+def test_records_do_not_depend_on_addresses_or_on_earlier_runs() -> None:
+    """A recorder that takes a new tensor for a freed one at its address would name a line at random."""
+    case = LAYOUTS["moe"]
+    first = _recorded(case)
+    held = [torch.zeros(3) for _ in range(1000)]
+    del held[::2]  # the second run gets other addresses
+    assert _recorded(case) == first
+
+
+_SHOW_LINES = """
+from tests.harness.axis_faults import FAULTS, check
+for fault in FAULTS:
+    if fault.function in ("_add_up", "_Combine.backward", "take_part"):
+        print(fault, [(problem.where, problem.what) for problem in check(fault)[0].problems])
+"""
+
+
+@pytest.mark.thorough
+def test_the_named_line_does_not_depend_on_the_order_of_hashes() -> None:
+    command = [sys.executable, "-c", _SHOW_LINES]
+    texts = [
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True).stdout
+        for seed in ("1", "2")
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].count(b"\n") == 3
 
 
 @pytest.mark.thorough
