@@ -42,6 +42,7 @@ _SETTINGS = {
     "wire": Case("llama", tp=2, dp=2, settings=("optimizer.name=lion", "precision.gradient_wire=bf16")),
     "dropout and z": Case("gpt", tp=2, settings=("model.dropout=0.1", "train.loss_weights={output-z: 0.01}")),
     "dualpipe": Case("llama", pp=2, dp=2, schedule="dualpipe-v"),
+    "three stages": Case("llama", tp=2, pp=4, sequence_parallel=True, schedule="interleaved"),
 }
 
 
@@ -134,17 +135,30 @@ def test_the_sabotages_of_the_parity_tests_are_refused(name: str) -> None:
     assert section.verdict is (SectionVerdict.PASSED if name in NOT_FOUND else SectionVerdict.REFUSED)
 
 
-@pytest.mark.parametrize(
-    ("setting", "ranks"),
-    [
-        ("parallel.data_mode=fsdp", 2),
-        ("optimizer.engine=deepspeed", 2),
-    ],
-)
-def test_other_engines_are_not_checkable(setting: str, ranks: int) -> None:
-    section = check_axis_types(Case("llama", dp=ranks, settings=(setting,)).config(), ranks)
+NOT_CHECKABLE = {
+    "parallel.data_mode": Case("llama", dp=2, settings=("parallel.data_mode=fsdp",)),
+    "optimizer.engine": Case("llama", dp=2, settings=("optimizer.engine=deepspeed",)),
+    "model.moe.capacity": Case("mixtral", dp=2, settings=("model.moe.capacity=1.0",)),
+    "parallel.expert_tensor": Case("olmoe", tp=4, settings=("parallel.expert=2", "parallel.expert_tensor=2")),
+}
+
+
+@pytest.mark.parametrize("option", NOT_CHECKABLE)
+def test_options_that_the_simulated_ranks_cannot_run_are_named(option: str) -> None:
+    case = NOT_CHECKABLE[option]
+    section = check_axis_types(case.config(), case.world_size)
     assert section.verdict is SectionVerdict.NOT_CHECKABLE
-    assert setting.split("=")[0] in section.why
+    assert option in section.why
+
+
+def test_a_fault_of_stages_without_embedding_and_head_is_found() -> None:
+    inner = "(_sum(x, added) if self.spec.embedding or self.spec.head else x)"
+    with planted("frontier_llm.model.stage", "Stage._blocks", "return _sum(x, added)", f"return {inner}"):
+        _passes(Case("gpt", pp=2))  # no such stage
+        case = Case("gpt", pp=4)
+        section = check_axis_types(case.config(), case.world_size)
+    assert section.verdict is SectionVerdict.REFUSED
+    assert "pp 3" in check_axis_types(case.config(), case.world_size).evidence[0]
 
 
 def test_shipped_run_of_3072_ranks_passes() -> None:
