@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.checkpoint import remote
+from frontier_llm.checkpoint import remote, upload_process
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.remote import RateLimit, RemoteCheckpoint, at_url, uploaded_checkpoints
 from frontier_llm.checkpoint.remote_writer import (
@@ -252,6 +252,19 @@ def test_the_rule_of_one_writer(url: str, there: Writer | None, may_claim: bool,
     assert read_writer(place) == expected
 
 
+def test_a_push_whose_url_is_taken_changes_nothing_more(run: Run, url: str) -> None:
+    place, writer = claimed(run, url)
+    other = Writer("other", "/runs/other", "n0", 0.0)
+    with pytest.raises(TakenUrl):
+        remote.push(newest(run), place, writer, NO_LIMIT, lambda _: claim(place, other, take_over=True))
+    assert list(uploaded_checkpoints(place)) == []
+    (in_store(url) / "manifest.sha256").write_text("of another checkpoint of this step")
+    before = content(in_store(url))
+    with pytest.raises(TakenUrl):
+        remote.push(newest(run), place, writer, NO_LIMIT)
+    assert content(in_store(url)) == before
+
+
 def test_a_url_without_a_checkpoint_is_taken_over(
     run: Run, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +319,30 @@ def test_an_empty_url_has_no_checkpoint(url: str) -> None:
         at_url(url)
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         at_url(f"{url}/step_00000004")
+
+
+def test_a_push_obeys_the_rate(run: Run, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, writer = claimed(run, url)
+    monkeypatch.setattr(remote, "SENT_BYTES", 2**20)
+    slept: list[float] = []
+    remote.push(newest(run), place, writer, RateLimit(2.0**20, clock=lambda: 0.0, sleep=slept.append))
+    assert slept == [0.0, 1.0, 2.0]  # the shard has 2.4 MiB
+
+
+def test_rates_are_given_in_mib_per_second(run: Run, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+
+    def recorded(bytes_per_s: float) -> RateLimit:
+        rates.append(bytes_per_s)
+        return NO_LIMIT
+
+    monkeypatch.setattr(remote, "RateLimit", recorded)
+    monkeypatch.setattr(upload_process, "RateLimit", recorded)
+    run_dir = str(run.checkpoints.directory.parent)
+    assert main(["checkpoint", "push", run_dir, url, "--mib-per-s", "3"]) == 0
+    request = {"task": "push", "checkpoint": str(newest(run)), "url": url, "writer": "me", "run_dir": run_dir}
+    upload_process._serve({**request, "is_claimed": False, "mib_per_s": 2.0})
+    assert rates == [3 * 2**20, 2 * 2**20]
 
 
 def test_the_rate_limit_delays_by_bytes() -> None:
