@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,7 @@ from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import Plan, Search, search
 from frontier_llm.topology.plan import balanced, make_plan
-from frontier_llm.units import GIB, plural
+from frontier_llm.units import GIB, plural, strict_json
 
 SITES = ("frontier", "lumi", "local")
 
@@ -233,7 +232,7 @@ def _word(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-        return json.dumps(value)
+        return strict_json(value, indent=None)
     return str(value).replace(" ", "")
 
 

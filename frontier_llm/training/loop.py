@@ -126,12 +126,7 @@ class _Session:
         self.decisions = Decisions(self.run_dir / DECISIONS_FILE if self.is_first else None)
         facts = job_facts(config, state, self.datasets)
         self.checkpoints = Checkpoints(
-            config.train,
-            state.mesh,
-            state.optimizer,
-            facts,
-            allow_changes=resume.allow_changes,
-            on_wait=watchdog.moved,
+            config.train, state.mesh, state.optimizer, facts, resume.allow_changes, on_wait=watchdog.moved
         )
         self.skips = Skips(self.config.guard, self.decisions, self.checkpoints)
 
