@@ -53,7 +53,9 @@ def test_status_of_a_directory(run_directory: Path) -> None:
 
 def test_the_plan_in_use(run_directory: Path) -> None:
     """Regression: after a new submission with another plan, the change to the earlier roomier plan was still shown."""
-    own, roomier, other = ("batch.micro_batch=8",), ("batch.micro_batch=4",), ("batch.micro_batch=2",)
+    own = ("batch.micro_batch=8",)
+    roomier = ("batch.micro_batch=4",)
+    other = ("batch.micro_batch=2",)
     full = run_dir.Attempt(3, "78", ("n0",), 30, 30, 1, "out of memory", "out of memory", plan=own)
     run_dir.record(run_directory, full)
     run_dir.record_switch(run_directory, run_dir.PlanSwitch(30, roomier, "rank 0 is out of memory"))
