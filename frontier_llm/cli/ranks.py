@@ -45,12 +45,11 @@ def read_run(name_or_path: str, overrides: Sequence[str], place: RankEnv | None)
 
     A rank of local ranks logs no notes, because the process that started it has logged them.
     """
-    from frontier_llm.config import load_run
-    from frontier_llm.machine.precision import refuse_on_cpu, resolve_precision
+    from frontier_llm.machine.precision import load_resolved, refuse_on_cpu
 
     is_logged = place is not None and place.launcher == "local"
     with log.quiet() if is_logged else nullcontext():
-        config = resolve_precision(load_run(name_or_path, overrides))
+        config = load_resolved(name_or_path, overrides)
         refuse_on_cpu(config)
         if config.train.device == "cpu":
             log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.config import RunConfig
+from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.machine.env import GPU_FILES
 from frontier_llm.machine.load import load_machine
@@ -15,6 +16,11 @@ from frontier_llm.run.complete import BrokenManifest, manifest_bytes, step_name
 from frontier_llm.run.run_dir import latest_step
 
 AUTO = "auto"
+
+
+def load_resolved(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run as `load_run` does, and resolve its working precision. Commands read their runs by this function."""
+    return resolve_precision(load_run(name_or_path, overrides))
 
 
 def resolve_precision(config: RunConfig) -> RunConfig:
