@@ -181,7 +181,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from frontier_llm.config import load_run, phases_of
+    from frontier_llm.config import phases_of
     from frontier_llm.config.load import parse_overrides
     from frontier_llm.config.plugins import import_plugins
     from frontier_llm.config.validate import fp16_note
@@ -190,7 +190,7 @@ def _plan(args: argparse.Namespace) -> int:
         own_stack,
         rates,
     )
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
     from frontier_llm.planner.operations import campaign
@@ -198,7 +198,7 @@ def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.planner.search import default_global_batch, search
 
     import_plugins(args.plugin)
-    run = resolve_precision(load_run(args.run, args.overrides)) if args.run else None
+    run = load_resolved(args.run, args.overrides) if args.run else None
     longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length) if run else None
     base = longest.config if longest else None
     if run and longest and run.train.phases:
