@@ -137,6 +137,7 @@ def _follow(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.run.evaluations import FOLDER
     from frontier_llm.run.rank_env import discover, environ
+    from frontier_llm.run.run_dir import share_with_group
 
     directory = Path(args.model)
     if discover() is not None:
@@ -157,6 +158,7 @@ def _follow(args: argparse.Namespace) -> int:
             site=site,
             allocation=slurm.Allocation.from_environment(),
         )
+    share_with_group(directory)
     try:
         Follower(directory, Path(args.output or directory / FOLDER).absolute(), evaluator).run()
     except WalltimeReached:

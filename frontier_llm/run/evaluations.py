@@ -53,5 +53,5 @@ def _numbers(rows: Any, name: str, value: str, path: Path) -> Iterator[tuple[str
         if not isinstance(row, dict) or not isinstance(row.get(name), str):
             raise DamagedRecord("is not the result of an evaluation", "delete it", str(path))
         number = row.get(value)
-        if is_number(number):
+        if number is not None and is_number(number):
             yield row[name], float(number)
