@@ -142,6 +142,7 @@ def tokenize(
 
 
 def make_share(
+    *,
     inputs: Iterable[str | Path],
     prefix: str | Path,
     tokenizer: str,
