@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,8 +23,8 @@ from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import FrontierError
-from frontier_llm.run.complete import fault, named_steps, step_name
-from frontier_llm.run.evaluations import result_path
+from frontier_llm.run.complete import fault, step_name
+from frontier_llm.run.evaluations import next_step, result_path
 from frontier_llm.run.holder import jobs, living_holder
 from frontier_llm.run.job import Job
 from frontier_llm.run.rank_env import COMMAND, environment, with_this_package
@@ -58,17 +58,6 @@ def is_running(directory: Path) -> bool:
     except FrontierError as error:
         log.warn(f"the jobs of the run are unknown: {error}")
         return False
-
-
-def next_step(directory: Path, results: Path, failed: Collection[int] = ()) -> int | None:
-    """Return the step of the newest complete checkpoint without a result. None if there is none."""
-    checkpoints = directory / "checkpoints"
-    for step in named_steps(checkpoints):
-        if step in failed or result_path(results, step).exists():
-            continue
-        if fault(checkpoints / step_name(step)) is None:
-            return step
-    return None
 
 
 class WalltimeReached(Exception):

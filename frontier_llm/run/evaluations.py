@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from frontier_llm.run.complete import named_step, step_name
+from frontier_llm.run.complete import fault, named_step, named_steps, step_name
 from frontier_llm.run.records import DamagedRecord, is_number, read_json
 
 FOLDER = "evaluations"
@@ -26,6 +26,17 @@ class Evaluated:
 def result_path(results: Path, step: int) -> Path:
     """Return the file with the result of a checkpoint."""
     return results / f"{step_name(step)}.json"
+
+
+def next_step(directory: Path, results: Path, failed: Collection[int] = ()) -> int | None:
+    """Return the step of the newest complete checkpoint without a result. None if there is none."""
+    checkpoints = directory / "checkpoints"
+    for step in named_steps(checkpoints):
+        if step in failed or result_path(results, step).exists():
+            continue
+        if fault(checkpoints / step_name(step)) is None:
+            return step
+    return None
 
 
 def newest_result(run_dir: Path) -> Evaluated | None:
