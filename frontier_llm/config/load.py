@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from frontier_llm import log
 from frontier_llm.config.durations import is_duration
-from frontier_llm.config.foreign import PAGE, meaning_of_near_name, name_here
+from frontier_llm.config.foreign import unknown_key_fix
 from frontier_llm.config.model import ModelConfig
 from frontier_llm.config.places import configs_dir
 from frontier_llm.config.plugins import import_plugins, plugin_paths
@@ -284,37 +284,6 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return nested
-
-
-def unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """Suggest the closest valid key of that section, or the same key in another section."""
-    section = model_type
-    for part in location[:-1]:
-        field = section.model_fields.get(str(part))
-        if field is not None:
-            section = _section_in(field.annotation) or section
-    names = list(section.model_fields)
-    key = str(location[-1])
-    elsewhere = [
-        f"{name}.{key}"
-        for name, field in model_type.model_fields.items()
-        if key in getattr(field.annotation, "model_fields", {})
-    ]
-    meaning = name_here(key)
-    if meaning and not elsewhere:
-        return f"here: {meaning} ({PAGE})"
-    if closest(key, names):
-        return suggest(key, names)
-    if not elsewhere and (near := meaning_of_near_name(key)):
-        return f"here: {near} ({PAGE})"
-    return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in an annotation, also inside a tuple or union. None if it has only values."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 # Texts for pydantic's kinds of errors.
