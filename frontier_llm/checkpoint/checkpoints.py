@@ -22,7 +22,8 @@ from frontier_llm.checkpoint.ranks import from_rank_0, joint_error
 from frontier_llm.checkpoint.remote import RemoteCheckpoint, pull, uploaded_checkpoints
 from frontier_llm.checkpoint.save import Save, Saved
 from frontier_llm.checkpoint.snapshot import Snapshot
-from frontier_llm.checkpoint.upload import POLL_S, Uploads
+from frontier_llm.checkpoint.upload import Uploads
+from frontier_llm.checkpoint.upload_process import POLL_S
 from frontier_llm.comm import Mesh, all_gather_json
 from frontier_llm.config import TrainConfig, expired_steps
 from frontier_llm.data.remote import UnreachableError
