@@ -290,12 +290,10 @@ class Checkpoints:
             try:
                 if is_remote:
                     copy_problems = [Problem(*problem) for problem in self._patiently(partial(self._pull, step))]
-                if copy_problems and strict:
-                    break
                 if is_remote and copy_problems:
-                    head = (
-                        f"{path.name} cannot be copied from {self._train.remote}; loading the newest local checkpoint"
-                    )
+                    if strict:
+                        break
+                    head = f"{path.name} cannot be copied from {self._train.remote}; trying the local checkpoints"
                     log.warn("\n".join([head, *map(str, copy_problems)]))
                     continue
                 return self.load(path)
