@@ -181,7 +181,7 @@ def test_the_operator_is_told_that_the_run_is_given_up(tmp_path: Path, monkeypat
 
 
 def test_each_change_of_plan_is_recorded_once(tmp_path: Path) -> None:
-    """Regression: after a new submission on other nodes, the second change to the same roomier plan was not recorded."""
+    """Regression: after a new submission on other nodes, the second change to the roomier plan was not recorded."""
     own = ("batch.micro_batch=8",)
     roomier = ("batch.micro_batch=4",)
 
