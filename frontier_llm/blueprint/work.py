@@ -132,14 +132,13 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
     def product(m: int, n: int, k: int) -> Product:
         return Product(m, n, k, parameter=weight.name, fp8=not head)
 
-    added = software.accumulate_bytes
-    if layout.gradient_wire == "fp32" and software.gradient_bytes == 2:
-        added += 6
+    # 16-bit gradients that are summed in fp32 are converted to a second buffer
+    converted_bytes = 6 if layout.gradient_wire == "fp32" and software.gradient_bytes == 2 else 0
     forward = product(T, outputs, inputs)
     backward = product(T, inputs, outputs)
     yield Item(Phase.F, cause, forward, again)
     yield Item(Phase.I, cause, backward)
-    yield from weight_gradient(cause, product(outputs, inputs, T), added * inputs * outputs, software)
+    yield from weight_gradient(cause, product(outputs, inputs, T), software, converted_bytes)
     if layout.tp == 1:
         return
 
