@@ -72,6 +72,9 @@ class SoftwareOptions:
     # Experts over etp ranks: False sends each row to all of them. True sends it once over ep, gathers it over tp, and
     # sums the outputs with a reduce-scatter.
     expert_rows_gathered: bool = False
+    # FP8 with one scale per row: each operand of a product is scaled and converted in a pass of its own, for each dim
+    # along which it is multiplied. False: one scale per tensor, whose conversions are part of `linear_speedup`.
+    scales_fp8_rows: bool = False
     # Pipeline messages block the rank (Megatron, DeepSpeed) instead of overlapping its compute.
     blocking_messages: bool = False
     # Parameters per bucket of the gradient sum over dp. 0 = all parameters in one bucket.
