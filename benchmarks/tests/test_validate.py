@@ -354,7 +354,8 @@ def test_the_name_of_a_torchtitan_row_states_async_tp_and_the_scaling_of_fp8(tmp
     """Async TP hides a part of the collectives, and a scale per row takes passes over the operands."""
     stated = {"hardware": "H100", "machine": "torchtitan-h100", "stack": "torchtitan-fp8", "precision": "fp8"}
     names = ("t-tensorwise-vanillaTP", "t-tensorwise-asyncTP", "t-rowwise-vanillaTP")
-    rows = [{**stated, "id": name, "TP": "8", "MBS": "4", "seq_parallel": "yes", "devices": "8"} for name in names]
+    stated |= {"TP": "8", "devices": "8", "seq_parallel": "yes", "seq": "8192", "MBS": "12", "GBS": "12"}
+    rows = [{**stated, "id": name} for name in names]
     runs = [reading.run for reading in read_stated(write_table(tmp_path / "mine.tsv", *rows))]
     plain, pieces, scaled = (one.seconds for one in predict([run for run in runs if run is not None]))
     assert pieces < plain < scaled
