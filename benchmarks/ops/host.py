@@ -58,17 +58,22 @@ LAUNCHES = 500  # launches that are timed together
 # Numbers of layers and of microbatches.
 FEW = 2
 MANY = 10
-MODELS = (
-    ("mpt-125m", 1),
-    ("mpt-350m", 1),
-    ("mpt-1b", 1),
-    ("mpt-3b", 1),
-    ("llama-2-7b", 1),
-    ("llama-2-7b", 8),
-    ("gpt-22b", 8),
-    ("llama-2-70b", 8),
-    ("gpt-175b", 8),
-    ("gpt-1t", 8),
+TP8 = {"tensor": 8, "sequence_parallel": True}
+# Models and layouts of `--limit`.
+MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("mpt-125m", "TP1", {}),
+    ("mpt-350m", "TP1", {}),
+    ("mpt-1b", "TP1", {}),
+    ("mpt-3b", "TP1", {}),
+    ("llama-2-7b", "TP1", {}),
+    ("llama-2-7b", "TP8", TP8),
+    ("llama-2-7b", "ring CP4", {"context": 4, "context_attention": "ring"}),
+    ("mixtral-8x7b", "experts", {}),
+    ("mixtral-8x7b", "experts EP4", {"data": 4, "expert": 4}),
+    ("gpt-22b", "TP8", TP8),
+    ("llama-2-70b", "TP8", TP8),
+    ("gpt-175b", "TP8", TP8),
+    ("gpt-1t", "TP8", TP8),
 )
 # Sizes that attention's kernels support, with eight heads for TP8.
 GPU_TINY = ("hidden=128", "heads=8", "ffn_hidden=256", "vocab_size=128", "sequence_length=16")
@@ -239,35 +244,29 @@ def print_launches(models: Sequence[str]) -> None:
 def print_limit(host_ms: float) -> None:
     """Print the device's time for a layer beside the host's time.
 
-    The device computes forward and backward of one sequence of 2,048 tokens. The host's cost is set to 0 for it.
+    The device computes forward and backward of one sequence of 2,048 tokens (8,192 tokens at CP4, so that each rank
+    has 2,048). The host's cost is set to 0 for it.
     """
     machines = {name: replace(rates(load_machine(name)), launch_s=0.0) for name in ("frontier", "h200")}
     print(
-        f"| model | TP | {' | '.join(f'{name}, ms of the device | host {host_ms} ms' for name in machines)} "
-        f"|\n|---|--:|--:|--:|--:|--:|"
+        f"| model | layout | {' | '.join(f'{name}, ms of the device | host {host_ms} ms' for name in machines)} "
+        f"|\n|---|---|--:|--:|--:|--:|"
     )
-    for model, tp in MODELS:
-        settings = {
-            "parallel": {"tensor": tp, "sequence_parallel": tp > 1},
-            "batch": {"global_batch": 1, "micro_batch": 1},
+    for model, name, parallel in MODELS:
+        shape = load_model(model, {"sequence_length": 2048 * parallel.get("context", 1)})
+        content = {
+            "model": shape.model_dump(),
+            "precision": {"dtype": "bf16"},
+            "parallel": parallel,
+            "batch": {"global_batch": parallel.get("data", 1), "micro_batch": 1},
         }
-        shape = load_model(model, {"sequence_length": 2048})
-        layout = layout_of(
-            build(
-                RunConfig,
-                {
-                    "model": shape.model_dump(),
-                    "precision": {"dtype": "bf16"},
-                    **settings,
-                },
-            ),
-            tp,
-        )
+        degrees = (parallel.get(axis, 1) for axis in ("tensor", "context", "expert"))
+        layout = layout_of(build(RunConfig, content), max(degrees))
         cells = []
         for machine in machines.values():
             device_ms = 1e3 * float(sum(layer_s(times(shape, layout, machine).block, layout, machine)))
             cells += [f"{device_ms:.2f}", f"{host_ms / device_ms:.0%}{' **limit**' if host_ms > device_ms else ''}"]
-        print(f"| {model} | {tp} | {' | '.join(cells)} |")
+        print(f"| {model} | {name} | {' | '.join(cells)} |")
 
 
 def main() -> None:

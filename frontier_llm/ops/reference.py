@@ -349,9 +349,9 @@ def accumulate_(main_grad: Tensor, grad: Tensor) -> None:
 
 
 def accumulate_rows_(main_grad: Tensor, rows_RC: Tensor) -> None:
-    """Add the sum of the rows to main_grad. Both have the type of main_grad."""
+    """Add the sum of the rows to main_grad, which has C elements. Both have the type of main_grad."""
     with torch.no_grad():
-        main_grad.add_(rows_RC.sum(0))
+        main_grad.add_(rows_RC.sum(0).view_as(main_grad))
 
 
 def embedding_backward_(main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int) -> None:

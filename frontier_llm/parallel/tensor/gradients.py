@@ -120,21 +120,22 @@ class WeightGradients:
         # all objects of the run alive.
         weak_self = weakref.ref(self)
 
-        def move(tensor: Tensor) -> None:
-            owner = weak_self()
+        def move(tensor: ShardedParameter) -> None:
             grad = tensor.grad
             if grad is None:
                 return  # the op has passed rows to `take_rows`, and autograd calls this hook without a gradient
             tensor.grad = None
-            assert owner is not None and isinstance(tensor, ShardedParameter)
+            owner = weak_self()
+            assert owner
             owner.submit(tensor, lambda main_grad: ops.accumulate_(main_grad, grad))
 
         def take_rows(parameter: ShardedParameter, rows_RC: Tensor) -> None:
             owner = weak_self()
-            assert owner is not None
+            assert owner
             # Until the W action only the sum is kept, because the rows need R times its memory.
-            rows_RC = rows_RC.sum(0, keepdim=True) if owner.waits and len(rows_RC) > 1 else rows_RC
-            owner.submit(parameter, lambda main_grad: ops.accumulate_rows_(main_grad.view(-1), rows_RC))
+            if owner.waits:
+                rows_RC = rows_RC.sum(0, keepdim=True)
+            owner.submit(parameter, lambda main_grad: ops.accumulate_rows_(main_grad, rows_RC))
 
         # Let autograd pass the gradient in the dtype of its sum (fp32). Otherwise one more kernel would round it to the
         # parameter's dtype.
