@@ -29,6 +29,7 @@ from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder,
 from frontier_llm.run.job import Job, read_job
 from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.run.run_dir import PlanSwitch, Slow
+from frontier_llm.run.stage_memory import StageMemory, read_stage_memory
 from frontier_llm.run.uploads import UploadRecord, read_uploads
 from frontier_llm.units import printable
 
@@ -73,6 +74,7 @@ class Status:
     expected_end_unix_s: float | None = None  # end of the run if its job is running, without time in the queue.
     switches: tuple[PlanSwitch, ...] = ()  # changes to a roomier plan.
     uploads: UploadRecord | None = None  # copies at train.remote.
+    memory: tuple[StageMemory, ...] = ()  # of each pipeline stage after the first steps of the newest start.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
 
@@ -199,6 +201,7 @@ def read_status(directory: Path) -> Status:
         expected_end_unix_s=expected_end_unix_s,
         switches=tuple(parts.read(run_dir.plan_switches, [])),
         uploads=parts.read(read_uploads, None),
+        memory=parts.read(read_stage_memory, ()),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
 

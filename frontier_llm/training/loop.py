@@ -47,7 +47,9 @@ from frontier_llm.training.guard import (
     Watchdog,
 )
 from frontier_llm.training.guard.provenance import provenance
+from frontier_llm.training.guard.retries import RetryWatch, device_retries
 from frontier_llm.training.join import joined_state
+from frontier_llm.training.memory import MemoryCheck, StageBytes
 from frontier_llm.training.metrics import Metrics, metrics_of
 from frontier_llm.training.progress import AS_BEFORE, Resume, progress_of, restore
 from frontier_llm.training.step import StepResult, train_step
@@ -59,8 +61,14 @@ from frontier_llm.units import strict_json
 START_TIMEOUTS = 3
 
 
-def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = AS_BEFORE) -> int:
-    """Train this rank's part of the run to its end.
+def train(
+    config: RunConfig,
+    place: RankEnv | None,
+    signals: SignalWatcher,
+    resume: Resume = AS_BEFORE,
+    predict: StageBytes | None = None,
+) -> int:
+    """Train this rank's part of the run to its end. `predict` gives the memory beside which the measured one is logged.
 
     Returns 0 after the last step, and EXIT_INTERRUPTED if a signal or STOP ended the run after a save.
     The caller must enter the context of `signals` as early as possible, so that a signal during the start is handled.
@@ -77,7 +85,16 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
         with joined_state(config, place, draws) as state:
             watchdog = Watchdog(config.train, state.mesh)
             with watchdog.guarding():  # replaces the timer set above
-                return _Session(config, state, resume, watchdog, signals, draws).run()
+                session = _Session(
+                    config=config,
+                    state=state,
+                    resume=resume,
+                    watchdog=watchdog,
+                    signals=signals,
+                    drawn=draws,
+                    predict=predict,
+                )
+                return session.run()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -92,7 +109,8 @@ class _Session:
         resume: Resume,
         watchdog: Watchdog,
         signals: SignalWatcher,
-        drawn: bool = True,
+        drawn: bool,
+        predict: StageBytes | None,
     ) -> None:
         """`config` is the configuration of the complete run, and `state` is in one of its phases.
 
@@ -122,6 +140,9 @@ class _Session:
             longest_s=self.config.guard.straggler_seconds,
         )
         self.routers = RouterWatch(self.config.model)
+        self.predict = predict
+        self.memory: MemoryCheck  # of the current phase, see `_enter`
+        self.retries = RetryWatch(world, state.device, device_retries(state.device))
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / DECISIONS_FILE if self.is_first else None)
         facts = job_facts(config, state, self.datasets)
@@ -221,6 +242,11 @@ class _Session:
             ):
                 self._look_for_wrong_arithmetic(self.recompute)
             is_last = state.current_step >= train.steps
+            tight = None if is_last else self.retries.after_step(state.current_step)
+            if tight is not None:
+                if train.save_interval:
+                    self._finish_save()
+                self.retries.end(tight, self.run_dir)
             evaluates = is_last or _due(state.current_step, train.eval_interval, train.steps)
             if evaluates and not self._evaluate():  # before the save, which records the best evaluation
                 return False
@@ -259,6 +285,7 @@ class _Session:
         position = position.leave_out(left_out_samples)
         state.enter(phase, open_run_batches(phase.config, position, state.current_step, dp.rank, dp.size), position)
         self.validation = _validation(state)
+        self.memory = MemoryCheck(state, self.predict)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
         if self.metrics is not None:
             self.metrics.enter(state)
@@ -278,6 +305,9 @@ class _Session:
             self.metrics.step(
                 step, result, self.state.skipped_steps, self.state.position
             )  # record the step before any event, because an event restarts the step's clock
+        stages = self.memory.after_step(self.state)
+        if self.metrics is not None and stages:
+            self.metrics.memory(self.state.current_step, self.memory.steps, stages)
         for straggler in stragglers:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
