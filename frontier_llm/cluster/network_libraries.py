@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from frontier_llm.units import strict_json
+
 LOAD_TIMEOUT_S = 20.0  # RCCL of a wheel has hundreds of megabytes, and `doctor` waits 45 s for a node
 _MANAGEMENT = re.compile(r"/lib(rocm_smi64|amd_smi)\.so[^/]*$")
 _HWLOC = re.compile(r"/libhwloc\.so[^/]*$")
@@ -111,4 +113,4 @@ def _site_libfabric(fi_info: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(load(sys.argv[1], sys.argv[2]))), flush=True)
+    print(strict_json(asdict(load(sys.argv[1], sys.argv[2])), indent=None), flush=True)

@@ -15,11 +15,11 @@ from torch import Tensor
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint.checkpoints import Checkpoints
 from frontier_llm.checkpoint.directory import is_there
-from frontier_llm.checkpoint.facts import JobFacts, checkpoints_folder
+from frontier_llm.checkpoint.facts import checkpoints_folder
 from frontier_llm.checkpoint.save import Saved
-from frontier_llm.comm import StragglerWatch, broadcast_json, maximum
+from frontier_llm.comm import StragglerWatch, maximum
 from frontier_llm.config import RunConfig, RunPhase, dump, phase_at, phases_of, plugins, resolved
-from frontier_llm.data.identity import Dataset, datasets_of, wanted
+from frontier_llm.data.identity import wanted
 from frontier_llm.data.loader import Batches, open_batches, open_run_batches
 from frontier_llm.data.summary import news
 from frontier_llm.errors import ConfigError, suggest
@@ -46,12 +46,11 @@ from frontier_llm.training.guard import (
     Skips,
     Watchdog,
 )
-from frontier_llm.training.guard.provenance import provenance
 from frontier_llm.training.guard.retries import RetryWatch, device_retries
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.memory import MemoryCheck, StageBytes
 from frontier_llm.training.metrics import Metrics, metrics_of
-from frontier_llm.training.progress import AS_BEFORE, Resume, progress_of, restore
+from frontier_llm.training.progress import AS_BEFORE, Resume, job_facts, progress_of, restore, run_datasets
 from frontier_llm.training.step import StepResult, train_step
 from frontier_llm.training.tasks import evaluate_tasks, open_tasks
 from frontier_llm.units import strict_json
@@ -85,7 +84,7 @@ def train(
         with joined_state(config, place, draws) as state:
             watchdog = Watchdog(config.train, state.mesh)
             with watchdog.guarding():  # replaces the timer set above
-                session = _Session(
+                return _Session(
                     config=config,
                     state=state,
                     resume=resume,
@@ -93,8 +92,7 @@ def train(
                     signals=signals,
                     drawn=draws,
                     predict=predict,
-                )
-                return session.run()
+                ).run()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -109,6 +107,7 @@ class _Session:
         resume: Resume,
         watchdog: Watchdog,
         signals: SignalWatcher,
+        *,
         drawn: bool,
         predict: StageBytes | None,
     ) -> None:
@@ -124,10 +123,9 @@ class _Session:
         self.run_dir = Path(self.config.train.run_dir)
         world = state.mesh.world
         self.is_first = world.rank == 0
-        self.validation = _validation(state)
         self.tasks = open_tasks(config)
         self.metrics: Metrics | None = None  # only on rank 0
-        self.datasets = _datasets(config, state)
+        self.datasets = run_datasets(config, state)
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute: Recompute | None = None
@@ -141,7 +139,6 @@ class _Session:
         )
         self.routers = RouterWatch(self.config.model)
         self.predict = predict
-        self.memory: MemoryCheck  # of the current phase, see `_enter`
         self.retries = RetryWatch(world, state.device, device_retries(state.device))
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / DECISIONS_FILE if self.is_first else None)
@@ -445,30 +442,6 @@ def _validation(state: TrainState) -> dict[str, Batches]:
     """Return the batches of each held-out set by name."""
     dp = state.mesh.dp
     return {split: open_batches(state.config, dp.rank, dp.size, split) for split in state.config.data.held_out}
-
-
-def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
-    """Return the run's datasets by path, as read by rank 0. Collective over the world."""
-    found = datasets_of([config]) if state.mesh.world.rank == 0 else {}
-    found = broadcast_json(found, state.mesh.world, state.device)
-    return {path: Dataset(*dataset) for path, dataset in found.items()}
-
-
-def job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Dataset]) -> JobFacts:
-    """Return the facts of this job that every checkpoint records.
-
-    Only rank 0 records environment and plugins, because it writes the manifest.
-    """
-    is_first = state.mesh.world.rank == 0
-    return JobFacts(
-        config=config.model_dump(mode="json"),
-        environment=provenance(state.device, state.stages[0].context.ops) if is_first else {},
-        plugins=plugins.records_of(config.plugins) if is_first else (),
-        datasets=datasets,
-        job=environ("SLURM_JOB_ID", "") or "",
-        restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
-        incarnation=start_number(),
-    )
 
 
 def _due(step: int, interval: int, last: int) -> bool:
