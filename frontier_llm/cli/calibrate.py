@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     examples=(
         "frontier-llm calibrate quickstart --ranks 2 --emit-machine mine.yaml",
         "frontier-llm plan llama-15m --machine mine.yaml",
-        "frontier-llm calibrate --memory-from runs/first --emit-machine mine.yaml",
+        "frontier-llm calibrate bench --memory-from runs/first --emit-machine mine.yaml",
     ),
 )
 def calibrate(args: argparse.Namespace) -> int:
