@@ -10,6 +10,9 @@ Words of our own that the field has another word for (HOUSE_WORDS) may occur nei
 
 A sentence that must stay is excepted by `# prose: ok: reason` (in pages `<!-- prose: ok: reason -->`) on its first line
 or on the line before it. The exceptions are counted.
+
+All pages of docs/ together have at most MOST_WORDS_OF_PAGES words. Tables count. Code, addresses of links, generated
+pages and benchmarks do not.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_WORDS = 25
+MOST_WORDS_OF_PAGES = 40_000
 LONG = "long"
 HOUSE = "house-word"
 # Words of our own → the field's words. They are refused in identifiers and in text.
@@ -250,6 +254,16 @@ def house_names(paths: list[str]) -> Iterator[str]:
                     yield f"{place}: {token.string}: instead of {word!r} use: {HOUSE_NAMES[word.lower()]}"
 
 
+def count_words_of_pages() -> int:
+    """Return the number of words in the pages of docs/, without code, addresses of links and the folders below it."""
+    words = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        text = re.sub(r"```.*?```", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        text = re.sub(r"\]\([^)]*\)", "]", text)
+        words += len(re.findall(r"\S*\w\S*", text))
+    return words
+
+
 def is_excepted(sentence: Sentence) -> bool:
     """Return whether the line of the sentence, or the line before it, has an exception with a reason."""
     path, line = sentence.place.rsplit(":", 1)
@@ -297,6 +311,10 @@ def main() -> int:
             if share > bounds[pattern]:
                 broken.append(f"{kind}: {pattern} in {share:.2f} % of the sentences, at most {bounds[pattern]} %")
     print(f"{exceptions} sentences are excepted with a reason")
+    words = count_words_of_pages()
+    print(f"docs/: {words:,} words, at most {MOST_WORDS_OF_PAGES:,}")
+    if words > MOST_WORDS_OF_PAGES:
+        broken.append(f"docs/ has {words:,} words: move measurements to docs/benchmarks/, or shorten a page")
     if arguments.check and broken:
         print("\n".join([*broken, "list them: python scripts/prose.py --list PATTERN:KIND"]), file=sys.stderr)
         return 1

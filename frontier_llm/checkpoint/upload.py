@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.checkpoint.remote_writer import this_writer
+from frontier_llm.checkpoint.remote_writer import claim, this_writer
 from frontier_llm.checkpoint.upload_process import DAMAGED, TAKEN, UNREACHABLE
+from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.run.complete import MANIFEST_DIGEST, step_name
 from frontier_llm.run.rank_env import environment, with_this_package
 from frontier_llm.run.signals import SIGNALS
@@ -61,16 +62,27 @@ class Uploads:
         self._mib_per_s = mib_per_s
         self._kept = kept
         self._record = uploads_to(run_dir, url)
-        self.writer = this_writer(self._record.writer, run_dir)
+        self._writer = this_writer(self._record.writer, run_dir)
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._cancelled = threading.Event()
         self._current: int | None = None  # step that is being uploaded
         self._finished: dict[int, bytes] = {}  # step → manifest digest of uploaded and of damaged checkpoints
+        self._is_claimed = False
         self._is_taken = False
         self._failures = 0
         self._thread: threading.Thread | None = None
+
+    def claim(self) -> RemoteFolder:
+        """Claim the URL for this run directory, and return its folder. Without this call the first upload claims it.
+
+        Raises TakenUrl if another run directory writes there, and UnreachableError.
+        """
+        place = RemoteFolder(self.url)
+        claim(place, self._writer)
+        self._is_claimed = True
+        return place
 
     @property
     def discard_above(self) -> int | None:
@@ -180,6 +192,7 @@ class Uploads:
         step = self._current
         if problem is None:
             self._failures = 0
+            self._is_claimed = True
             if step is None:
                 self._write(replace(self._record, discard_above=None, problem=""))
                 return
@@ -209,7 +222,8 @@ class Uploads:
         content = {
             **request,
             "url": self.url,
-            "writer": self.writer.name,
+            "writer": self._writer.name,
+            "is_claimed": self._is_claimed,
             "run_dir": str(self._run_dir.absolute()),
             "mib_per_s": self._mib_per_s,
         }

@@ -15,7 +15,7 @@ from typing import Any
 
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.remote import RateLimit, push, remote_checkpoints
-from frontier_llm.checkpoint.remote_writer import TakenUrl, release, renew, this_writer
+from frontier_llm.checkpoint.remote_writer import TakenUrl, claim, release, renew, this_writer
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import FrontierError
 from frontier_llm.run.threads import in_daemon
@@ -66,7 +66,10 @@ def _serve(request: dict[str, Any]) -> None:
     if request["task"] == "release":
         release(place, writer)
         return
-    renew(place, writer)
+    if request["is_claimed"]:
+        renew(place, writer)
+    else:
+        claim(place, writer)
     if request["task"] == "discard":
         for one in remote_checkpoints(place):
             if one.step > request["step"]:

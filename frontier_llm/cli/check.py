@@ -118,7 +118,6 @@ def _at_a_site(args: argparse.Namespace, site: Site, config: RunConfig) -> Subje
 
 def _config(args: argparse.Namespace, settings: list[str]) -> RunConfig:
     from frontier_llm.cluster.recorded import as_it_stands
-    from frontier_llm.config import load_run
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
 
-    return resolve_precision(as_it_stands(load_run(args.run, [*settings, *args.overrides])))
+    return as_it_stands(load_resolved(args.run, [*settings, *args.overrides]))

@@ -153,15 +153,13 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.notices import webhook_address
     from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
-    from frontier_llm.config import load_run
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
     from frontier_llm.run import hostlist
 
     site = load_site(args.site)
 
     def load(words: Sequence[str]) -> RunConfig:
-        read = load_run(args.run, [f"machine={site.machine}", *args.overrides, *words])
-        return resolve_precision(as_it_stands(read))
+        return as_it_stands(load_resolved(args.run, [f"machine={site.machine}", *args.overrides, *words]))
 
     config = load(())
     job = slurm.wanted_job(

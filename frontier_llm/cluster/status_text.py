@@ -81,9 +81,10 @@ def _render_one(status: Status) -> str:
         )
     facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
     facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
-    for switch in status.switches:
-        words = " ".join(switch.plan)
-        facts.append(("plan", f"the roomier one since step {switch.step:,} ({words}), because {switch.reason}"))
+    if status.switch is not None:
+        words = " ".join(status.switch.plan)
+        since = f"the roomier one since step {status.switch.step:,} ({words})"
+        facts.append(("plan", f"{since}, because {status.switch.reason}"))
     facts.append(("failure", status.last_failure or ""))
     if status.bad_hosts:
         facts.append(("excluded", hostlist.compress(status.bad_hosts)))

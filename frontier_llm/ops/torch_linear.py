@@ -1,4 +1,7 @@
-"""Back-end for matrix products with weights on a GPU: hipBLASLt or cuBLAS through torch. It has never run on a GPU."""
+"""Back-end for matrix products with weights on a GPU: hipBLASLt or cuBLAS through torch.
+
+It has run on an H200 (docs/benchmarks/h200.md), and never on an AMD GPU.
+"""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ def runnable_layouts(
 ) -> Layouts:
     """Return the layouts of `enumerate_layouts` that the search may propose on `nodes` nodes.
 
-    If a rank may have one communication in flight, FSDP may have no second communicator (topology.engine_rules). It is
-    proposed only if `fixed` requests it.
+    If a rank may have one communication in flight, FSDP may have no second communicator (topology.engine_rules). Then
+    FSDP is proposed over all replicas without tensor, context or expert parallelism.
     """
     layouts = enumerate_layouts(
         model,
@@ -174,7 +174,7 @@ def runnable_layouts(
         return layouts
     zero = layouts.sharding != "weights"
     alone = (layouts.tp == 1) & (layouts.cp == 1) & (layouts.ep == 1) & (layouts.data_shard == 0)
-    allowed = zero | alone if "sharding" in fixed else zero
+    allowed = zero | alone
     return layouts.where(allowed) if np.any(allowed) else layouts
 
 

@@ -219,7 +219,7 @@ It therefore does not find:
 
 * an error that is the same on one rank, for example a wrong formula or a loss that is divided by a wrong number;
 * an error of rounding, of a fused op or of a kernel: the section runs reference ops in fp64;
-* an error that needs more than two ranks on an axis, a later step, or other sizes;
+* an error that needs more than two ranks on an axis (three on pp), a later step, or other sizes;
 * two sums of one buffer that are in flight at the same time: the section `communication` checks the order.
 
 The parity tests with their independent reference find the first and the third kind on the layouts that they run.

@@ -1,4 +1,4 @@
-"""A small copy of a configuration: the same options, two ranks on each axis that the run splits, and tiny tensors."""
+"""A small copy of a configuration: the same options, few ranks on each axis that the run splits, and tiny tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 
 HEAD_DIM = 8
 WIDTH = 16  # of an MLP and of an expert
+MOST_STAGES = 3  # pipeline ranks: the first, one that has neither embedding nor head, and the last
 
 
 def reasons_not_checkable(config: RunConfig, world_size: int) -> list[str]:
@@ -28,13 +29,16 @@ def reasons_not_checkable(config: RunConfig, world_size: int) -> list[str]:
     plane = max(1, world_size // config.parallel.pipeline)
     small = _degree(config.parallel.tensor) * _degree(config.parallel.context) * _degree(_data(config, world_size))
     if plane > 1 and small % (_degree(config.parallel.expert) * _degree(config.parallel.expert_tensor)):
-        reasons.append("parallel.expert and expert_tensor: two ranks on each axis are too few for both")
+        reasons.append("parallel.expert and parallel.expert_tensor: two ranks on each axis are too few for both")
     return reasons
 
 
 def differences(config: RunConfig) -> list[str]:
     """Return the options that the small copy replaces by others, for the section's evidence."""
-    notes = ["fp64 and reference ops, so rounding and fused kernels are not checked"]
+    notes = [
+        f"at most {MOST_STAGES} ranks on pp, and 2 on any other axis",
+        "fp64 and reference ops, so rounding and fused kernels are not checked",
+    ]
     if config.comm.algorithms != "flat":
         notes.append("flat collectives instead of comm.algorithms")
     if config.comm.overlap_experts and config.parallel.expert > 1:
@@ -52,7 +56,7 @@ def small_copy(config: RunConfig, world_size: int) -> RunConfig:
     parallel = config.parallel
     tp = _degree(parallel.tensor)
     cp = _degree(parallel.context)
-    pp = _degree(parallel.pipeline)
+    pp = min(parallel.pipeline, MOST_STAGES)
     dp = _degree(_data(config, world_size))
     chunks = parallel.chunks if pp > 1 else 1
     way = context_way(config.model, parallel.tensor, parallel.context, parallel.context_attention)
@@ -60,6 +64,8 @@ def small_copy(config: RunConfig, world_size: int) -> RunConfig:
     model = _small_model(config.model, tp=tp, cp=cp, virtual_stages=pp * chunks, pieces=tensor_chunks, way=way)
     given = config.batch.global_batch // (config.batch.micro_batch * _data(config, world_size))
     microbatches = min(given, max(2, pp * chunks))
+    if microbatches > pp:
+        microbatches -= microbatches % pp  # an interleaved schedule needs a multiple of the pipeline ranks
     micro_batch = min(config.batch.micro_batch, 2)
     return _with(
         config,

@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -143,10 +143,6 @@ def _effect(function: Any) -> tuple[bool, tuple[int, ...]]:
     return aliases and not written, written
 
 
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
 class Recorder(TorchDispatchMode):
     """Records the events of one rank, while it is active and not quiet."""
 
@@ -159,6 +155,7 @@ class Recorder(TorchDispatchMode):
         self.accumulators: set[int] = set()  # storages to which several microbatches add
         self.contributions: dict[tuple[int, int], list[EventId]] = defaultdict(list)
         self._quiet = 0
+        self._storages: dict[int, UntypedStorage] = {}
         self._writers: dict[int, list[EventId]] = {}
         self._nodes: dict[int, tuple[int | None, Site]] = {}  # layer and lines of each autograd node
         self._visits: Counter[Key] = Counter()
@@ -194,7 +191,7 @@ class Recorder(TorchDispatchMode):
 
     def sources_of(self, x: Tensor) -> tuple[EventId, ...]:
         """Return the events that have written the memory of `x`."""
-        storage = _storage(x)
+        storage = self._storage(x)
         if storage in self.accumulators:
             return tuple(self.contributions.get((storage, int(x.storage_offset())), ()))
         return tuple(self._writers.get(storage, ()))
@@ -211,7 +208,13 @@ class Recorder(TorchDispatchMode):
         event.axis = axis
         event.summed = summed
         self._open = None
-        self._writers[_storage(buffer)] = [event.id]
+        self._writers[self._storage(buffer)] = [event.id]
+
+    def _storage(self, x: Tensor) -> int:
+        """Return the number of the memory of `x`. The memory is kept, so that no later tensor gets the same number."""
+        storage = x.untyped_storage()
+        self._storages[storage._cdata] = storage
+        return storage._cdata
 
     def _record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         is_view, written = _effect(func)
@@ -226,17 +229,19 @@ class Recorder(TorchDispatchMode):
         if not outputs:
             return
         sources = tuple(dict.fromkeys(source for x in inputs for source in self.sources_of(x)))
+        if not sources and not any(x.is_floating_point() for x in outputs):
+            return  # integers that a cache of the package may create on any rank
         site = stack()
         base = self._base(site)
         for number, output in enumerate(outputs):
             value = output.detach().clone() if output.is_floating_point() else None
             event = self._append(None, site, sources, value, f"{func}:{number}")
-            if _storage(output) not in self.accumulators:
+            if self._storage(output) not in self.accumulators:
                 self._name(event, base)
             self._note_writer(event, output, bool(written))
 
     def _note_writer(self, event: Event, output: Tensor, is_in_place: bool) -> None:
-        storage = _storage(output)
+        storage = self._storage(output)
         if storage not in self.accumulators:
             before = self._writers.get(storage, []) if is_in_place else []
             self._writers[storage] = [*before, event.id]

@@ -85,6 +85,7 @@ def test_flat_buffers(gpu, dtype, count, columns):
     expected = main + grad.float()
     gpu.accumulate_(main, grad)
     assert torch.equal(main, expected)
+    comparison.case(gpu, cases.accumulate_rows(67, columns))
     assert gpu.sum_of_squares(grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
     ids = torch.randint(0, 50, (4, 500))
     rows = normal(4, 500, columns, dtype=dtype)

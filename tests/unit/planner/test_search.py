@@ -287,7 +287,13 @@ def test_fsdp_is_shown_but_not_chosen_within_the_model_s_resolution() -> None:
     assert all(plan.step_s > found.best.step_s / (1 + RESOLUTION) for plan in sharded)
 
 
-def test_fsdp_is_not_offered_where_one_communication_may_be_in_flight() -> None:
+def test_with_one_communication_in_flight_fsdp_is_offered_alone() -> None:
     assert FRONTIER.one_in_flight
-    found = search(load_model("gpt-22b"), FRONTIER, 16, 8192)
-    assert all(plan.layout.sharding != "weights" for plan in found.plans)
+    model = load_model("gpt-22b")
+    found = search(model, FRONTIER, 16, 8192)
+    (sharded,) = (plan.layout for plan in found.plans if plan.layout.sharding == "weights")
+    assert (sharded.tp, sharded.cp, sharded.pp, sharded.data_shard) == (1, 1, 1, 0)
+    assert found.best.layout.sharding != "weights"  # 1.7 % faster, with an estimated overlap
+    # 5.4 % faster on 64 nodes, but 48 % slower with the slow constants
+    assert search(model, FRONTIER, 64, 8192).best.layout.sharding != "weights"
+    assert search(model, replace(FRONTIER, slow={}), 64, 8192).best.layout.sharding == "weights"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,19 @@ def test_house_words_are_refused_in_text_and_in_identifiers(tmp_path: Path) -> N
     assert "house-word in 100.00 %" in done.stderr
     assert "code.py:3: rank_board: instead of 'board' use: heartbeats" in done.stderr
     assert "keyboard" not in done.stderr
+
+
+def test_the_words_of_pages_are_counted_without_code_and_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmarks = tmp_path / "docs/benchmarks"
+    benchmarks.mkdir(parents=True)
+    (benchmarks / "speed.md").write_text("Measurements are not counted.\n")
+    (tmp_path / "docs/page.md").write_text("Four words, [one link](a/b.md)\n\n```\nno code\n```\n| - |\n")
+    loaded = runpy.run_path(str(ROOT / "scripts/prose.py"))
+    count = loaded["count_words_of_pages"]
+    monkeypatch.setitem(count.__globals__, "ROOT", tmp_path)
+    assert count() == 4
+    monkeypatch.setitem(count.__globals__, "MOST_WORDS_OF_PAGES", 3)
+    monkeypatch.setattr(sys, "argv", ["prose.py", "--check", str(tmp_path / "docs/page.md")])
+    assert loaded["main"]() == 1
