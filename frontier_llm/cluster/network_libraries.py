@@ -86,7 +86,7 @@ def conflicts(plugin: str, rccl: str, fi_info: str | None) -> Iterator[str]:
     """
     command = [sys.executable, "-m", "frontier_llm.cluster.network_libraries", plugin, rccl]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_S, check=False)  # noqa: S603 a list
+        done = _run(command, LOAD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         yield f"{plugin} and RCCL do not load within {LOAD_TIMEOUT_S:.0f} s"
         return
@@ -107,9 +107,17 @@ def conflicts(plugin: str, rccl: str, fi_info: str | None) -> Iterator[str]:
 
 def _site_libfabric(fi_info: str) -> str:
     """Return major.minor of the libfabric of the tool `fi_info`. '' if it does not print the version."""
-    done = subprocess.run([fi_info, "--version"], capture_output=True, text=True, timeout=10, check=False)  # noqa: S603 a list
-    version = _FABRIC_VERSION.search(done.stdout)
+    try:
+        version = _FABRIC_VERSION.search(_run([fi_info, "--version"], timeout_s=10.0).stdout)
+    except (OSError, subprocess.TimeoutExpired):  # the caller checks the tool itself (`probe.provider_error`)
+        return ""
     return version[1] if version else ""
+
+
+def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # noqa: S603 a list
+        command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+    )
 
 
 if __name__ == "__main__":
