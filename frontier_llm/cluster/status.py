@@ -25,6 +25,7 @@ from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.planner.predict import START_S
 from frontier_llm.run import allocations, run_dir
 from frontier_llm.run.complete import MANIFEST, faults, step_name
+from frontier_llm.run.evaluations import Evaluated, newest_result
 from frontier_llm.run.failure import FILE, Failure, read_failure
 from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
 from frontier_llm.run.job import Job, read_job
@@ -76,6 +77,7 @@ class Status:
     switch: PlanSwitch | None = None  # the change to the job's roomier plan, if the next start uses it.
     uploads: UploadRecord | None = None  # copies at train.remote.
     memory: tuple[StageMemory, ...] = ()  # of each pipeline stage after the first steps of the newest start.
+    evaluated: Evaluated | None = None  # newest result of `evaluate --follow`.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
 
@@ -203,6 +205,7 @@ def read_status(directory: Path) -> Status:
         switch=parts.read(lambda path: _switch(path, job, attempts), None),
         uploads=parts.read(read_uploads, None),
         memory=parts.read(read_stage_memory, ()),
+        evaluated=parts.read(newest_result, None),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
 

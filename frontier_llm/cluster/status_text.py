@@ -8,6 +8,7 @@ from textwrap import shorten
 
 from frontier_llm.cluster.status import Status
 from frontier_llm.run import hostlist
+from frontier_llm.run.evaluations import Evaluated
 from frontier_llm.run.job import Job
 from frontier_llm.run.run_dir import Slow
 from frontier_llm.run.stage_memory import StageMemory, format_error, fullest
@@ -74,6 +75,8 @@ def _render_one(status: Status) -> str:
     facts.append(("checkpoint", checkpoint))
     if status.uploads is not None:
         facts.append(("remote", _uploads(status.uploads)))
+    if status.evaluated is not None:
+        facts.append(("evaluated", _evaluated(status.evaluated)))
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
         facts.append(
@@ -117,6 +120,13 @@ def _uploads(record: UploadRecord) -> str:
     if record.problem:
         words.append(record.problem)
     return "; ".join(words)
+
+
+def _evaluated(result: Evaluated) -> str:
+    """Return the newest evaluated step with its losses and accuracies as text."""
+    losses = [f"loss {loss:.4f} on {dataset}" for dataset, loss in result.losses.items()]
+    accuracies = [f"{task} {accuracy:.4f}" for task, accuracy in result.accuracies.items()]
+    return ", ".join([f"step {result.step:,}", *losses, *accuracies])
 
 
 def _wanted(job: Job) -> str:
