@@ -84,15 +84,8 @@ def train(
         with joined_state(config, place, draws) as state:
             watchdog = Watchdog(config.train, state.mesh)
             with watchdog.guarding():  # replaces the timer set above
-                return _Session(
-                    config=config,
-                    state=state,
-                    resume=resume,
-                    watchdog=watchdog,
-                    signals=signals,
-                    drawn=draws,
-                    predict=predict,
-                ).run()
+                session = _Session(config, state, resume, watchdog, signals, drawn=draws, predict=predict)
+                return session.run()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
