@@ -35,7 +35,7 @@ from frontier_llm.planner.algorithms import uses_hierarchical
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import Plan, Search, search
-from frontier_llm.topology.plan import balanced, make_plan
+from frontier_llm.topology.plan import balanced, make_plan, tensor_groups_stay_in_nodes
 from frontier_llm.units import GIB, plural, strict_json
 
 SITES = ("frontier", "lumi", "local")
@@ -80,7 +80,7 @@ def layout_keys(plan: Plan, machine: Machine, rates: Rates) -> dict[str, dict[st
     counts = tuple(stage.num_layers for stage in plan.stages)
     if counts != balanced(plan.model, len(counts)):
         keys["parallel"]["stage_layers"] = list(counts)
-    if plan.layout.tp > machine.devices_per_node:
+    if not tensor_groups_stay_in_nodes(plan.layout.tp, machine.devices_per_node, plan.layout.devices):
         keys["parallel"]["cross_node_tensor"] = True
     if machine.algorithms and uses_hierarchical(plan, rates):
         keys["comm"]["algorithms"] = machine.algorithms

@@ -245,6 +245,14 @@ def test_too_small_and_impossible_sizes() -> None:
     assert all(len(enumerate_layouts(model, 8 * nodes, 9600, 8)) for nodes in near)
 
 
+def test_the_search_proposes_no_tensor_group_over_nodes() -> None:
+    """12 heads are divisible by 3 and 6, but 8 devices of a node are not. On one node such groups are possible."""
+    model = load_model("mpt-tiny", {"heads": 12, "hidden": 192, "ffn_hidden": 768, "vocab_multiple": 12})
+    assert set(enumerate_layouts(model, 24, 24, 8).tp) == {1, 2, 4}
+    assert {3, 6} <= set(enumerate_layouts(model, 6, 24, 8).tp)
+    assert set(enumerate_layouts(model, 24, 24, 8, {"tp": 3}).tp) == {3}
+
+
 def test_cross_node_tp_is_priced_only_on_request() -> None:
     model = load_model("gpt-1t")
     assert search(model, FRONTIER, 384, 9600).across is None
