@@ -24,9 +24,8 @@ from frontier_llm.certificate.axis_types.labels import (
     infer,
     is_close,
 )
-from frontier_llm.certificate.axis_types.simulated import EventId
 from frontier_llm.certificate.axis_types.step import HeldElements, RankRecord
-from frontier_llm.certificate.axis_types.trace import Event, step_line, text_of, visible
+from frontier_llm.certificate.axis_types.trace import Event, EventId, step_line, text_of, visible
 from frontier_llm.errors import Problem
 from frontier_llm.model.losses import LOAD
 from frontier_llm.optim import Bucket, GradientSync, Zero

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.certificate.axis_types.simulated import EventId
 from frontier_llm.certificate.axis_types.step import RankRecord
-from frontier_llm.certificate.axis_types.trace import Event
+from frontier_llm.certificate.axis_types.trace import Event, EventId
 
 AXES = ("cp", "tp")  # axes whose ranks work on the same samples; the outer axis is first
 REPLICATED = "R"
