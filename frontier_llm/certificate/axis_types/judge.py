@@ -199,9 +199,9 @@ def _explain(labels: Labels, root: Event, what: str) -> Finding:
             return Finding(labels.order(root), Problem(_where(root), text, "sum the value once"))
         if partial and not any(one.summed and one.axis.startswith(axis) for one in between):
             origin = _origin(labels, partial[0], index, PARTIAL)
-            text = f"{what}: the result of this line is partial over {axis} ({PARTIAL}), and its sum is missing"
-            if visible(root.site) is not None:
-                text += f"; {_where(root)} uses it as if it were complete"
+            text = f"{what}: the result of this line is partial over {axis} ({PARTIAL}), and "
+            is_named = visible(root.site) is not None
+            text += f"{_where(root)} uses it as if it were complete" if is_named else "its sum is missing"
             return Finding(labels.order(origin), Problem(_where(origin), text, f"sum it over {axis}"))
     kinds = ", ".join(sorted({_described(labels, labels.of(one)) for one in inputs})) or "weights and tokens"
     earlier = [one for one in between[:-1] if visible(one.site) is not None or one.forward_site]
