@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,32 +16,13 @@ limit_instruction_set()  # FRONTIER_LLM_INSTRUCTION_SET=avx2 runs the tests as o
 
 from tests.harness.pool import RankPool  # noqa: E402
 from tests.harness.summary import pytest_terminal_summary as pytest_terminal_summary  # noqa: E402
+from tests.harness.workers import pytest_collection_modifyitems as pytest_collection_modifyitems  # noqa: E402
+from tests.harness.workers import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler  # noqa: E402
 
 # Hypothesis's checks of time are off, because a busy machine makes some of its examples slow at random.
 # pytest's limit per test still applies.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How several workers share the tests: whole files, for their fixtures; tests/slurm is one piece, its clusters
-    start once.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "tests/slurm" if nodeid.startswith("tests/slurm/") else nodeid.partition("::")[0]
-
-    config.option.loadscopereorder = False
-    return ByFile(config, log)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Several workers begin with Slurm, whose tests wait: until then the other worker has the cores."""
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
 
 
 @pytest.fixture(scope="session")

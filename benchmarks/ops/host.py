@@ -2,7 +2,7 @@
 host.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ops.host [--rounds 40] [--dtype fp32]
-    python -m benchmarks.ops.host --gpu-path [--rounds 40]    # the code that a GPU run executes, at TP1 and TP8
+    python -m benchmarks.ops.host --gpu-path [--rounds 40]    # the code that a GPU run executes, in five layouts
     python -m benchmarks.ops.host --limit MS    # models that the host limits, at MS per layer and microbatch
     python -m benchmarks.ops.host --launches MODEL [MODEL…]    # kernel launches of a layer, by operation
 
@@ -12,9 +12,11 @@ is so small (H32, S16) that computing is a minor part. The costs of layers, micr
 differences between models of 2 and 10 layers with 2 and 10 microbatches. Times are CPU microseconds of the process,
 median and best of the rounds. `--limit` is answered by the cost model.
 
-`--gpu-path` runs steps with the launcher and the fake driver instead of the CPU's ops. With TP8 and sequence
-parallelism its collectives go to torch's process group `fake`, which transfers nothing. Matrix products run on the CPU,
-with 16 tokens. The three paths are timed in turn, so that their ratios do not depend on other load.
+`--gpu-path` runs steps with the launcher and the fake driver instead of the CPU's ops: dense layers at TP1, at TP8 with
+sequence parallelism and with ring attention at CP4, and 8 experts (2 per token) on one rank and at EP4. Collectives and
+messages go to torch's process group `fake`, which transfers nothing. Each expert gets equally many rows. Matrix
+products run on the CPU, with 16 tokens (4 at CP4). The paths are timed in turn, so that their ratios do not depend on
+other load.
 """
 
 from __future__ import annotations
@@ -56,21 +58,36 @@ LAUNCHES = 500  # launches that are timed together
 # Numbers of layers and of microbatches.
 FEW = 2
 MANY = 10
-MODELS = (
-    ("mpt-125m", 1),
-    ("mpt-350m", 1),
-    ("mpt-1b", 1),
-    ("mpt-3b", 1),
-    ("llama-2-7b", 1),
-    ("llama-2-7b", 8),
-    ("gpt-22b", 8),
-    ("llama-2-70b", 8),
-    ("gpt-175b", 8),
-    ("gpt-1t", 8),
+TP8 = {"tensor": 8, "sequence_parallel": True}
+# Models and layouts of `--limit`.
+MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("mpt-125m", "TP1", {}),
+    ("mpt-350m", "TP1", {}),
+    ("mpt-1b", "TP1", {}),
+    ("mpt-3b", "TP1", {}),
+    ("llama-2-7b", "TP1", {}),
+    ("llama-2-7b", "TP8", TP8),
+    ("llama-2-7b", "ring CP4", {"context": 4, "context_attention": "ring"}),
+    ("mixtral-8x7b", "experts", {}),
+    ("mixtral-8x7b", "experts EP4", {"data": 4, "expert": 4}),
+    ("gpt-22b", "TP8", TP8),
+    ("llama-2-70b", "TP8", TP8),
+    ("gpt-175b", "TP8", TP8),
+    ("gpt-1t", "TP8", TP8),
 )
 # Sizes that attention's kernels support, with eight heads for TP8.
 GPU_TINY = ("hidden=128", "heads=8", "ffn_hidden=256", "vocab_size=128", "sequence_length=16")
-GPU_TP = 8
+GPU_WORLD = 8
+EXPERTS = 8
+MOE = (f"model.moe={{experts: {EXPERTS}, top_k: 2}}", "model.bias=false")
+# Settings of the layouts whose GPU path is timed.
+GPU_PATHS = {
+    "GPU path, TP1": (),
+    "GPU path, TP8": ("parallel.tensor=8", "parallel.sequence_parallel=true", "parallel.data=1"),
+    "GPU path, ring CP4": ("parallel.context=4", "parallel.context_attention=ring", "parallel.data=1"),
+    "GPU path, experts": MOE,
+    "GPU path, experts EP4": (*MOE, "parallel.data=4", "parallel.expert=4"),
+}
 TINY = ("hidden=32", "heads=2", "ffn_hidden=64", "vocab_size=64", "sequence_length=16")
 
 
@@ -127,9 +144,10 @@ Case = tuple[str, int, int]  # path, layers, microbatches
 def settings(path: str, dtype: str, shape: Sequence[str], more: Sequence[str] = ()) -> dict[Case, RunConfig]:
     """Return the runs of a tiny model whose step times give the costs of a layer, a microbatch and a step."""
     runs = {}
+    replicas = 4 if "parallel.data=4" in more else 1
     for layers, microbatches in product((FEW, MANY), repeat=2):
         model = [f"model.{setting}" for setting in (*shape, f"layers={layers}")]
-        batch = [f"batch.global_batch={microbatches}", "batch.micro_batch=1"]
+        batch = [f"batch.global_batch={microbatches * replicas}", "batch.micro_batch=1"]
         runs[path, layers, microbatches] = load_run("bench", [f"precision.dtype={dtype}", *batch, *model, *more])
     return runs
 
@@ -160,25 +178,51 @@ def bench_steps(dtype: str, rounds: int) -> None:
         print_costs({key: stack.enter_context(joined_state(config, None)) for key, config in runs.items()}, rounds)
 
 
+def fill_outputs_that_the_host_reads(kernels: Any) -> None:
+    """Let the router choose each expert equally often, and the gradients have a norm.
+
+    The fake driver leaves the outputs of kernels uninitialised.
+    """
+    launch = kernels.launch
+
+    def launch_and_fill(kernel: str, *rest: Any, **arguments: Any) -> None:
+        launch(kernel, *rest, **arguments)
+        if kernel == "squares":
+            arguments["partial"].fill_(1.0)
+        if kernel == "route_forward":
+            experts_Nk = arguments["experts"]
+            experts_Nk.copy_(torch.arange(experts_Nk.numel()).view(experts_Nk.shape) % EXPERTS)
+
+    kernels.launch = launch_and_fill
+
+
 def bench_gpu_path(rounds: int) -> None:
-    """Time the host's work of a GPU run at TP1 and TP8, and of a CPU run of the same model."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GPU_TP)
-    split = [f"parallel.tensor={GPU_TP}", "parallel.sequence_parallel=true", "parallel.data=1"]
+    """Time the host's work of a GPU run in several layouts, and of a CPU run of the same model."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GPU_WORLD)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         states: dict[Case, TrainState] = {}
         for key, config in settings("CPU ops, TP1", "bf16", GPU_TINY).items():
             states[key] = stack.enter_context(joined_state(config, None))
         kernels, _, _ = stack.enter_context(fake_gpu("gfx90a", folder))
+        fill_outputs_that_the_host_reads(kernels)
         stack.enter_context(with_ops_of(kernels))
-        runs = settings("GPU path, TP1", "bf16", GPU_TINY) | settings(f"GPU path, TP{GPU_TP}", "bf16", GPU_TINY, split)
-        for key, config in runs.items():
-            plan = make_plan(config, config.parallel.tensor)
-            mesh = build_mesh(plan.grid, 0, plan.placement) if config.parallel.tensor > 1 else serial_mesh()
-            source = Source(1, config.model.sequence_length, documents=False)
-            source.microbatches = config.batch.global_batch
-            states[key] = build_state(config, plan, mesh, torch.device("cpu"), source)
+        for path, layout in GPU_PATHS.items():
+            for key, config in settings(path, "bf16", GPU_TINY, layout).items():
+                states[key] = gpu_state(config, microbatches=key[2])
         print_costs(states, rounds)
+
+
+def gpu_state(config: RunConfig, microbatches: int) -> TrainState:
+    """Return the state of rank 0 of a run."""
+    parallel = config.parallel
+    world = max(parallel.tensor, parallel.context, parallel.expert)
+    plan = make_plan(config, world)
+    experts = config.model.moe is not None
+    mesh = build_mesh(plan.grid, 0, plan.placement, experts=experts) if world > 1 else serial_mesh()
+    source = Source(1, config.model.sequence_length, documents=False)
+    source.microbatches = microbatches
+    return build_state(config, plan, mesh, torch.device("cpu"), source)
 
 
 def print_launches(models: Sequence[str]) -> None:
@@ -200,35 +244,29 @@ def print_launches(models: Sequence[str]) -> None:
 def print_limit(host_ms: float) -> None:
     """Print the device's time for a layer beside the host's time.
 
-    The device computes forward and backward of one sequence of 2,048 tokens. The host's cost is set to 0 for it.
+    The device computes forward and backward of one sequence of 2,048 tokens (8,192 tokens at CP4, so that each rank
+    has 2,048). The host's cost is set to 0 for it.
     """
     machines = {name: replace(rates(load_machine(name)), launch_s=0.0) for name in ("frontier", "h200")}
     print(
-        f"| model | TP | {' | '.join(f'{name}, ms of the device | host {host_ms} ms' for name in machines)} "
-        f"|\n|---|--:|--:|--:|--:|--:|"
+        f"| model | layout | {' | '.join(f'{name}, ms of the device | host {host_ms} ms' for name in machines)} "
+        f"|\n|---|---|--:|--:|--:|--:|"
     )
-    for model, tp in MODELS:
-        settings = {
-            "parallel": {"tensor": tp, "sequence_parallel": tp > 1},
-            "batch": {"global_batch": 1, "micro_batch": 1},
+    for model, name, parallel in MODELS:
+        shape = load_model(model, {"sequence_length": 2048 * parallel.get("context", 1)})
+        content = {
+            "model": shape.model_dump(),
+            "precision": {"dtype": "bf16"},
+            "parallel": parallel,
+            "batch": {"global_batch": parallel.get("data", 1), "micro_batch": 1},
         }
-        shape = load_model(model, {"sequence_length": 2048})
-        layout = layout_of(
-            build(
-                RunConfig,
-                {
-                    "model": shape.model_dump(),
-                    "precision": {"dtype": "bf16"},
-                    **settings,
-                },
-            ),
-            tp,
-        )
+        degrees = (parallel.get(axis, 1) for axis in ("tensor", "context", "expert"))
+        layout = layout_of(build(RunConfig, content), max(degrees))
         cells = []
         for machine in machines.values():
             device_ms = 1e3 * float(sum(layer_s(times(shape, layout, machine).block, layout, machine)))
             cells += [f"{device_ms:.2f}", f"{host_ms / device_ms:.0%}{' **limit**' if host_ms > device_ms else ''}"]
-        print(f"| {model} | {tp} | {' | '.join(cells)} |")
+        print(f"| {model} | {name} | {' | '.join(cells)} |")
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ A row is *fitted* if a constant was fitted on it (`benchmarks/published/fitted_r
 A model is *seen* if a constant of the same machine and stack was fitted on a row with the same layers and width.
 To add rows, write a TSV with the columns of `benchmarks/published/*.tsv` and run
 `frontier-llm plan --validate FILE --rows`.
+A measurement that a later release repeats to the last digit is one row.
 No run on an MI250X by this program is among the rows.
 """
 
@@ -70,9 +71,26 @@ class Judged:
 
 
 def readings() -> list[Reading]:
-    """Return all rows of benchmarks/published."""
+    """Return all rows of benchmarks/published, each measurement once."""
     further = [reading for name in FURTHER for reading in read_stated(PUBLISHED / name)]
-    return [*further, *(Reading(row.key, row) for row in shipped())]
+    return without_repetitions([*further, *(Reading(row.key, row) for row in shipped())])
+
+
+def without_repetitions(rows: Iterable[Reading]) -> list[Reading]:
+    """Return the rows without those that repeat another row: the same run with the same step time to the last digit.
+
+    Releases of a table repeat figures that were not measured again.
+    """
+    kept: dict[object, Reading] = {}
+    for reading in rows:
+        run = reading.run
+        if run is None:
+            kept[reading.key] = reading
+        else:
+            content = (run.machine, run.stack, run.model.model_dump_json(exclude={"name"}), run.layout)
+            software = tuple(sorted(run.software.items()))
+            kept.setdefault((*content, software, run.seconds), reading)
+    return list(kept.values())
 
 
 def judge(rows: Iterable[Reading]) -> tuple[list[Judged], list[Reading]]:

@@ -21,7 +21,7 @@ from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.parameters import stage_numel
 from frontier_llm.planner.costs.seconds import alone_s, work_s
-from frontier_llm.planner.costs.time import gradient_reduction_s
+from frontier_llm.planner.costs.time import gradient_reduction_s, tied_sum_s
 from frontier_llm.planner.search import simulate_layout
 
 PAGE = MEASURED / "planner.md"
@@ -175,11 +175,12 @@ def table(cases: dict[str, Layout]) -> Iterator[str]:
             ]
             plan = simulate_layout(model, sent, numbers)
             step_s = plan.step_s
+            priced_s = plan.simulated.reduce_s - float(tied_sum_s(model, sent, numbers))
             cells = (
                 name,
                 "32 bit" if wire == "full" else "16 bit",
                 f"{float(summed_s):.2f}",
-                f"{plan.simulated.reduce_s:.2f}",
+                f"{priced_s:.2f}",
                 *(f"{one:.2f} s, {100 * one / step_s:.1f} %" for one in shown),
                 f"{step_s:.1f}",
             )

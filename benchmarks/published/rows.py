@@ -101,6 +101,10 @@ def software_of(row: Row) -> dict[str, Any]:
         options["optimizer_state_bytes"] = number_of(row["optimizer_state_bytes"])
     if row["weight_gradient_adding"]:
         options["adding_in_product"] = "product" in row["weight_gradient_adding"]
+    if "rowwise" in row["id"]:  # torchtitan's table states the scaling and the kind of TP in the name of a row
+        options["scales_fp8_rows"] = True
+    if "asyncTP" in row["id"]:
+        options["chunk_overlap"] = 1.0  # copy engines transfer a piece while the product of another piece runs
     if row["fused_cross_entropy"]:
         options["fused_cross_entropy"] = is_yes(row["fused_cross_entropy"], False)
     return options
@@ -156,6 +160,8 @@ def layout_of_row(row: Row, shape: Mapping[str, int]) -> Layout:
         ep=int(number_of(row["EP"], 1.0)) or 1,
         etp=int(number_of(row["ETP"], 1.0)) or 1,
         data_shard=int(shards.group(1)) if shards else 0,
+        # torch's async TP cuts a product and its collective into one piece per rank
+        tensor_chunks=tp if "asyncTP" in row["id"] else 1,
         micro_batch=B,
         microbatches=max(global_batch // dp // B, 1) if global_batch else 4 * pp,
         sequence_parallel=row["seq_parallel"].startswith("yes") and tp > 1,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planner.accuracy_page import FIGURE, PAGE, figure, judge, page, readings
+from benchmarks.planner.accuracy_page import (
+    FIGURE,
+    PAGE,
+    figure,
+    judge,
+    page,
+    readings,
+    without_repetitions,
+)
 from benchmarks.published.datasets import FURTHER, PUBLISHED, read_stated
 
 
@@ -20,6 +28,16 @@ def test_the_page_has_each_row_of_the_mi250x() -> None:
     worst = max(rows, key=lambda one: abs(one.error))
     assert listed.index(worst.row.key) == min(listed.index(one.row.key) for one in rows)
     assert figure(rows).count("<circle") == len(rows)
+
+
+def test_a_measurement_that_another_release_repeats_is_one_row() -> None:
+    """Nemotron-4 340B has the same ten times in two releases. Rows with another time or FP8 stay."""
+    rows = [one for one in read_stated(PUBLISHED / "dgxc_dense.tsv") if "Nemotron4-340B" in one.key]
+    kept = without_repetitions(rows)
+    assert (len(rows), len(kept)) == (20, 10)
+    assert kept == without_repetitions([*kept, *kept])
+    llama = [one for one in read_stated(PUBLISHED / "dgxc_dense.tsv") if "Llama-3.1-8B" in one.key]
+    assert without_repetitions(llama) == llama
 
 
 @pytest.mark.thorough

@@ -350,6 +350,18 @@ def test_columns_state_the_model_and_the_software(tmp_path: Path) -> None:
     assert (model.activation, model.bias, model.tied_embeddings) == ("gelu", True, True)
 
 
+def test_the_name_of_a_torchtitan_row_states_async_tp_and_the_scaling_of_fp8(tmp_path: Path) -> None:
+    """Async TP hides a part of the collectives, and a scale per row takes passes over the operands."""
+    stated = {"hardware": "H100", "machine": "torchtitan-h100", "stack": "torchtitan-fp8", "precision": "fp8"}
+    names = ("t-tensorwise-vanillaTP", "t-tensorwise-asyncTP", "t-rowwise-vanillaTP")
+    stated |= {"TP": "8", "devices": "8", "seq_parallel": "yes", "seq": "8192", "MBS": "12", "GBS": "12"}
+    rows = [{**stated, "id": name} for name in names]
+    runs = [reading.run for reading in read_stated(write_table(tmp_path / "mine.tsv", *rows))]
+    plain, pieces, scaled = (one.seconds for one in predict([run for run in runs if run is not None]))
+    assert pieces < plain < scaled
+    assert runs[1] is not None and runs[1].layout.tensor_chunks == 8
+
+
 def test_each_row_of_a_file_has_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_table(tmp_path / "mine.tsv", {"id": "a"}, {"id": "b", "TP": ""}, {"id": "c", "CP": "2"})
     commented = f"# source: a test\n{path.read_text(encoding='utf-8')}"

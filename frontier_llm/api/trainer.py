@@ -125,13 +125,19 @@ class Trainer:
         self._state.enter(self._state.phases[0], self._source, self._state.position)
         return progress.step
 
-    def close(self) -> None:
-        """Leave the process groups. A trainer is also a context manager, which calls this at its end."""
-        self._checkpoints.close()
-        self._stack.close()
+    def close(self, wait: bool = True) -> None:
+        """Leave the process groups. A trainer is also a context manager, which calls this at its end.
+
+        With `train.remote`, first wait for the uploads, at most `train.remote_wait_s`. Without `wait` the next trainer
+        or run with this run directory continues them. After an exception the context manager does not wait.
+        """
+        try:
+            self._checkpoints.close(verify=wait)
+        finally:
+            self._stack.close()
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(wait=kind is None)

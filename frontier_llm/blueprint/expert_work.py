@@ -10,6 +10,7 @@ routes T / tp tokens, and each token makes top_k x etp rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, comb
 from typing import NamedTuple
 
@@ -263,10 +264,11 @@ def _experts_products(
     up = f * (1 + model.gated)
     held = rows.computed if moe.capacity is None else rows.received
     for outputs, inputs, name in ((up, H, "up"), (H, f, "down")):
-        yield Item(Phase.F, EXPERTS, Product(m, outputs, inputs, local, f"experts.{name}", fp8=True), FULL)
-        yield Item(Phase.I, EXPERTS, Product(m, inputs, outputs, local, f"experts.{name}", fp8=True))
-        gradient = Product(outputs, inputs, m, local, f"experts.{name}", fp8=True)
-        yield from weight_gradient(EXPERTS, gradient, software.accumulate_bytes * local * outputs * inputs, software)
+        forward = Product(m, outputs, inputs, local, f"experts.{name}", fp8=True, grouped=True)
+        yield Item(Phase.F, EXPERTS, forward, FULL)
+        yield Item(Phase.I, EXPERTS, replace(forward, n=inputs, k=outputs))
+        gradient = replace(forward, m=outputs, n=inputs, k=m)
+        yield from weight_gradient(EXPERTS, gradient, software)
     yield Item(Phase.F, EXPERTS, Pass(size * held * (up + f), 1), FULL)
     yield Item(Phase.I, EXPERTS, Pass(size * held * (2 * up + f), 1))
     kept = size * held * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (

@@ -31,6 +31,15 @@ LOSS = "cross-entropy"
 SHARDS = "sharded weights and gradients"
 
 
+# How this package adds a weight gradient to its fp32 buffer on a GPU (ops/torch_linear.py): by the kernel of the
+# product, after a product with fp32 output, or after a product that is rounded to 16 bit.
+WeightGradients = Literal["in-product", "fp32-product", "rounded-product"]
+# Bytes of memory traffic per parameter of each method, in addition to a product that writes 16 bit. The first: reads
+# and writes 4, writes no 16 bit. The second: writes 4 instead of 2, reads 4 + 4, writes 4. The third: reads 2 + 4,
+# writes 4.
+ADDING_BYTES: dict[WeightGradients, float] = {"in-product": 6.0, "fp32-product": 14.0, "rounded-product": 10.0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoftwareOptions:
     """Software options: how a training framework executes a step, read from a stack of the machine file.
@@ -55,11 +64,17 @@ class SoftwareOptions:
     accumulate_bytes: NonNegativeFloat = 8.0  # Bytes of memory traffic per parameter to add one microbatch's gradient.
     # The kernel of a weight gradient also adds it to the buffer. Its time is the longer one of product and addition.
     adding_in_product: bool = False
+    # How the installed torch adds weight gradients. With a value, it replaces the two options above, unless
+    # `accumulate_bytes` is 0. None: not known.
+    weight_gradients: WeightGradients | None = None
     optimizer_bytes: NonNegativeFloat = 30.0  # Bytes of memory traffic per owned parameter in the optimizer step.
     p2p_split: bool = False  # Pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
     # Experts over etp ranks: False sends each row to all of them. True sends it once over ep, gathers it over tp, and
     # sums the outputs with a reduce-scatter.
     expert_rows_gathered: bool = False
+    # FP8 with one scale per row: each operand of a product is scaled and converted in a pass of its own, for each dim
+    # along which it is multiplied. False: one scale per tensor, whose conversions are part of `linear_speedup`.
+    scales_fp8_rows: bool = False
     # Pipeline messages block the rank (Megatron, DeepSpeed) instead of overlapping its compute.
     blocking_messages: bool = False
     # Parameters per bucket of the gradient sum over dp. 0 = all parameters in one bucket.
@@ -107,6 +122,7 @@ class Product:
     parameter: str = ""  # name of the weight; "" = both operands are activations
     fp8: bool = False  # computed in 8 bits if the software supports it
     aligned: bool = True
+    grouped: bool = False  # one kernel for the products of all experts
     added_bytes: float = 0.0  # additional memory traffic of the kernel if it adds the result to a buffer
 
     @property
@@ -216,9 +232,30 @@ def rank_tokens(model: ModelConfig, layout: Layout) -> int:
     return model.sequence_length // layout.cp * layout.micro_batch
 
 
-def weight_gradient(cause: str, product: Product, added_bytes: float, software: SoftwareOptions) -> Iterator[Item]:
-    """Yield the product of a weight gradient and its accumulation: one kernel or two, as the software does it."""
-    if software.adding_in_product:
+def adding_method(software: SoftwareOptions, grouped: bool = False) -> tuple[bool, float]:
+    """Return (weight gradients are added by the kernel of their product, bytes of memory traffic per parameter).
+
+    This package's kernel for the products of experts (`grouped`) always adds its result itself. 0 bytes means that the
+    measured times of the products include the addition.
+    """
+    method = software.weight_gradients
+    if method is None or software.accumulate_bytes == 0:
+        return software.adding_in_product, software.accumulate_bytes
+    if grouped:
+        method = "in-product"
+    return method == "in-product", ADDING_BYTES[method]
+
+
+def weight_gradient(
+    cause: str, product: Product, software: SoftwareOptions, further_bytes: float = 0.0
+) -> Iterator[Item]:
+    """Yield the product of a weight gradient and its accumulation: one kernel or two, as the software does it.
+
+    `further_bytes` of memory traffic per parameter are added to those of the software's method.
+    """
+    in_product, bytes_each = adding_method(software, product.grouped)
+    added_bytes = (bytes_each + further_bytes) * product.batch * product.m * product.n
+    if in_product:
         yield Item(Phase.W, cause, replace(product, added_bytes=added_bytes))
     else:
         yield Item(Phase.W, cause, product)

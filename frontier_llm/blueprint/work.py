@@ -117,6 +117,20 @@ def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
     return False, outputs, inputs // tp
 
 
+def _row_scaling(T: int, outputs: int, inputs: int) -> Iterator[Item]:
+    """Yield the passes that scale and convert the operands of a linear layer's three products to FP8, row by row.
+
+    Along contiguous rows a pass reads 2 bytes and writes 1 byte per element. Across them it reads the element twice:
+    for the largest value of a row, and for the conversion.
+    """
+    x = T * inputs
+    w = outputs * inputs
+    g = T * outputs
+    yield Item(Phase.F, PASSES, Pass(3 * (x + w), 2), FULL)
+    yield Item(Phase.I, PASSES, Pass(3 * g + 5 * w, 2))
+    yield Item(Phase.W, PASSES, Pass(5 * (x + g), 2))
+
+
 def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause: str = PRODUCTS) -> Iterator[Item]:
     """Yield the work of a linear layer: forward and gradient products, gradient accumulation and tp collectives.
 
@@ -132,14 +146,15 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
     def product(m: int, n: int, k: int) -> Product:
         return Product(m, n, k, parameter=weight.name, fp8=not head)
 
-    added = software.accumulate_bytes
-    if layout.gradient_wire == "fp32" and software.gradient_bytes == 2:
-        added += 6
+    # 16-bit gradients that are summed in fp32 are converted to a second buffer
+    converted_bytes = 6 if layout.gradient_wire == "fp32" and software.gradient_bytes == 2 else 0
     forward = product(T, outputs, inputs)
     backward = product(T, inputs, outputs)
     yield Item(Phase.F, cause, forward, again)
     yield Item(Phase.I, cause, backward)
-    yield from weight_gradient(cause, product(outputs, inputs, T), added * inputs * outputs, software)
+    yield from weight_gradient(cause, product(outputs, inputs, T), software, converted_bytes)
+    if software.scales_fp8_rows and not head:
+        yield from _row_scaling(T, outputs, inputs)
     if layout.tp == 1:
         return
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progre
 from frontier_llm.checkpoint.older import position_of
 from frontier_llm.checkpoint.ranks import from_rank_0, joint_error
 from frontier_llm.checkpoint.remote import RemoteCheckpoint, pull, uploaded_checkpoints
-from frontier_llm.checkpoint.remote_writer import claim
 from frontier_llm.checkpoint.save import Save, Saved
 from frontier_llm.checkpoint.snapshot import Snapshot
-from frontier_llm.checkpoint.upload import POLL_S, Uploads
+from frontier_llm.checkpoint.upload import Uploads
+from frontier_llm.checkpoint.upload_process import POLL_S
 from frontier_llm.comm import Mesh, all_gather_json
-from frontier_llm.config import TrainConfig
+from frontier_llm.config import TrainConfig, expired_steps
 from frontier_llm.data.remote import UnreachableError
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import CheckpointError, Problem
@@ -51,15 +51,16 @@ class Checkpoints:
         optimizer: Optimizer,
         facts: JobFacts,
         allow_changes: Collection[str] = (),
+        on_wait: Callable[[], object] = lambda: None,
     ) -> None:
         """Take the run directory's lock and remove the files of an interrupted save.
 
         `allow_changes` are configuration keys that may differ from the checkpoint although they change the mathematics
-        of the run. Raises CheckpointError if another live job holds the lock, or if the directory cannot be written.
+        of the run. Every rank calls `on_wait` several times per second while rank 0 waits for `train.remote`. Raises
+        CheckpointError if another live job holds the lock, or if the directory cannot be written.
         """
         self.directory = checkpoints_folder(train)
         self.keep = train.keep_checkpoints
-        self._keep_every = train.keep_every
         self.lag_steps = max(1, train.save_interval // 10)  # steps after the copy before training waits for the commit
         if train.save_lag_steps is not None:
             self.lag_steps = train.save_lag_steps
@@ -67,6 +68,7 @@ class Checkpoints:
         self.device = optimizer.device
         self._optimizer = optimizer
         self._allow_changes = tuple(allow_changes)
+        self._on_wait = on_wait
         self._lock: RunLock | None = None  # None except on rank 0
         self._train = train
         self.uploads: Uploads | None = None  # None except on rank 0 of a run with train.remote
@@ -113,8 +115,7 @@ class Checkpoints:
 
     def expired(self, steps: Sequence[int]) -> list[int]:
         """Return the steps whose checkpoints may be deleted. `steps` are sorted newest first."""
-        older = steps[self.keep :]
-        return [step for step in older if not (self._keep_every and step % self._keep_every == 0)]
+        return expired_steps(steps, self.keep, self._train.keep_every)
 
     def _kept(self) -> list[int]:
         """Return the steps whose checkpoints will not be deleted by the next save, newest first."""
@@ -146,6 +147,8 @@ class Checkpoints:
         """
         self.finish()
         self._save = Save(self, progress)
+        if self.uploads is not None:  # `newest` is not called if the caller loads no checkpoint
+            self.uploads.start()
         self.newest_step = progress.step
         return self._save
 
@@ -168,16 +171,17 @@ class Checkpoints:
                 raise
             log.info(f"a save failed; training continues, and stops if the next save fails too\n{error}")
 
-    def close(self, verify: bool = True) -> None:
+    def close(self, verify: bool = True, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Finish the save in progress as `finish` does, and release the run directory.
 
-        With `verify` also wait for the uploads, at most `train.remote_wait_s`. Without it the run was interrupted, its
-        nodes are needed or lost soon, and the next start continues the uploads.
+        With `verify` also wait for the uploads, at most `train.remote_wait_s`, and until the collective function
+        `is_stopped` returns True. Without `verify` the run was interrupted, its nodes are needed or lost soon, and the
+        next start continues the uploads.
         """
         try:
             self.finish(verify)
             if verify and self._train.remote is not None:
-                self._wait_for_uploads(time.monotonic() + self._train.remote_wait_s)
+                self._wait_for_uploads(time.monotonic() + self._train.remote_wait_s, is_stopped)
         finally:
             try:
                 if self.uploads is not None:
@@ -186,7 +190,7 @@ class Checkpoints:
                 if self._lock is not None:
                     self._lock.release()
 
-    def _wait_for_uploads(self, until_s: float) -> None:
+    def _wait_for_uploads(self, until_s: float, is_stopped: Callable[[], bool]) -> None:
         """Wait until all uploads have ended, or until a time of rank 0. No rank waits in one collective for long."""
 
         def must_wait() -> bool:
@@ -196,8 +200,8 @@ class Checkpoints:
             time.sleep(POLL_S)
             return True
 
-        while from_rank_0(must_wait, self.world, self.device):
-            pass
+        while from_rank_0(must_wait, self.world, self.device) and not is_stopped():
+            self._on_wait()
 
     # --- loading ---
 
@@ -274,14 +278,24 @@ class Checkpoints:
     ) -> Progress | None:
         """Load the intact checkpoint of the highest step, local before remote.
 
-        Damage is added to `damage`, or raised with `strict`.
+        Damage is added to `damage`, or raised with `strict`. If a remote checkpoint cannot be copied, only local ones
+        are tried after it. Raises CheckpointError if none of them is intact, and always with `strict`.
         """
         candidates = [(step, False) for step in steps] + [(step, True) for step in remote_steps]
+        copy_problems: list[Problem] = []
         for step, is_remote in sorted(candidates, key=lambda candidate: (-candidate[0], candidate[1])):
+            if is_remote and copy_problems:
+                continue
             path = self.directory / folder.step_name(step)
             try:
                 if is_remote:
-                    self._patiently(partial(self._pull, step))
+                    copy_problems = [Problem(*problem) for problem in self._patiently(partial(self._pull, step))]
+                if is_remote and copy_problems:
+                    if strict:
+                        break
+                    head = f"{path.name} cannot be copied from {self._train.remote}; trying the local checkpoints"
+                    log.warn("\n".join([head, *map(str, copy_problems)]))
+                    continue
                 return self.load(path)
             except DamagedCheckpoint as error:
                 if strict:
@@ -290,6 +304,8 @@ class Checkpoints:
                 log.info(
                     "\n".join([f"{path.name} is damaged; loading the checkpoint before it", *map(str, error.problems)])
                 )
+        if copy_problems:
+            raise CheckpointError([*damage, *copy_problems])
         return None
 
     def _remote_steps(self, has_local: bool) -> list[int]:
@@ -306,8 +322,7 @@ class Checkpoints:
     def _claim_remote(self, has_local: bool) -> list[int]:
         assert self.uploads is not None
         try:
-            place = RemoteFolder(self.uploads.url)
-            claim(place, self.uploads.writer)
+            place = self.uploads.claim()
             above = self.uploads.discard_above
             found = [one.step for one in uploaded_checkpoints(place)]
         except UnreachableError as error:
@@ -317,15 +332,23 @@ class Checkpoints:
             return []
         return [step for step in found if above is None or step <= above]
 
-    def _pull(self, step: int) -> None:
-        """On rank 0, copy a remote checkpoint into the run directory. Its changes are checked before it is copied."""
+    def _pull(self, step: int) -> list[tuple[str, str, str]]:
+        """On rank 0, copy a remote checkpoint into the run directory. Its changes are checked before it is copied.
+
+        Returns the fields of the Problems for which the copy is not possible now, for example a full disk. Raises
+        DamagedCheckpoint, and CheckpointError for a change that is not allowed.
+        """
         assert self.uploads is not None
-        source = RemoteCheckpoint(RemoteFolder(self.uploads.url), step)
-        manifest, _ = source.read_manifest()
-        drift.allowed_changes(manifest, self.facts, self._allow_changes, str(source))
-        self.check_lock()
-        log.info(f"copying {source}, {format_bytes(manifest.total_bytes)}")
-        pull(source, self.directory, self.facts.incarnation)
+        try:
+            source = RemoteCheckpoint(RemoteFolder(self.uploads.url), step)
+            manifest, _ = source.read_manifest()
+            drift.allowed_changes(manifest, self.facts, self._allow_changes, str(source))
+            self.check_lock()
+            log.info(f"copying {source}, {format_bytes(manifest.total_bytes)}")
+            pull(source, self.directory, self.facts.incarnation)
+        except (UnreachableError, folder.CannotWrite) as error:
+            return [astuple(problem) for problem in error.problems]
+        return []
 
     def _patiently(self, compute: Callable[[], Any]) -> Any:
         """Call `compute` on rank 0 only, as `from_rank_0`, but in a thread. It may take longer than a collective may.
@@ -334,7 +357,7 @@ class Checkpoints:
         """
         task = in_daemon(compute, "remote") if self.world.rank == 0 else Future()
         while not from_rank_0(lambda: bool(wait([task], POLL_S).done), self.world, self.device):
-            pass
+            self._on_wait()
         return from_rank_0(task.result, self.world, self.device)
 
     def _at_most(self, step: int) -> list[int]:

@@ -37,6 +37,10 @@ _REPLACED = re.compile(r"(step_[0-9]{8,12})\.replaced\.[0-9]+")
 _LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|\.(LATEST|BEST)\.[0-9a-f]{32}")
 
 
+class CannotWrite(CheckpointError):
+    """The file system does not accept a checkpoint: the disk is full, or a file cannot be created."""
+
+
 def step_of(path: Path) -> int:
     """Return the step in the folder name of a complete checkpoint. Raises CheckpointError for any other name."""
     step = named_step(path.name)
@@ -223,7 +227,7 @@ def unexpected_files(path: Path, manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def writing(where: Path, needed_bytes: int) -> Iterator[None]:
-    """Context that turns an OSError of its body into a CheckpointError with the cause.
+    """Context that turns an OSError of its body into CannotWrite with the cause.
 
     If the disk is full, the message contains the needed space and the free space.
     """
@@ -242,4 +246,4 @@ def writing(where: Path, needed_bytes: int) -> Iterator[None]:
                 "free space, raise the quota or ulimit -f, or lower train.keep_checkpoints; the checkpoints before "
                 "this one are untouched"
             )
-        raise CheckpointError(what, fix, str(where)) from error
+        raise CannotWrite(what, fix, str(where)) from error

@@ -129,14 +129,15 @@ def _rate(flat: Mapping[str, Any], step: int) -> float | None:
 
 
 def _trained_phases(config: Mapping[str, Any], step: int, done: Stretches) -> list[Any]:
-    """Return (first step, model, batch, data) of each phase that has begun after `step` steps.
+    """Return (first step, model, global batch, data) of each phase that has begun after `step` steps.
 
-    Later phases may change (like train.steps), because none of their steps has been trained yet.
+    Later phases may change (like train.steps), because none of their steps has been trained yet. The microbatch is
+    part of the layout, which may change at any step.
     """
     if not config.get("train", {}).get("phases"):
         return []
     begun = [phase for phase in phases_of(RunConfig.model_validate(config, context=done)) if phase.first <= step]
-    return [(phase.first, *(getattr(phase.config, name) for name in ("model", "batch", "data"))) for phase in begun]
+    return [(phase.first, phase.config.model, phase.config.batch.global_batch, phase.config.data) for phase in begun]
 
 
 def _trained_blend(config: Mapping[str, Any]) -> Any:

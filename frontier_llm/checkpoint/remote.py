@@ -34,7 +34,9 @@ from frontier_llm.run.complete import MAX_MANIFEST_BYTES, digest_line, fault, na
 
 FILES_AT_ONCE = 4  # files that one process sends or receives at the same time; each needs one 50 MiB buffer of s3fs
 SENT_BYTES = 8 << 20  # bytes between two waits of the rate limit
-OnBytes = Callable[[int], object]  # called with the number of bytes that were sent or received since the last call
+# Called with the number of bytes that were sent or received since the last call. The number is 0 if a local file was
+# read and compared with its digest.
+OnBytes = Callable[[int], object]
 
 
 class RateLimit:
@@ -203,7 +205,7 @@ def push(
 
     def send(number: int) -> None:
         entry = shards[number]
-        shard_file.verify(path / entry.file, manifest, entry)
+        shard_file.verify(path / entry.file, manifest, entry, consume=lambda *_: on_bytes(0))
         with (path / entry.file).open("rb") as file, there.place.created(entry.file) as write:
             while block := file.read(SENT_BYTES):
                 limit.spend(len(block))

@@ -1,7 +1,18 @@
 """The file `writer.json` at a URL: the only run directory that may write checkpoints there.
 
-Two runs that write to one URL would replace each other's checkpoints. A run directory therefore claims the URL before
-its first upload, and checks its claim before and after the shards of every checkpoint.
+Two runs that write to one URL would replace each other's checkpoints. The rule:
+
+* A run directory is identified by its path and by the random name in its `remote.json`. A copy of it has another path,
+  and a directory of another machine with the same path has another name.
+* A start may `claim` the URL if there is no claim, if the claim is its own, or if the claim was released. The last job
+  of a run directory releases the claim when it ends in order.
+* A claim never expires by time, because a job may wait in the queue for days. If a run directory ended without a
+  release, the user takes over: `frontier-llm checkpoint pull URL RUN_DIR --take-over`.
+* A process that has claimed the URL may write while the claim names its run directory (`check`). It stops for good if
+  the claim names another one, even if that one has released it: its checkpoints may be there now.
+
+Object stores have no atomic comparison. Two claims at the same time can therefore both succeed, and the check before a
+manifest is written stops the first of them.
 """
 
 from __future__ import annotations
@@ -30,20 +41,24 @@ class TakenUrl(CheckpointError):
 class Writer:
     """A run directory that writes to a URL."""
 
-    name: str  # random; a copy of the run directory has the same name
-    run_dir: str
+    name: str  # random, from the run directory's remote.json
+    run_dir: str  # absolute path
     host: str
     renewed_unix_s: float
     is_released: bool = False  # True if its last job has ended in order
 
     def describe(self) -> str:
-        """Return text such as 'runs/a on n0 (last upload 5 min ago)'."""
+        """Return text such as '/scratch/a on n0 (last sign 5 min ago)'."""
         return f"{self.run_dir} on {self.host} (last sign {format_age(time.time() - self.renewed_unix_s)})"
+
+    def is_same(self, other: Writer) -> bool:
+        """Return whether both describe the same run directory."""
+        return self.name == other.name and self.run_dir == other.run_dir
 
 
 def this_writer(name: str, run_dir: Path) -> Writer:
     """Return a Writer that describes a run directory on this host."""
-    return Writer(name, str(run_dir.absolute()), socket.gethostname(), time.time())
+    return Writer(name, str(run_dir.resolve()), socket.gethostname(), time.time())
 
 
 def read_writer(place: RemoteFolder) -> Writer | None:
@@ -64,10 +79,9 @@ def read_writer(place: RemoteFolder) -> Writer | None:
 
 
 def taken_by(place: RemoteFolder, mine: Writer) -> Writer | None:
-    """Return the other run directory that writes to this URL. None if `mine` may write there."""
+    """Return the other run directory that writes to this URL. None if `mine` may claim it."""
     writer = read_writer(place)
-    # The same path under another name: the run directory was lost and made again.
-    if writer is None or writer.is_released or writer.name == mine.name or writer.run_dir == mine.run_dir:
+    if writer is None or writer.is_released or writer.is_same(mine):
         return None
     return writer
 
@@ -88,7 +102,7 @@ def claim(place: RemoteFolder, mine: Writer, take_over: bool = False) -> None:
 def check(place: RemoteFolder, mine: Writer) -> None:
     """Raise TakenUrl if another run directory has taken the URL since the claim."""
     writer = read_writer(place)
-    if writer is not None and writer.name != mine.name:
+    if writer is not None and not writer.is_same(mine):
         raise taken(place, writer, mine)
 
 
@@ -101,7 +115,7 @@ def renew(place: RemoteFolder, mine: Writer) -> None:
 def release(place: RemoteFolder, mine: Writer) -> None:
     """Record that `mine` does not write any more, so that another run directory may continue the run."""
     writer = read_writer(place)
-    if writer is not None and writer.name == mine.name:
+    if writer is not None and writer.is_same(mine):
         place.write(WRITER, _as_bytes(replace(mine, is_released=True)))
 
 

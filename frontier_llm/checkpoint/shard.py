@@ -203,7 +203,7 @@ def read_exactly(descriptor: int, path: Path, start: int, buffer: memoryview) ->
 
 
 # Called with (entry, first element, bytes). Several threads call it, with disjoint bytes.
-Consume = Callable[[Extent, int, memoryview], None]
+Consume = Callable[[Extent, int, memoryview], object]
 
 
 def verify(

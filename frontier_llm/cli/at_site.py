@@ -29,10 +29,9 @@ RUN_JOB = (
 def load_current(run: str, words: Sequence[str]) -> RunConfig:
     """Return the configuration that a job would use now: with the run directory's changes and a known precision."""
     from frontier_llm.cluster.recorded import as_it_stands
-    from frontier_llm.config import load_run
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
 
-    return resolve_precision(as_it_stands(load_run(run, words)))
+    return as_it_stands(load_resolved(run, words))
 
 
 def job_request(

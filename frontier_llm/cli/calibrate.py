@@ -56,11 +56,10 @@ if TYPE_CHECKING:
 def calibrate(args: argparse.Namespace) -> int:
     """Measure on a launcher's ranks or on local ones. Rank 0 writes the file."""
     from frontier_llm.cli.ranks import start_local_ranks
-    from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError
     from frontier_llm.machine.cores import set_own_threads
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
     from frontier_llm.planner.candidates import tensor_degrees
     from frontier_llm.run.rank_env import discover
     from frontier_llm.topology.rank_variables import set_rank_variables
@@ -73,7 +72,7 @@ def calibrate(args: argparse.Namespace) -> int:
         )
     place = discover()
     ranks = place.world_size if place else args.ranks
-    config = resolve_precision(load_run(args.run, args.overrides))
+    config = load_resolved(args.run, args.overrides)
     refuse_settings(
         args.overrides,
         lambda key: key.startswith("parallel.") or key == "batch.global_batch",

@@ -7,10 +7,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm import log
 from frontier_llm.cli.arguments import (
     JSON,
     Command,
@@ -23,175 +21,11 @@ from frontier_llm.cli.arguments import (
     show,
 )
 from frontier_llm.cli.data_plan import plan, show_step
+from frontier_llm.cli.data_text import BOUND, OVERWRITE, tokenize_text, train_tokenizer
 from frontier_llm.tables import aligned
 
 if TYPE_CHECKING:
     from frontier_llm.data.ids import IdScan
-
-INPUTS = option(
-    "inputs",
-    nargs="+",
-    metavar="INPUT",
-    help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS",
-)
-BOUND = option(
-    "--max-mib",
-    type=positive,
-    default=128,
-    metavar="N",
-    help="of a line or an unpacked MDS shard (default: 128)",
-)
-OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
-TEXT_OPTIONS = (
-    option(
-        "--text-key",
-        default="text",
-        metavar="NAME",
-        help="JSON field or parquet column (default: text)",
-    ),
-    option(
-        "--documents",
-        choices=("file", "line"),
-        default="file",
-        help="a document is a whole text file, or each line (default: file)",
-    ),
-    option("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping"),
-    BOUND,
-)
-
-
-@command(
-    INPUTS,
-    option(
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="NAME.model (sentencepiece) or NAME.json (Hugging Face)",
-    ),
-    option(
-        "--vocab-size",
-        type=positive,
-        default=32000,
-        metavar="N",
-        help="ids (default: 32000)",
-    ),
-    option(
-        "--sample-mib",
-        type=positive,
-        default=64,
-        metavar="N",
-        help="MiB of text to train on (default: 64)",
-    ),
-    option(
-        "--overwrite",
-        action="store_true",
-        help="replace another tokenizer of that name, which datasets may have been made with",
-    ),
-    JSON,
-    *TEXT_OPTIONS,
-    line="train a tokenizer on text files",
-    examples=("frontier-llm data tokenizer books/ --output books.model --vocab-size 16000",),
-)
-def _tokenizer(args: argparse.Namespace) -> int:
-    from frontier_llm.data.tokenize import TokenizeOptions, training_text
-    from frontier_llm.data.tokenizer import train_huggingface, train_sentencepiece
-    from frontier_llm.errors import DataError
-
-    if not args.output.endswith((".model", ".json")):
-        raise DataError(
-            f"--output {args.output} has no ending that names a kind of tokenizer",
-            fix="end it in .model (sentencepiece) or .json (Hugging Face)",
-        )
-    train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
-    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, max_bytes=args.max_mib << 20)
-    texts = training_text(args.inputs, options, args.sample_mib << 20)
-    output = Path(args.output)
-    beside = output.with_stem(f"{output.stem}.new") if output.exists() and not args.overwrite else output
-    trained = train(texts, beside, args.vocab_size, args.sample_mib << 20)
-    if beside != output:
-        if beside.read_bytes() != output.read_bytes():
-            fix = f"use {beside}, to which the new one was written, or add --overwrite"
-            raise DataError(
-                "is already another tokenizer, with which datasets may have been made", where=args.output, fix=fix
-            )
-        beside.unlink()
-    if trained.vocab_size < args.vocab_size:
-        log.warn(
-            f"the text gives only {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size accordingly"
-        )
-    if trained.vocab_size > args.vocab_size:
-        log.warn(
-            f"{args.vocab_size} ids are too few for every byte and the end of a document: the tokenizer has "
-            f"{trained.vocab_size}"
-        )
-    content = {
-        "tokenizer": str(output),
-        "vocab_size": trained.vocab_size,
-        "end_of_document": trained.eod,
-        "sha256": trained.digest,
-    }
-    text = f"{output}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}"
-    show(args, content, lambda: text)
-    return 0
-
-
-@command(
-    INPUTS,
-    option(
-        "--output",
-        required=True,
-        type=dataset_prefix,
-        metavar="PREFIX",
-        help="path without .bin/.idx",
-    ),
-    option(
-        "--tokenizer",
-        required=True,
-        help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`",
-    ),
-    option(
-        "--workers",
-        type=positive,
-        metavar="N",
-        help="processes (default: one per core)",
-    ),
-    option(
-        "--shard-mib",
-        type=positive,
-        default=32,
-        metavar="N",
-        help="MiB of input per resumable part (default: 32)",
-    ),
-    OVERWRITE,
-    option("--prompt-key", metavar="NAME", help="JSON field that comes before the text, is read and not learnt"),
-    JSON,
-    *TEXT_OPTIONS,
-    line="make PREFIX.bin/.idx from text; run it again to resume",
-    examples=("frontier-llm data tokenize a.jsonl.gz --tokenizer books.model --output data/a",),
-)
-def _tokenize(args: argparse.Namespace) -> int:
-    from frontier_llm.data.tokenize import TokenizeOptions, tokenize
-
-    shard_bytes = args.shard_mib << 20
-    max_bytes = args.max_mib << 20
-    options = TokenizeOptions(
-        text_key=args.text_key,
-        documents=args.documents,
-        skip_damaged=args.skip_damaged,
-        shard_bytes=shard_bytes,
-        prompt_key=args.prompt_key,
-        max_bytes=max_bytes,
-    )
-    meta = tokenize(
-        inputs=args.inputs,
-        prefix=args.output,
-        tokenizer=args.tokenizer,
-        options=options,
-        workers=args.workers,
-        overwrite=args.overwrite,
-    )
-    show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
-    return 0
 
 
 @command(
@@ -430,8 +264,8 @@ data = Command(
         "frontier-llm data inspect data/books",
     ),
     actions={
-        "tokenizer": _tokenizer,
-        "tokenize": _tokenize,
+        "tokenizer": train_tokenizer,
+        "tokenize": tokenize_text,
         "import": _import,
         "index": _index,
         "inspect": _inspect,

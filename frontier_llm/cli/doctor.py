@@ -57,9 +57,8 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.site_state import requeue_note
     from frontier_llm.cluster.site_variables import expected_settings
     from frontier_llm.cluster.sites import load_site
-    from frontier_llm.config import load_run
     from frontier_llm.machine.env import environment
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
     from frontier_llm.run import hostlist
     from frontier_llm.run.rank_env import environ
     from frontier_llm.topology.rank_variables import environment_name, run_variables
@@ -69,9 +68,8 @@ def doctor(args: argparse.Namespace) -> int:
     site = load_site(args.site)
     directory = Path(args.run_dir)
     checkpoint_bytes = 0
-    config = load_run(args.run, [f"machine={site.machine}", *args.overrides]) if args.run else None
+    config = load_resolved(args.run, [f"machine={site.machine}", *args.overrides]) if args.run else None
     if config is not None:
-        config = resolve_precision(config)
         directory = Path(config.train.run_dir)
         checkpoint_bytes = needed_bytes(config)
     installed = installation_problems(site, config, directory.resolve())

@@ -91,7 +91,17 @@ if TYPE_CHECKING:
         metavar="N",
         help="hide N needles of random tokens at each of 5 depths and ask for them",
     ),
-    option("--output", metavar="FILE", help="also write the JSON there"),
+    option(
+        "--output",
+        metavar="FILE",
+        help="also write the JSON there; with --follow, a folder for one file per checkpoint (default: "
+        "RUN/evaluations)",
+    ),
+    option(
+        "--follow",
+        action="store_true",
+        help="evaluate each checkpoint of a run, also later ones, until the run ends (slurm/evaluate.sbatch)",
+    ),
     about="Held-out loss, perplexity and bits per byte of token datasets, and accuracy on multiple-choice tasks. "
     "Needs no network: "
     "task files are JSONL in the format of LLM Foundry (eval/local_data) or of the data sets that "
@@ -99,6 +109,7 @@ if TYPE_CHECKING:
     examples=(
         "frontier-llm evaluate runs/quickstart",
         "frontier-llm evaluate runs/train_22b parallel.tensor=8 --task piqa=piqa.jsonl",
+        "frontier-llm evaluate runs/quickstart --follow",
     ),
 )
 def evaluate(args: argparse.Namespace) -> int:
@@ -106,7 +117,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.tasks import requests
 
     # every file is checked here in one process before ranks start, including the output, which is written last
-    if args.output and not os.access(Path(args.output).absolute().parent, os.W_OK):
+    if args.output and not args.follow and not os.access(Path(args.output).absolute().parent, os.W_OK):
         raise ConfigError(
             f"{args.output} cannot be written",
             where="--output",
@@ -114,7 +125,45 @@ def evaluate(args: argparse.Namespace) -> int:
         )
     for _, task, pool in _tasks(args):
         requests(task, args.shots, pool)
-    return on_ranks(args, _evaluate)
+    return _follow(args) if args.follow else on_ranks(args, _evaluate)
+
+
+def _follow(args: argparse.Namespace) -> int:
+    """Evaluate the checkpoints of a run until it has ended. In a batch shell, requeue the job at its walltime."""
+    from frontier_llm.cluster import slurm
+    from frontier_llm.cluster.follow import Follower, LocalEvaluator, SlurmEvaluator, WalltimeReached
+    from frontier_llm.cluster.sites import load_site
+    from frontier_llm.cluster.supervisor import requeue
+    from frontier_llm.config import load_run
+    from frontier_llm.run.evaluations import FOLDER
+    from frontier_llm.run.rank_env import discover, environ
+    from frontier_llm.run.run_dir import share_with_group
+
+    directory = Path(args.model)
+    if discover() is not None:
+        raise ConfigError("starts its own ranks", where="--follow", fix="start the command in the batch shell")
+    if args.figures:
+        raise ConfigError("draws one evaluation", where="--figures", fix="leave out --figures or --follow")
+    if not (directory / "checkpoints").is_dir():
+        fix = "give the directory of a run that has started; a job can wait for it with sbatch --dependency=after:JOB"
+        raise ConfigError("is not a run directory with checkpoints", where=str(directory.absolute()), fix=fix)
+    at = args.typed.index(args.model)
+    words = tuple(word for word in [*args.typed[1:at], *args.typed[at + 1 :]] if word != "--follow")
+    evaluator: LocalEvaluator | SlurmEvaluator = LocalEvaluator(words)
+    if environ("SLURM_JOB_ID") and environ("SLURMD_NODENAME"):
+        site = load_site()
+        evaluator = SlurmEvaluator(
+            words=words,
+            config=load_run(str(directory / "config.yaml"), [f"machine={site.machine}"]),
+            site=site,
+            allocation=slurm.Allocation.from_environment(),
+        )
+    share_with_group(directory)
+    try:
+        Follower(directory, Path(args.output or directory / FOLDER).absolute(), evaluator).run()
+    except WalltimeReached:
+        requeue(str(environ("SLURM_JOB_ID")))
+    return 0
 
 
 def _named(words: list[str] | None, flag: str) -> dict[str, str]:

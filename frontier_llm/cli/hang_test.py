@@ -23,15 +23,14 @@ def hang_test(args: argparse.Namespace) -> int:
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.ranks import local_world_size, start_local_ranks
-    from frontier_llm.config import load_run
     from frontier_llm.errors import LayoutError
     from frontier_llm.experiments.measure import hang
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
     from frontier_llm.run.node_folders import temporary_folder
     from frontier_llm.run.rank_env import COMMAND, discover, environment, with_this_package
     from frontier_llm.topology.rank_variables import set_rank_variables
 
-    config = resolve_precision(load_run(args.run, args.overrides))
+    config = load_resolved(args.run, args.overrides)
     place = discover()
     world_size = local_world_size(config)
     if args.mode:
@@ -51,7 +50,7 @@ def hang_test(args: argparse.Namespace) -> int:
     if world_size < 2:
         raise LayoutError("a layout of one rank communicates nothing", "add e.g. parallel.pipeline=2", "--hang-test")
 
-    many = resolve_precision(load_run(args.run, [*args.overrides, *hang.settings_of(config, "many")]))
+    many = load_resolved(args.run, [*args.overrides, *hang.settings_of(config, "many")])
     check(many, world_size, saves=False)
     verdicts = []
     with temporary_folder() as folder:

@@ -100,10 +100,9 @@ def _import(
     Without a run, print the model section that a run file needs.
     """
     from frontier_llm.checkpoint.weights import compare_models, write_checkpoint
-    from frontier_llm.config import load_run
     from frontier_llm.data.tokenizer import load_tokenizer
     from frontier_llm.inference.open import check_vocabulary, tokenizer_in
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
 
     if args.run is None:
         refuse_settings(args.overrides, lambda key: True, "name the run that it changes, after the directory")
@@ -112,7 +111,7 @@ def _import(
         content = {"model": model.model_dump(mode="json"), "tokenizer": tokenizer}
         show(args, content, lambda: _section(model, tokenizer))
         return 0
-    config = resolve_precision(load_run(args.run, args.overrides))
+    config = load_resolved(args.run, args.overrides)
     source = read_weights(args.source, config.model)
     problems = compare_models(config.model, source.model)
     if problems:

@@ -181,7 +181,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from frontier_llm.config import load_run, phases_of
+    from frontier_llm.config import phases_of
     from frontier_llm.config.load import parse_overrides
     from frontier_llm.config.validate import fp16_note
     from frontier_llm.machine.load import (
@@ -189,14 +189,14 @@ def _plan(args: argparse.Namespace) -> int:
         own_stack,
         rates,
     )
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
     from frontier_llm.planner.operations import campaign
     from frontier_llm.planner.refusal import check_found
     from frontier_llm.planner.search import default_global_batch, search
 
-    run = resolve_precision(load_run(args.run, args.overrides)) if args.run else None
+    run = load_resolved(args.run, args.overrides) if args.run else None
     longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length) if run else None
     base = longest.config if longest else None
     if run and longest and run.train.phases:

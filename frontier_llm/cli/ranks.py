@@ -41,16 +41,16 @@ def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -
 
 
 def read_run(name_or_path: str, overrides: Sequence[str], place: RankEnv | None) -> RunConfig:
-    """Return the run with its working precision, and log the notes about it.
+    """Return the run with its working precision, and log the notes about it. Raises FrontierError for fp16 on a CPU.
 
     A rank of local ranks logs no notes, because the process that started it has logged them.
     """
-    from frontier_llm.config import load_run
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved, refuse_on_cpu
 
     is_logged = place is not None and place.launcher == "local"
     with log.quiet() if is_logged else nullcontext():
-        config = resolve_precision(load_run(name_or_path, overrides))
+        config = load_resolved(name_or_path, overrides)
+        refuse_on_cpu(config)
         if config.train.device == "cpu":
             log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     return config

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli.arguments import JSON, ProgressBar, amount, command, natural, option, show
 from frontier_llm.config.urls import is_url, without_secrets
@@ -44,9 +45,10 @@ _CREDENTIALS = "Credentials come from the environment of the store's client (AWS
     examples=("frontier-llm checkpoint push runs/quickstart file:///tmp/copies/quickstart",),
 )
 def push(args: argparse.Namespace) -> int:
-    """Copy all complete checkpoints, newest first."""
+    """Copy all complete checkpoints, newest first. Return 1 if a local one is damaged and was left out."""
     from frontier_llm.checkpoint import remote, remote_writer
     from frontier_llm.checkpoint.directory import checkpoints_at
+    from frontier_llm.checkpoint.manifest import DamagedCheckpoint
     from frontier_llm.data.remote_folder import RemoteFolder
     from frontier_llm.run.holder import living_holder
     from frontier_llm.run.uploads import uploads_to, write_uploads
@@ -61,23 +63,36 @@ def push(args: argparse.Namespace) -> int:
     writer = remote_writer.this_writer(record.writer, run_dir)
     remote_writer.claim(place, writer, args.take_over)
     limit = remote.RateLimit(args.mib_per_s * 2**20)
-    results = []
+    pushed: list[remote.Pushed] = []
+    rows: list[dict[str, Any]] = []
+    damages: list[str] = []
     for path in checkpoints:
         line = ProgressBar()
-        results.append(remote.push(path, place, writer, limit, _gib(line, path.name)))
-        line.close()
+        try:
+            result = remote.push(path, place, writer, limit, _gib(line, path.name))
+        except DamagedCheckpoint as error:
+            damages.append(str(error))
+            rows.append({"path": str(path), "damaged": str(error)})
+            text = "DAMAGED, not sent"
+        else:
+            pushed.append(result)
+            rows.append(asdict(result))
+            sent = f"{result.sent_files} files sent ({format_bytes(result.sent_bytes)})"
+            text = f"{sent}, {result.kept_files} were there"
+        finally:
+            line.close()
         if not args.json:
-            sent = f"{results[-1].sent_files} files sent ({format_bytes(results[-1].sent_bytes)})"
-            print(f"{path.name}  {sent}, {results[-1].kept_files} were there", flush=True)
+            print(f"{path.name}  {text}", flush=True)
     if living_holder(run_dir) is None:  # a running job writes the record itself
         remote_writer.release(place, writer)
-        write_uploads(
-            run_dir,
-            replace(record, uploaded_step=results[0].step, uploaded_unix_s=time.time(), pending=(), problem=""),
-        )
+        if pushed:
+            record = replace(record, uploaded_step=pushed[0].step, uploaded_unix_s=time.time())
+        write_uploads(run_dir, replace(record, pending=(), problem=""))
     if args.json:
-        show(args, [asdict(result) for result in results], str)
-    return 0
+        show(args, rows, str)
+    elif damages:
+        print(*(f"\n{damage}" for damage in damages), sep="\n", file=sys.stderr)
+    return int(bool(damages))
 
 
 @command(
@@ -108,14 +123,19 @@ def pull(args: argparse.Namespace) -> int:
             "is not a folder of this computer", "give the URL first, then the run directory", str(run_dir)
         )
     refuse_second_start(run_dir)
-    found = _chosen(list(remote.uploaded_checkpoints(place)), args.step, url)
-    line = ProgressBar()
-    path = remote.pull(found, run_dir / "checkpoints", 0, _gib(line, found.name))
-    line.close()
+    found = list(remote.uploaded_checkpoints(place))
+    chosen = None if args.take_over and args.step is None and not found else _chosen(found, args.step, url)
     if args.take_over:
         record = uploads_to(run_dir, url)
         remote_writer.claim(place, remote_writer.this_writer(record.writer, run_dir), take_over=True)
-    result = {"path": str(path), "step": found.step}
+    if chosen is None:
+        text = f"{run_dir} writes to {without_secrets(url)} from now on; no checkpoint is complete there"
+        show(args, {"path": None, "step": None}, lambda: text)
+        return 0
+    line = ProgressBar()
+    path = remote.pull(chosen, run_dir / "checkpoints", 0, _gib(line, chosen.name))
+    line.close()
+    result = {"path": str(path), "step": chosen.step}
     show(args, result, lambda: f"{path}  is intact; a run with train.run_dir={run_dir} continues from it")
     return 0
 

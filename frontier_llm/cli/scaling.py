@@ -108,18 +108,17 @@ def _series_command(mode: Mode, batch: Sequence[Option], line: str) -> Command:
 def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm import log
     from frontier_llm.cluster.sites import load_site
-    from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.forecast import as_text
     from frontier_llm.experiments.scaling.launch import BARE, open_tool_job
     from frontier_llm.experiments.scaling.series import find_run, make_series
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
 
     overrides = [*BARE, *args.overrides]
     run = args.run or find_run(args.model)
     root = Path(args.output or "runs/scaling").resolve()
     tool = open_tool_job(root, run, overrides, site=load_site(args.site), spares=args.spares) if args.in_job else None
-    config = resolve_precision(load_run(run, tool.overrides if tool else overrides))
+    config = load_resolved(run, tool.overrides if tool else overrides)
     if args.site is None and tool is None:
         raise ConfigError("no site is given", "give the site of the nodes, e.g. --site frontier", "--site")
     site = tool.ranks.site if tool else load_site(args.site)

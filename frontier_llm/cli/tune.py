@@ -208,15 +208,14 @@ def _local_ranks(args: argparse.Namespace) -> Launcher:
 
 def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, root: Path) -> Tuner:
     """Return the search space with the results of earlier trials."""
-    from frontier_llm.config import load_run
     from frontier_llm.experiments.tuning.search import Everything, Tuner
     from frontier_llm.experiments.tuning.space import make_space
     from frontier_llm.experiments.tuning.trials import TRIALS_FILE, read_trials
     from frontier_llm.machine.load import load_machine, own_stack, rates
-    from frontier_llm.machine.precision import resolve_precision
+    from frontier_llm.machine.precision import load_resolved
     from frontier_llm.planner.candidates import parse_fixed
 
-    config = resolve_precision(load_run(args.run, overrides))
+    config = load_resolved(args.run, overrides)
     machine = load_machine(config.machine)
     numbers = rates(machine, own_stack(machine))
     if args.allow_cross_node_tp:

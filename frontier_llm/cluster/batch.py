@@ -21,9 +21,9 @@ from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.recorded import as_it_stands
 from frontier_llm.cluster.sites import Site, load_site
-from frontier_llm.config import RunConfig, load_run, saves_nothing
+from frontier_llm.config import RunConfig, saves_nothing
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
-from frontier_llm.machine.precision import resolve_precision
+from frontier_llm.machine.precision import load_resolved
 from frontier_llm.run.job import CONTINUATIONS, EXAMINED_NODES, FILE, Job, read_job
 from frontier_llm.run.rank_env import COMMAND, environ
 from frontier_llm.topology.plan import plan_problems
@@ -65,7 +65,7 @@ class BatchRun:
             return self
         plan = self.job.plans[number]
         words = (*self.job.words[1:], *plan, *self.more_words)
-        config = resolve_precision(as_it_stands(load_run(self.job.words[0], words)))
+        config = as_it_stands(load_resolved(self.job.words[0], words))
         return replace(self, plan=plan, config=config)
 
 
@@ -195,7 +195,7 @@ def open_batch(words: Sequence[str], program: tuple[str, ...] = TRAIN, continuat
         words = (str(directory / RUN_FILE), "ops.no_jit=true", *words[1:])
     words, flags = split_flags(words)
     words = (words[0], f"machine={site.machine}", *words[1:])  # the run file may name the machine of another site
-    config = resolve_precision(as_it_stands(load_run(words[0], words[1:])))
+    config = as_it_stands(load_resolved(words[0], words[1:]))
     chosen = {**settings_of_variables(), **settings}
     if continuation is not None:
         chosen["continuation"] = continuation
@@ -235,7 +235,7 @@ def _open_recorded(
         log.warn(f"this allocation has {have} nodes, but {path} has nodes {job.nodes} and spares {job.spares}")
     _note_ignored_variables(job)
     more_words, more_flags = split_flags(["", *words])
-    config = resolve_precision(as_it_stands(load_run(job.words[0], (*job.words[1:], *more_words[1:]))))
+    config = as_it_stands(load_resolved(job.words[0], (*job.words[1:], *more_words[1:])))
     if Path(config.train.run_dir).resolve() != job.directory.resolve():
         what = f"train.run_dir is {config.train.run_dir}, but this job trains in {job.run_dir}"
         raise FrontierError(what, "leave train.run_dir out, or submit the other directory as a separate run", path)

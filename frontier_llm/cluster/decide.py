@@ -23,6 +23,15 @@ RESERVE_S = 20.0  # part of the walltime that is kept for the requeue
 SLURM_EARLY_S = 60.0  # Slurm may send the signal of --signal up to this much early (sbatch manual)
 
 
+# Overrides of a plan, and the number of nodes of the start. The same layout on more nodes needs less memory.
+PlanOnNodes = tuple[tuple[str, ...], int]
+
+
+def plans_out_of_memory(attempts: tuple[Attempt, ...]) -> frozenset[PlanOnNodes]:
+    """Return the plans with which a start was out of memory."""
+    return frozenset((attempt.plan, len(attempt.nodes)) for attempt in attempts if attempt.cause == OUT_OF_MEMORY)
+
+
 @dataclass(frozen=True)
 class History:
     """Progress and starts of the run, over all its jobs."""
@@ -37,7 +46,7 @@ class History:
     # the newest CRASH_LOOP starts with the plan of `last`, without node failures and failed starts.
     recent: tuple[Attempt, ...] = ()
     failed_starts: tuple[Attempt, ...] = ()  # starts since the last finished step that finished no step.
-    full_plans: frozenset[tuple[str, ...]] = frozenset()  # plans with which a start was out of memory.
+    full_plans: frozenset[PlanOnNodes] = frozenset()  # plans with which a start was out of memory.
     crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash.
     bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other is left.
     untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
@@ -63,7 +72,7 @@ class History:
             is_own=is_own,
             recent=recent,
             failed_starts=failed_starts,
-            full_plans=self.full_plans | ({attempt.plan} if attempt.cause == OUT_OF_MEMORY else frozenset()),
+            full_plans=self.full_plans | plans_out_of_memory((attempt,)),
             crashed_hosts=crashed,
             bad_hosts=self.bad_hosts | crashed_twice(crashed),
         )
@@ -157,7 +166,8 @@ def decide(job: Job, history: History, now: Now) -> Decision:
         return Done(reason)
     if last is None and now.time_left_s is not None and now.time_left_s < job.warning_s:
         return GiveUp(_short_walltime(job, now.time_left_s), 2)
-    is_switch = last is not None and last.cause == OUT_OF_MEMORY and is_other_plan(job, history, last)
+    in_use = plan_in_use(job, history.full_plans)
+    is_switch = last is not None and last.cause == OUT_OF_MEMORY and bool(job.plans) and job.plans[in_use] != last.plan
     if last is not None and not is_switch and history.is_crash_loop:
         return _give_up_crash_loop(job, history, last)
     if last is not None and not is_switch and (problem := _failed_start_problem(job, history)):
@@ -167,17 +177,12 @@ def decide(job: Job, history: History, now: Now) -> Decision:
     return _start(job, history, now)
 
 
-def plan_in_use(job: Job, history: History) -> int:
+def plan_in_use(job: Job, full_plans: frozenset[PlanOnNodes]) -> int:
     """Return the index of the plan for the next start: 1 (the roomier one) if a start with plan 0 was out of memory.
 
     The starts are never forgotten, so the run never goes back to plan 0.
     """
-    return int(len(job.plans) > 1 and job.plans[0] in history.full_plans)
-
-
-def is_other_plan(job: Job, history: History, last: Attempt) -> bool:
-    """Whether the next start uses another plan of the job than the start `last`."""
-    return bool(job.plans) and job.plans[plan_in_use(job, history)] != last.plan
+    return int(len(job.plans) > 1 and (job.plans[0], job.nodes) in full_plans)
 
 
 def reason_to_end(job: Job, history: History, stop_requested: bool) -> str:
@@ -299,7 +304,7 @@ def _start(job: Job, history: History, now: Now) -> Decision:
     deadline_s = None if now.time_left_s is None else max(1.0, now.time_left_s - wait_s - RESERVE_S)
     return Start(
         nodes=nodes,
-        plan=plan_in_use(job, history),
+        plan=plan_in_use(job, history.full_plans),
         wait_s=wait_s,
         deadline_s=deadline_s,
         save_after_s=budget_left_s(job, history) - job.warning_s - wait_s,

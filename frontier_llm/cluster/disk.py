@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.blueprint.optimizers import state_bytes
-from frontier_llm.config import RunConfig, saves_between
+from frontier_llm.config import RunConfig, expired_steps, saves_between
 from frontier_llm.errors import Problem
+from frontier_llm.run.complete import named_steps
 from frontier_llm.units import format_bytes, plural
 
 LOG_BYTES = 2**20  # space for logs
@@ -30,11 +31,16 @@ def free_space(directory: Path) -> FreeSpace:
 
 
 def first_checkpoints(config: RunConfig) -> int:
-    """Return the number of checkpoints that a start writes before it can delete an old one."""
+    """Return the number of checkpoints for which a start needs space: two, or one if an old one expires after it.
+
+    Checkpoints that stay because of `keep_every`, and the best one, make no space.
+    """
     train = config.train
-    checkpoints = Path(train.run_dir) / "checkpoints"
-    existing = len(list(checkpoints.glob("step_????????"))) if checkpoints.is_dir() else 0
-    return min(saves_between(train, 0, train.steps), 1 if existing >= train.keep_checkpoints else 2)
+    steps = named_steps(Path(train.run_dir) / "checkpoints")
+    done = steps[0] if steps else 0
+    expired = expired_steps([done + 1, *steps], train.keep_checkpoints, train.keep_every)
+    may_be_best = 1 if train.keep_best else 0
+    return min(saves_between(train, done, train.steps), 1 if len(expired) > may_be_best else 2)
 
 
 def needed_bytes(config: RunConfig) -> int:

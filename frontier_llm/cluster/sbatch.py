@@ -31,19 +31,24 @@ class JobScript:
 
     name: str
     about: str  # text of the script's comment line.
-    config: str = ""  # path of the run file in a script under slurm/.
+    config: str = ""  # path of the run file in a script under slurm/; '': the script names no run file.
     nodes: int = 1
     site: str = "frontier"
     minutes: int | None = None  # None: the longest walltime that the site allows for `nodes`.
     program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs.
     words: tuple[str, ...] = ()  # arguments between the module and the run file.
     warning_s: int | None = None  # None: the site's warning time.
+    arguments: str = (
+        "[key=value ...] [job.spares=N ...] [--allow-change KEY]"  # words after the script, for its comment.
+    )
     run_dir: str = ""  # set for a script of `submit`: its job.json contains all other settings.
 
     def command(self, site: Site) -> str:
         """Return the words after launch/job.sh and the site's name, quoted for the shell."""
         if self.run_dir:
             return shlex.join([self.program, f"--run-dir={self.run_dir}"])
+        if not self.config:
+            return shlex.join([self.program, *self.words])
         words = shlex.join([self.program, *self.words, self.config, "ops.no_jit=true"])
         # users could export this variable together with `sbatch --signal` before job.warning_s existed
         warning = f'"job.warning_s=${{FRONTIER_LLM_SIGNAL_LEAD_S:-{self.signal_s(site)}}}"'
@@ -155,6 +160,31 @@ JOBS: tuple[JobScript, ...] = (
         words=("tune",),
         warning_s=BENCHMARK_WARNING_S,
     ),
+    JobScript(
+        "tokenize",
+        "Tokenize on all nodes of the job, then join the parts; submit the same command again to continue",
+        nodes=4,
+        program="frontier_llm.cli.main",
+        words=("data", "tokenize", "--in-job"),
+        warning_s=BENCHMARK_WARNING_S,
+        arguments="INPUT ... --tokenizer TOKENIZER --output PREFIX",
+    ),
+    JobScript(
+        "evaluate",
+        "Evaluate each checkpoint of a run beside the run, until the run has ended",
+        program="frontier_llm.cli.main",
+        words=("evaluate", "--follow"),
+        warning_s=BENCHMARK_WARNING_S,
+        arguments="RUN_DIR [parallel.tensor=N ...] [--task NAME=FILE ...]",
+    ),
+    JobScript(
+        "export",
+        "Write a checkpoint as a Hugging Face model",
+        program="frontier_llm.cli.main",
+        words=("checkpoint", "export-hf"),
+        warning_s=BENCHMARK_WARNING_S,
+        arguments="RUN_DIR DIRECTORY [--dtype bf16]",
+    ),
 )
 
 _TEMPLATE = """\
@@ -218,7 +248,7 @@ def render(job: JobScript, site: Site) -> str:
     lines = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in directives(job, site)]
     account = "-A PROJECT " if site.account == "required" else ""
     usage = (
-        f"#     sbatch {account}slurm/{job.name}.sbatch [key=value ...] [job.spares=N ...] [--allow-change KEY]\n"
+        f"#     sbatch {account}slurm/{job.name}.sbatch {job.arguments}\n"
         f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and "
         f"render again.\n"
     )

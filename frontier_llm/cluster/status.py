@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
+from frontier_llm.cluster.decide import plan_in_use, plans_out_of_memory
 from frontier_llm.cluster.recorded import epochs_read, steps_done
 from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.config import in_steps
@@ -24,6 +25,7 @@ from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.planner.predict import START_S
 from frontier_llm.run import allocations, run_dir
 from frontier_llm.run.complete import MANIFEST, faults, step_name
+from frontier_llm.run.evaluations import Evaluated, newest_result
 from frontier_llm.run.failure import FILE, Failure, read_failure
 from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
 from frontier_llm.run.job import Job, read_job
@@ -71,8 +73,9 @@ class Status:
     node_hours_left: float | None = None  # rest of the budget.
     node_hours_needed: float | None = None  # for training until the last step, without starts and saves.
     expected_end_unix_s: float | None = None  # end of the run if its job is running, without time in the queue.
-    switches: tuple[PlanSwitch, ...] = ()  # changes to a roomier plan.
+    switch: PlanSwitch | None = None  # the change to the job's roomier plan, if the next start uses it.
     uploads: UploadRecord | None = None  # copies at train.remote.
+    evaluated: Evaluated | None = None  # newest result of `evaluate --follow`.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
 
@@ -197,10 +200,19 @@ def read_status(directory: Path) -> Status:
         node_hours_left=None if job is None or job.max_node_hours is None else job.max_node_hours - used,
         node_hours_needed=needed,
         expected_end_unix_s=expected_end_unix_s,
-        switches=tuple(parts.read(run_dir.plan_switches, [])),
+        switch=parts.read(lambda path: _switch(path, job, attempts), None),
         uploads=parts.read(read_uploads, None),
+        evaluated=parts.read(newest_result, None),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
+
+
+def _switch(directory: Path, job: Job | None, attempts: Sequence[run_dir.Attempt]) -> PlanSwitch | None:
+    """Return the newest change to the roomier plan of `job`. None if the job uses its own plan."""
+    if job is None or not plan_in_use(job, plans_out_of_memory(tuple(attempts))):
+        return None
+    switches = (switch for switch in run_dir.plan_switches(directory) if switch.plan == job.plans[1])
+    return next(iter(reversed([*switches])), None)
 
 
 def _state(fields: Mapping[str, str], living: Holder | None, end: str) -> str:

@@ -8,6 +8,7 @@ from textwrap import shorten
 
 from frontier_llm.cluster.status import Status
 from frontier_llm.run import hostlist
+from frontier_llm.run.evaluations import Evaluated
 from frontier_llm.run.job import Job
 from frontier_llm.run.run_dir import Slow
 from frontier_llm.run.uploads import UploadRecord
@@ -71,6 +72,8 @@ def _render_one(status: Status) -> str:
     facts.append(("checkpoint", checkpoint))
     if status.uploads is not None:
         facts.append(("remote", _uploads(status.uploads)))
+    if status.evaluated is not None:
+        facts.append(("evaluated", _evaluated(status.evaluated)))
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
         facts.append(
@@ -78,9 +81,10 @@ def _render_one(status: Status) -> str:
         )
     facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
     facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
-    for switch in status.switches:
-        words = " ".join(switch.plan)
-        facts.append(("plan", f"the roomier one since step {switch.step:,} ({words}), because {switch.reason}"))
+    if status.switch is not None:
+        words = " ".join(status.switch.plan)
+        since = f"the roomier one since step {status.switch.step:,} ({words})"
+        facts.append(("plan", f"{since}, because {status.switch.reason}"))
     facts.append(("failure", status.last_failure or ""))
     if status.bad_hosts:
         facts.append(("excluded", hostlist.compress(status.bad_hosts)))
@@ -105,6 +109,13 @@ def _uploads(record: UploadRecord) -> str:
     if record.problem:
         words.append(record.problem)
     return "; ".join(words)
+
+
+def _evaluated(result: Evaluated) -> str:
+    """Return the newest evaluated step with its losses and accuracies as text."""
+    losses = [f"loss {loss:.4f} on {dataset}" for dataset, loss in result.losses.items()]
+    accuracies = [f"{task} {accuracy:.4f}" for task, accuracy in result.accuracies.items()]
+    return ", ".join([f"step {result.step:,}", *losses, *accuracies])
 
 
 def _wanted(job: Job) -> str:

@@ -190,11 +190,14 @@ def attempt(run: BatchRun, start: Start) -> None:
 
 
 def record_switch(run: BatchRun) -> None:
-    """Record in decisions.jsonl that the run now uses its roomier plan. Does nothing if that is recorded already."""
-    if any(tuple(switch.plan) == run.plan for switch in run_dir.plan_switches(run.directory)):
+    """Record in decisions.jsonl that the run now uses its roomier plan. Does nothing if the last start used it."""
+    attempts = run_dir.attempts(run.directory)
+    if attempts and attempts[-1].plan == run.plan and len(attempts[-1].nodes) == run.job.nodes:
         return
-    full = [made for made in run_dir.attempts(run.directory) if made.cause == OUT_OF_MEMORY]
+    full = [made for made in attempts if made.cause == OUT_OF_MEMORY]
     switch = run_dir.PlanSwitch(step=run_dir.latest_step(run.directory), plan=run.plan, reason=full[-1].detail)
+    if switch in run_dir.plan_switches(run.directory)[-1:]:  # this supervisor replaces one that ended before the start
+        return
     run_dir.record_switch(run.directory, switch)
     log.warn(f"from step {switch.step} on, the run uses its roomier plan: {' '.join(switch.plan)}")
 

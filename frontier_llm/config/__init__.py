@@ -5,7 +5,15 @@ checked.
 from frontier_llm.config.durations import Stretches, in_steps, resolved
 from frontier_llm.config.load import available, build, dump, find_file, load_model, load_run, own_plugins
 from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
-from frontier_llm.config.phases import RunPhase, phase_at, phases_of, planned_tokens, saves_between, saves_nothing
+from frontier_llm.config.phases import (
+    RunPhase,
+    expired_steps,
+    phase_at,
+    phases_of,
+    planned_tokens,
+    saves_between,
+    saves_nothing,
+)
 from frontier_llm.config.places import configs_dir
 from frontier_llm.config.schema import (
     OUTPUT_Z,
@@ -48,6 +56,7 @@ __all__ = [
     "build",
     "configs_dir",
     "dump",
+    "expired_steps",
     "find_file",
     "in_steps",
     "load_model",

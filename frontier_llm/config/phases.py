@@ -11,6 +11,7 @@ This module also counts the checkpoints that a run writes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -94,6 +95,15 @@ def saves_between(train: TrainConfig, done: int, until: int) -> int:
     if train.keep_best:  # An evaluation with the best loss so far saves at once.
         saves += _multiples(train.eval_interval, done, last_inner) + reaches_end
     return saves
+
+
+def expired_steps(steps: Sequence[int], keep_checkpoints: int, keep_every: int) -> list[int]:
+    """Return the steps whose checkpoints are neither among the newest nor kept by `keep_every`.
+
+    `steps` are sorted newest first. The checkpoint with the best loss is kept, too, if it is among the result.
+    """
+    older = steps[keep_checkpoints:]
+    return [step for step in older if not (keep_every and step % keep_every == 0)]
 
 
 def saves_nothing(train: TrainConfig) -> bool:

@@ -208,7 +208,7 @@ class OpsConfig(Section):
     attention_table: str = "shipped"
     # Use ops whose results are bitwise equal in two runs. `auto`: true if guard.recompute_interval is set.
     deterministic: Literal["auto"] | bool = "auto"
-    # GPU: let `auto` use far slower ops if the prebuilt kernels are missing.
+    # Let `auto` use far slower ops: on a GPU if the prebuilt kernels are missing, and on a CPU in fp16.
     allow_fallback: bool = False
     no_jit: bool = False  # Report any attempt to compile during training as an error.
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shutil
+import socket
 import struct
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,9 @@ class IndexedWriter:
         self.sequence_count = self.document_count = self.token_count = 0
         self.largest_id: int | None = None  # largest token id so far
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = {
-            kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents", "modes")
-        }
+        owner = f"{socket.gethostname()}.{os.getpid()}"  # processes of several nodes may write in one directory
+        kinds = ("bin", "idx", "lengths", "documents", "modes")
+        self._temporary = {kind: Path(f"{prefix}.{kind}.tmp.{owner}") for kind in kinds}
         self._bin, self._lengths, self._documents, self._modes = (
             self._create(kind) for kind in ("bin", "lengths", "documents", "modes")
         )

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from frontier_llm.config.urls import folder_fault, without_secrets
 from frontier_llm.data.remote import RemoteFile, UnreachableError, file_system, reached
 from frontier_llm.errors import ConfigError
+from frontier_llm.files import write_atomically
 
 # keys under which clients report the time of the last change
 _TIMES = ("LastModified", "last_modified", "updated", "created", "mtime")
@@ -41,6 +43,7 @@ class RemoteFolder:
         self.url = url.rstrip("/")
         with reached(self.url, _AGAIN):
             self._files, self._path = file_system(self.url)
+        self._is_local = bool(getattr(self._files, "local_file", False))  # file:// has real folders
 
     def below(self, name: str) -> RemoteFolder:
         """Return the folder `name` in this folder."""
@@ -72,7 +75,11 @@ class RemoteFolder:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace the content of a file. An object store shows either the old or the new content."""
+        """Replace the content of a small file. A reader sees either the old or the new content."""
+        if self._is_local:
+            with reached(f"{self.url}/{name}", _AGAIN, "written"):
+                write_atomically(Path(self._path) / name, content)
+            return
         with self.created(name) as write:
             write(content)
 
@@ -83,7 +90,7 @@ class RemoteFolder:
         After an error the store may have the beginning of the content under this name.
         """
         with reached(f"{self.url}/{name}", _AGAIN, "written"):
-            if getattr(self._files, "local_file", False):  # file:// has real folders
+            if self._is_local:
                 self._files.makedirs(self._path, exist_ok=True)
             with self._files.open(f"{self._path}/{name}", "wb") as file:
                 yield file.write

@@ -5,6 +5,8 @@ their sizes alone. Each shard becomes a small dataset (a part) in `<prefix>.part
 written last and marks the part as complete. A resumed run makes only the missing parts. Finally the parts are joined in
 order.
 
+Several nodes share the work: each makes its share of the parts (`make_share`), and one process joins all parts.
+
 `training_text` reads a sample of the same inputs to train a tokenizer on.
 """
 
@@ -19,7 +21,7 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -85,6 +87,16 @@ class ShardWork:
         return sum(piece.size_bytes for piece in self.pieces)
 
 
+@dataclass(frozen=True)
+class TokenizePlan:
+    """The work of one dataset. It depends on the inputs, the tokenizer and the options, and not on workers or nodes."""
+
+    jobs: tuple[ShardWork, ...]
+    directory: Path  # folder of the parts
+    codec: Tokenizer
+    digest: str
+
+
 def tokenize(
     inputs: Iterable[str | Path],
     prefix: str | Path,
@@ -92,45 +104,84 @@ def tokenize(
     options: TokenizeOptions | None = None,
     workers: int | None = None,
     overwrite: bool = False,
+    make_shares: Callable[[], None] | None = None,
 ) -> DatasetMeta:
     """Make the dataset `prefix` from files and directories. Return its record.
 
     `workers` None means one per core that this process may use. A dataset that the same inputs, tokenizer and options
-    made is returned unchanged. Raises DataError for missing, empty or (unless skipped) damaged inputs, and for a
-    directory that cannot be written. Raises it too for a dataset of other inputs at `prefix` (unless `overwrite`), and
-    while another process makes a dataset there.
+    made is returned unchanged. `make_shares` is called before this process makes the parts that are still missing; it
+    lets other nodes call `make_share`. Raises DataError for missing, empty or (unless skipped) damaged inputs, and for
+    a directory that cannot be written. Raises it too for a dataset of other inputs at `prefix` (unless `overwrite`),
+    and while another process makes a dataset there.
     """
     options = options or TokenizeOptions()
-    codec = load_tokenizer(tokenizer)
-    pieces = (piece for path in find_inputs(inputs) for piece in cut(path, options.documents, options.shard_bytes))
-    shards = [tuple(shard) for shard in packed(pieces, lambda piece: piece.size_bytes, options.shard_bytes)]
-    digest = _plan_digest(shards, codec, options)
-    if (before := existing_dataset(prefix, digest, overwrite)) is not None:
+    plan = _plan(inputs, prefix, tokenizer, options)
+    if (before := existing_dataset(prefix, plan.digest, overwrite)) is not None:
         return before
-    directory = Path(f"{prefix}.parts-{digest[:12]}")
-    jobs = [
-        ShardWork(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options)
-        for number, pieces in enumerate(shards)
-    ]
     with sole_maker(
         prefix,
-        digest,
+        plan.digest,
         "check space and permissions, then run the same command again: finished parts are kept",
     ):
-        directory.mkdir(exist_ok=True)
+        plan.directory.mkdir(exist_ok=True)
         try:
-            parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
-            meta = _join(jobs, parts, str(prefix), codec, digest) if any(part.documents for part in parts) else None
-            shutil.rmtree(directory)
+            if make_shares is not None:
+                make_shares()
+            parts = _run(plan.jobs, workers, str(prefix))
+            meta = _join(plan, parts, str(prefix)) if any(part.documents for part in parts) else None
+            shutil.rmtree(plan.directory)
         finally:
             with contextlib.suppress(OSError):
-                directory.rmdir()  # succeeds only if no part was finished
+                plan.directory.rmdir()  # succeeds only if no part was finished
     if meta is None:
         damaged = sum(part.damaged for part in parts)
         what = "the inputs contain no documents" + (f" ({damaged} damaged inputs were skipped)" if damaged else "")
         raise DataError(what, where=str(prefix), fix="check the input paths and --text-key")
     _report(str(prefix), meta)
     return meta
+
+
+def make_share(
+    *,
+    inputs: Iterable[str | Path],
+    prefix: str | Path,
+    tokenizer: str,
+    options: TokenizeOptions,
+    workers: int | None,
+    overwrite: bool,
+    index: int,
+    count: int,
+) -> int:
+    """Make the missing parts of share `index` of `count`, and join nothing. Return the number of parts of the share.
+
+    Share `index` has the parts `index`, `index + count`, and so on, so that neighbouring inputs are spread over all
+    shares. The result is 0 if the dataset exists. Raises DataError as `tokenize` does.
+    """
+    plan = _plan(inputs, prefix, tokenizer, options)
+    if existing_dataset(prefix, plan.digest, overwrite) is not None:
+        return 0
+    share = plan.jobs[index::count]
+    try:
+        plan.directory.mkdir(parents=True, exist_ok=True)
+        _run(share, workers, f"{prefix}, share {index + 1} of {count}")
+    except OSError as error:
+        what = f"cannot write: {error.strerror or error}"
+        raise DataError(what, where=str(error.filename or prefix), fix="check space and permissions") from error
+    return len(share)
+
+
+def _plan(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: str, options: TokenizeOptions) -> TokenizePlan:
+    """Cut the inputs into shards. Raises DataError for missing inputs."""
+    codec = load_tokenizer(tokenizer)
+    pieces = (piece for path in find_inputs(inputs) for piece in cut(path, options.documents, options.shard_bytes))
+    shards = [tuple(shard) for shard in packed(pieces, lambda piece: piece.size_bytes, options.shard_bytes)]
+    digest = _plan_digest(shards, codec, options)
+    directory = Path(f"{prefix}.parts-{digest[:12]}")
+    jobs = tuple(
+        ShardWork(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options)
+        for number, pieces in enumerate(shards)
+    )
+    return TokenizePlan(jobs=jobs, directory=directory, codec=codec, digest=digest)
 
 
 def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:
@@ -151,12 +202,13 @@ def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options
     return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
 
 
-def _run(jobs: list[ShardWork], workers: int, prefix: str) -> list[ShardReport]:
-    """Make the missing parts. Return the reports of all parts in order."""
+def _run(jobs: Sequence[ShardWork], workers: int | None, name: str) -> list[ShardReport]:
+    """Make the missing parts. Return the reports of all parts in order. `name` begins each message."""
+    workers = workers or len(os.sched_getaffinity(0))
     parts = {number: part for number, job in enumerate(jobs) if (part := _finished(job)) is not None}
     missing = [number for number in range(len(jobs)) if number not in parts]
     if parts:
-        log.info(f"{prefix}: {len(parts)} of {len(jobs)} parts exist from an earlier run and are kept")
+        log.info(f"{name}: {len(parts)} of {len(jobs)} parts exist already and are kept")
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -182,7 +234,7 @@ def _run(jobs: list[ShardWork], workers: int, prefix: str) -> list[ShardReport]:
     return [parts[number] for number in range(len(jobs))]
 
 
-def _make_all(jobs: list[ShardWork], missing: list[int], workers: int) -> Iterator[tuple[int, ShardReport]]:
+def _make_all(jobs: Sequence[ShardWork], missing: list[int], workers: int) -> Iterator[tuple[int, ShardReport]]:
     if workers <= 1:
         yield from ((number, make_part(jobs[number])) for number in missing)
         return
@@ -251,10 +303,11 @@ def make_part(job: ShardWork) -> ShardReport:
     return part
 
 
-def _join(jobs: list[ShardWork], parts: list[ShardReport], prefix: str, codec: Tokenizer, digest: str) -> DatasetMeta:
+def _join(plan: TokenizePlan, parts: list[ShardReport], prefix: str) -> DatasetMeta:
     """Join the parts in order into one dataset and write its record."""
+    codec = plan.codec
     with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
-        for job in jobs:
+        for job in plan.jobs:
             writer.append(IndexedDataset(job.prefix))
     meta = DatasetMeta(
         tokenizer=codec.name,
@@ -266,7 +319,7 @@ def _join(jobs: list[ShardWork], parts: list[ShardReport], prefix: str, codec: T
         text_bytes=sum(part.text_bytes for part in parts),
         damaged=sum(part.damaged for part in parts),
         damaged_examples=tuple(example for part in parts for example in part.examples)[:EXAMPLES],
-        inputs_digest=digest,
+        inputs_digest=plan.digest,
         largest_id=writer.largest_id,
     )
     write_meta(prefix, meta)

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from frontier_llm.config import RunConfig, load_run
+from frontier_llm.config import RunConfig
 from frontier_llm.files import write_atomically
-from frontier_llm.machine.precision import resolve_precision
+from frontier_llm.machine.precision import load_resolved
 from frontier_llm.planner.predict import predict
 from frontier_llm.run.complete import newest_complete
 from frontier_llm.tables import aligned
@@ -118,8 +118,8 @@ def expected_s(name: str, state: State) -> float:
         "data": lambda: 1.0 if DATA.exists() else TEXTS_PER_DATA * state.text_s,
         "calibrate": lambda: 0.0 if MACHINE.exists() else state.training_start_s + BUDGET_S,
         "plan": lambda: STARTS_PER_PLAN * state.start_s,
-        "training 1": lambda: training_s(load_run(str(PLANNED), [f"train.run_dir={RUN_DIR}"]), state),
-        "training 2": lambda: training_s(load_run("quickstart", [f"train.run_dir={OTHER_RUN_DIR}"]), state),
+        "training 1": lambda: training_s(load_resolved(str(PLANNED), [f"train.run_dir={RUN_DIR}"]), state),
+        "training 2": lambda: training_s(load_resolved("quickstart", [f"train.run_dir={OTHER_RUN_DIR}"]), state),
         "report": lambda: STARTS_PER_REPORT * state.start_s,
     }
     return parts[name]()
@@ -134,7 +134,7 @@ def training_s(config: RunConfig, state: State) -> float:
     steps = max(0, int(config.train.steps) - done)
     if not steps:
         return state.training_start_s
-    step_s = predict(resolve_precision(config), RANKS, str(MACHINE)).step_time_s
+    step_s = predict(config, RANKS, str(MACHINE)).step_time_s
     evaluation_s = FORWARD_SHARE * step_s * config.train.eval_samples / config.batch.global_batch
     evaluations = 2  # before the first step, and after the last
     saves = steps // config.train.save_interval + 1

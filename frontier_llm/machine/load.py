@@ -203,6 +203,7 @@ def _table(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, .
 PLACES: dict[str, tuple[str, str, float]] = {
     "gemm_efficiency": ("stack", "gemm_efficiency", 1.0),
     "gemm_k_half": ("stack", "gemm_k_half", 1.0),
+    "grouped_share": ("stack", "grouped_share", 1.0),
     "unaligned_penalty": ("stack", "unaligned_penalty", 1.0),
     "linear_speedup": ("stack", "linear_speedup", 1.0),
     "flash_efficiency": ("stack", "flash_efficiency", 1.0),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.config import RunConfig
+from frontier_llm.config import RunConfig, load_run
+from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.machine.env import GPU_FILES
 from frontier_llm.machine.load import load_machine
 from frontier_llm.machine.processor import chosen_set, cpu_facts, has_bf16_instructions
@@ -14,6 +16,11 @@ from frontier_llm.run.complete import BrokenManifest, manifest_bytes, step_name
 from frontier_llm.run.run_dir import latest_step
 
 AUTO = "auto"
+
+
+def load_resolved(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run as `load_run` does, and resolve its working precision. Commands read their runs by this function."""
+    return resolve_precision(load_run(name_or_path, overrides))
 
 
 def resolve_precision(config: RunConfig) -> RunConfig:
@@ -56,6 +63,26 @@ def recorded_dtype(run_dir: Path) -> str | None:
     except (BrokenManifest, ValueError, TypeError, KeyError, RecursionError):
         return None  # loading the checkpoint reports the fault
     return dtype if isinstance(dtype, str) and dtype != AUTO else None
+
+
+def problem_on_cpu(config: RunConfig) -> Problem | None:
+    """Return the problem of a run in fp16 on a CPU, unless `ops.allow_fallback` accepts slow ops."""
+    if config.precision.dtype != "fp16" or config.ops.allow_fallback:
+        return None
+    return Problem(
+        "precision.dtype",
+        "fp16 on a CPU: a matrix product takes 6 to 140 times as long as in fp32, because only torch's own loops "
+        "compute it",
+        "set precision.dtype=fp32, or auto, which is bf16 if this CPU has bf16 instructions; or use a GPU; "
+        "ops.allow_fallback=true accepts the time, for example to test a few steps",
+    )
+
+
+def refuse_on_cpu(config: RunConfig) -> None:
+    """Raise FrontierError if this run would use a CPU, and its working precision is far too slow there."""
+    problem = None if _uses_gpu(config) else problem_on_cpu(config)
+    if problem:
+        raise FrontierError(problem)
 
 
 def _uses_gpu(config: RunConfig) -> bool:

@@ -53,6 +53,7 @@ class Rates(Software):
     # compute
     gemm_efficiency: float  # share of the peak that a large, well-shaped matrix product reaches
     gemm_k_half: float  # inner dimension at which a product reaches half of gemm_efficiency
+    grouped_share: float  # rate of the experts' grouped products / rate of one product per expert
     unaligned_penalty: float  # time factor if a head dimension is not a multiple of 8 elements (16 bytes)
     flash_efficiency: float  # share of the peak: flash attention forward, head dimension 128, long sequences
     flash_backward: float  # efficiency of flash attention backward / forward

@@ -183,6 +183,12 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number
+    # rate of the experts' grouped products / rate of one product of the same size per expert
+    grouped_share: Number = Number(
+        value=1,
+        tag="estimated",
+        source="not measured: `frontier-llm calibrate` measures it if the run has experts",
+    )
     # rate of the layers' matrix products in FP8 / rate in 16 bit
     linear_speedup: Number = Number(value=1, tag="estimated", source="layers' products in 16 bit")
     flash_efficiency: Number

@@ -289,6 +289,17 @@ def accumulate(dtype: torch.dtype, count: int) -> Case:
     return Case("accumulate", f"{count}", (normal(count), normal(count, dtype=dtype, seed=1)), call, gradients=False)
 
 
+def accumulate_rows(rows: int, columns: int) -> Case:
+    """Return a case that adds the sum of fp32 rows to the fp32 buffer."""
+
+    def call(ops: Any, main: Tensor, rows_RC: Tensor) -> Tensor:
+        ops.accumulate_rows_(main, rows_RC)
+        return main
+
+    inputs = (normal(columns), normal(rows, columns, seed=1))
+    return Case("accumulate_rows", f"{rows} x {columns}", inputs, call, gradients=False)
+
+
 def sum_of_squares(dtype: torch.dtype, count: int) -> Case:
     """Return a case of sum_of_squares. The result is compared in fp32 (fp64 for fp64 inputs)."""
 

@@ -106,6 +106,7 @@ def _pointwise(dtype: torch.dtype, odd: int) -> Iterator[Case]:
         yield catalogue.cross_entropy(dtype, columns)
     yield catalogue.adamw(dtype, 1504 - odd)
     yield catalogue.accumulate(dtype, 66000 - odd)
+    yield catalogue.accumulate_rows(67, 2064 - odd)
     yield catalogue.sum_of_squares(dtype, 66000 - odd)
     for residual in (True, False):
         # The eight features of a lane are an eighth of a row apart, so test with long rows.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from frontier_llm.machine.processor import has_bf16_instructions
-from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
+from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order, sum_of_rows
 from frontier_llm.ops.dropout import Mask
 from frontier_llm.ops.reference import AdamWUpdate, Scores
 from frontier_llm.ops.routing import Routing
@@ -79,16 +79,23 @@ class CpuOps(DifferentiableOps):
     def norm_backward(
         self, grad: Tensor, grad_total: Tensor | None, saved: Normed
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gradients of the total, the weight and the bias."""
-        return _native.norm_backward(
+        """Return the gradient of the total, and one row each for the weight and the bias."""
+        grad_x, grad_weight, grad_bias = _native.norm_backward(
             grad, grad_total, saved.total, saved.weight, saved.mean, saved.scale, saved.has_bias
         )
+        return grad_x, grad_weight[None], grad_bias[None]
 
     rotate = staticmethod(_native.rope)
     swiglu_forward = staticmethod(_native.swiglu)
     swiglu_backward = staticmethod(_native.swiglu_backward)
     gelu_forward = staticmethod(_native.gelu)
-    gelu_backward = staticmethod(_native.gelu_backward)
+
+    def gelu_backward(
+        self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient of x, one row for the bias, and the gradient of the row weights."""
+        grad_x, grad_bias, grad_weights = _native.gelu_backward(grad, x, bias, approximate, weights)
+        return grad_x, grad_bias[None], grad_weights
 
     def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
         """Return residual + dropout(x) in one pass. The mask exists only in registers."""
@@ -214,6 +221,10 @@ class CpuOps(DifferentiableOps):
     def accumulate_(self, main_grad: Tensor, grad: Tensor) -> None:
         """Add grad to main_grad. grad is converted to fp32 during the addition."""
         _native.accumulate_(main_grad, grad.detach())
+
+    def accumulate_rows_(self, main_grad: Tensor, rows_RC: Tensor) -> None:
+        """Add the sum of the rows to main_grad. This back-end's norms and GELU return one row."""
+        self.accumulate_(main_grad, sum_of_rows(rows_RC))
 
     def embedding_backward_(
         self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int

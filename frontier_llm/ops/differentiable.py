@@ -118,9 +118,9 @@ class DifferentiableOps(ABC):
     def norm_backward(
         self, grad: Tensor, grad_total: Tensor | None, saved: Normed
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gradients of the total, the weight and the bias. The last two are in fp32.
+        """Return the gradient of the total, and fp32 rows (R, H) for the weight and for the bias.
 
-        If the norm has no bias, the gradient of the bias is ignored.
+        The sum of the rows is the parameter's gradient. If the norm has no bias, the rows of the bias are ignored.
         """
 
     @abstractmethod
@@ -160,9 +160,9 @@ class DifferentiableOps(ABC):
     def gelu_backward(
         self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of x and, in fp32, of the bias and the weights.
+        """Return the gradient of x, and in fp32 rows (R, F) for the bias and the gradient of the weights.
 
-        If `bias` or `weights` is None, its gradient is ignored.
+        The sum of the rows is the gradient of the bias. If `bias` or `weights` is None, its result is ignored.
         """
 
     @abstractmethod
@@ -176,6 +176,27 @@ class DifferentiableOps(ABC):
         self, grad_scores_NE: Tensor, grad_weights_Nk: Tensor, scores_NE: Tensor, experts_Nk: Tensor, routing: Routing
     ) -> Tensor:
         """Return the gradient of the logits."""
+
+
+def sum_of_rows(rows_RC: Tensor) -> Tensor:
+    """Return the sum of the rows. A single row is not copied."""
+    return rows_RC[0] if len(rows_RC) == 1 else rows_RC.sum(0)
+
+
+def _taker_of_rows(parameter: Tensor | None) -> Any:
+    """Return the parameter if it adds rows to its gradient itself (`ShardedParameter.take_gradient_rows`), or None.
+
+    Backward does not look at the saved tensor, because recomputation replaces it by a tensor without attributes.
+    """
+    return None if getattr(parameter, "take_gradient_rows", None) is None else parameter
+
+
+def _gradient(taker: Any, rows_RC: Tensor) -> Tensor | None:
+    """Return the sum of the rows. With a taker, pass it the rows instead: the sum then needs no launch of its own."""
+    if taker is None:
+        return sum_of_rows(rows_RC)
+    taker.take_gradient_rows(taker, rows_RC)
+    return None
 
 
 def rows_in_order(logits_Nv: Tensor) -> Tensor:
@@ -214,6 +235,8 @@ class _Norm(Function):
         bias_of_type = None if bias is None else _of_type(bias, x)
         out, total, mean, scale = ops.norm_forward(x, residual, _of_type(weight, x), bias_of_type, kind)
         ctx.save_for_backward(total, weight, mean, scale)
+        ctx.takes_weight_rows = _taker_of_rows(weight)
+        ctx.takes_bias_rows = _taker_of_rows(bias)
         ctx.kind = kind
         ctx.ops = ops
         ctx.has_residual = residual is not None
@@ -225,10 +248,10 @@ class _Norm(Function):
         total, weight, mean, scale = ctx.saved_tensors
         saved = Normed(total, _of_type(weight, total), mean, scale, ctx.kind, ctx.has_bias)
         grad_total = grad_outputs[1] if ctx.has_residual else None
-        grad_x, grad_weight, grad_bias = ctx.ops.norm_backward(grad_outputs[0], grad_total, saved)
+        grad_x, weight_rows, bias_rows = ctx.ops.norm_backward(grad_outputs[0], grad_total, saved)
         grad_residual = grad_x if ctx.has_residual else None
-        if not ctx.has_bias:
-            grad_bias = None
+        grad_weight = _gradient(ctx.takes_weight_rows, weight_rows)
+        grad_bias = _gradient(ctx.takes_bias_rows, bias_rows) if bias_rows is not None and ctx.has_bias else None
         return grad_x, grad_residual, grad_weight, grad_bias, None, None
 
 
@@ -278,6 +301,7 @@ class _Gelu(Function):
         ctx: Any, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None, ops: DifferentiableOps
     ) -> Tensor:
         ctx.save_for_backward(x, bias, weights)
+        ctx.takes_bias_rows = _taker_of_rows(bias)
         ctx.approximate = approximate
         ctx.ops = ops
         return ops.gelu_forward(x, None if bias is None else _of_type(bias, x), approximate, weights)
@@ -286,11 +310,10 @@ class _Gelu(Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, weights = ctx.saved_tensors
         bias_of_type = None if bias is None else _of_type(bias, x)
-        grad_x, grad_bias, grad_weights = ctx.ops.gelu_backward(
+        grad_x, bias_rows, grad_weights = ctx.ops.gelu_backward(
             grad_outputs[0], x, bias_of_type, ctx.approximate, weights
         )
-        if bias is None:
-            grad_bias = None
+        grad_bias = None if bias is None else _gradient(ctx.takes_bias_rows, bias_rows)
         return grad_x, grad_bias, None, _of_rows(grad_weights, weights), None
 
 

@@ -25,6 +25,11 @@ Argument = Tensor | int | float | None  # argument of a kernel
 Grid = tuple[int, int, int]
 
 
+def block_count(count: int, block: int) -> int:
+    """Return the number of blocks that cover `count` elements."""
+    return -(-count // block)
+
+
 class LaunchError(Exception):
     """A code object cannot be loaded or launched. The text is the driver's error message, if there is one."""
 

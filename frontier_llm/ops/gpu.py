@@ -10,19 +10,16 @@ import torch
 from torch import Tensor
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops.differentiable import Normed, NormKind, rows_in_order
+from frontier_llm.ops.differentiable import Normed, NormKind, rows_in_order, sum_of_rows
+from frontier_llm.ops.driver import block_count
 from frontier_llm.ops.dropout import HALVES_PER_BLOCK, Mask
 from frontier_llm.ops.gpu_attention import GpuAttention
+from frontier_llm.ops.gpu_buffers import GpuBuffers
 from frontier_llm.ops.gpu_routing import GpuRouting
 from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
-from frontier_llm.ops.reference import AdamWUpdate
 
 _PROGRAMS = 240  # number that occupies a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper
 _MOST_ROWS = 32  # most rows that one program sums; the partial sums then have 1/32 of the numbers that it reads
-
-
-def _blocks(count: int, block: int) -> int:
-    return -(-count // block)
 
 
 def rows_per_strip(rows: int, column_blocks: int = 1) -> int:
@@ -31,7 +28,7 @@ def rows_per_strip(rows: int, column_blocks: int = 1) -> int:
     With few rows the number is smaller, so that all compute units have work. For example, a microbatch of 2048 tokens
     with tp 8 and sequence parallelism has 256 rows: 128 programs with 2 rows are launched, not 8 programs with 32.
     """
-    return max(1, min(_MOST_ROWS, _blocks(rows * column_blocks, _PROGRAMS)))
+    return max(1, min(_MOST_ROWS, block_count(rows * column_blocks, _PROGRAMS)))
 
 
 def _in_order(weights: Tensor | None) -> Tensor | None:
@@ -46,10 +43,6 @@ def _partial_weights(weights: Tensor | None, column_blocks: int, device: torch.d
         dtype=torch.float32,
         device=device,
     )
-
-
-def _summed(partial: Tensor) -> Tensor:
-    return partial[0] if len(partial) == 1 else partial.sum(0)
 
 
 def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
@@ -70,7 +63,7 @@ def _rope_variant(cos_SR: Tensor) -> str:
     return f"r{next(block for block in ROPE_BLOCKS if block >= half)}"
 
 
-class GpuOps(GpuAttention, GpuRouting):
+class GpuOps(GpuAttention, GpuRouting, GpuBuffers):
     """Implements the ops of `ops.reference` with one set of GPU kernels."""
 
     def norm_forward(
@@ -109,9 +102,10 @@ class GpuOps(GpuAttention, GpuRouting):
     def norm_backward(
         self, grad: Tensor, grad_total: Tensor | None, saved: Normed
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gradients of the total, the weight and the bias.
+        """Return the gradient of the total, and rows whose sums are the gradients of the weight and the bias.
 
-        One kernel computes all of them, or two kernels if a row is longer than a block.
+        One kernel computes all of them, or two kernels if a row is longer than a block. The number of rows is the
+        number of programs that sum rows of tokens.
         """
         total, weight, mean, scale, kind, _ = saved
         grad = grad.contiguous()
@@ -122,7 +116,7 @@ class GpuOps(GpuAttention, GpuRouting):
         has_grad_total = int(grad_total is not None)
         strip = rows_per_strip(rows)
         grad_x = torch.empty_like(total)
-        strips = _blocks(rows, strip)
+        strips = block_count(rows, strip)
         partial = torch.empty(1 + kind.centred, strips, columns, dtype=torch.float32, device=total.device)
         long, variant = _norm_variant(kind, columns)
         if long:
@@ -141,7 +135,7 @@ class GpuOps(GpuAttention, GpuRouting):
                 grad_x=grad_x,
                 has_grad_total=has_grad_total,
             )
-            grid = (_blocks(columns, kernels.block("norm_weight_gradient_long", variant, "BLOCK")), strips, 1)
+            grid = (block_count(columns, kernels.block("norm_weight_gradient_long", variant, "BLOCK")), strips, 1)
             kernels.launch(
                 "norm_weight_gradient_long",
                 total.dtype,
@@ -177,8 +171,7 @@ class GpuOps(GpuAttention, GpuRouting):
                 rows=rows,
                 rows_per_program=strip,
             )
-        sums = partial.sum(1)
-        return grad_x, sums[0], sums[-1]
+        return grad_x, partial[0], partial[-1]
 
     def rotate(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float) -> Tensor:
         """Return `reference.rope` with the angles times `sign`. Raises BackendError if there are too many angles."""
@@ -191,7 +184,7 @@ class GpuOps(GpuAttention, GpuRouting):
         variant = _rope_variant(cos_SR)
         angle_s = cos_SR.stride(0)
         angle_b = cos_SR.stride(1) if cos_SR.dim() == 3 else 0
-        grid = (sequence * batch, _blocks(heads, self.kernels.block("rope", variant, "BLOCK_HEADS")), 1)
+        grid = (sequence * batch, block_count(heads, self.kernels.block("rope", variant, "BLOCK_HEADS")), 1)
         self.kernels.launch(
             "rope",
             x_SBaD.dtype,
@@ -238,7 +231,7 @@ class GpuOps(GpuAttention, GpuRouting):
         q, k, v = parts
         angle_s = cos_SR.stride(0)
         angle_b = cos_SR.stride(1) if cos_SR.dim() == 3 else 0
-        grid = (sequence * batch, _blocks(groups * members, self.kernels.block("heads", variant, "BLOCK_HEADS")), 1)
+        grid = (sequence * batch, block_count(groups * members, self.kernels.block("heads", variant, "BLOCK_HEADS")), 1)
         self.kernels.launch(
             "heads",
             qkv_SBgqD.dtype,
@@ -263,7 +256,7 @@ class GpuOps(GpuAttention, GpuRouting):
         """Return silu(gate) * up, times each row's weight."""
         x_2f = x_2f.contiguous()
         out = torch.empty(*x_2f.shape[:-2], x_2f.shape[-1], dtype=x_2f.dtype, device=x_2f.device)
-        grid = self._rows_grid(out, "swiglu_forward", "any")
+        grid = self.rows_grid(out, "swiglu_forward", "any")
         self.kernels.launch(
             "swiglu_forward",
             x_2f.dtype,
@@ -282,7 +275,7 @@ class GpuOps(GpuAttention, GpuRouting):
         grad = grad.contiguous()
         x_2f = x_2f.contiguous()
         grad_x = torch.empty_like(x_2f)
-        grid = self._rows_grid(grad, "swiglu_backward", "any")
+        grid = self.rows_grid(grad, "swiglu_backward", "any")
         partial = _partial_weights(weights, grid[1], grad.device)
         self.kernels.launch(
             "swiglu_backward",
@@ -298,7 +291,7 @@ class GpuOps(GpuAttention, GpuRouting):
             columns=grad.shape[-1],
             has_weights=int(weights is not None),
         )
-        return grad_x, _summed(partial)
+        return grad_x, sum_of_rows(partial)
 
     def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None) -> Tensor:
         """Return GELU of x + bias, times each row's weight."""
@@ -306,7 +299,7 @@ class GpuOps(GpuAttention, GpuRouting):
         variant = "tanh" if approximate else "erf"
         has_bias = int(bias is not None)
         out = torch.empty_like(x)
-        grid = self._rows_grid(x, "gelu_forward", variant)
+        grid = self.rows_grid(x, "gelu_forward", variant)
         self.kernels.launch(
             "gelu_forward",
             x.dtype,
@@ -325,16 +318,16 @@ class GpuOps(GpuAttention, GpuRouting):
     def gelu_backward(
         self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of x, the bias and the row weights."""
+        """Return the gradient of x, rows whose sum is the gradient of the bias, and the gradient of the row weights."""
         grad = grad.contiguous()
         x = x.contiguous()
         variant = "tanh" if approximate else "erf"
         columns = x.shape[-1]
         grad_x = torch.empty_like(x)
         rows = x.numel() // max(1, columns)
-        column_blocks = _blocks(columns, self.kernels.block("gelu_backward", variant, "BLOCK"))
+        column_blocks = block_count(columns, self.kernels.block("gelu_backward", variant, "BLOCK"))
         strip = rows_per_strip(rows, column_blocks)
-        strips = _blocks(rows, strip)
+        strips = block_count(rows, strip)
         partial = torch.empty(0 if bias is None else strips, columns, dtype=torch.float32, device=x.device)
         grid = (strips, column_blocks, 1)
         partial_weights = _partial_weights(weights, column_blocks, x.device)
@@ -356,7 +349,7 @@ class GpuOps(GpuAttention, GpuRouting):
             has_bias=int(bias is not None),
             has_weights=int(weights is not None),
         )
-        return grad_x, partial.sum(0), _summed(partial_weights)
+        return grad_x, partial, sum_of_rows(partial_weights)
 
     def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
         """Return residual + dropout(x), computed in one pass. The mask exists only in registers."""
@@ -364,8 +357,8 @@ class GpuOps(GpuAttention, GpuRouting):
         residual = None if residual_SBH is None else residual_SBH.detach().contiguous()
         sequence, batch, columns = x.shape
         out = torch.empty_like(x)
-        blocks = _blocks(columns, HALVES_PER_BLOCK)
-        grid = (sequence * batch, _blocks(blocks, self.kernels.block("drop", "any", "BLOCK")), 1)
+        blocks = block_count(columns, HALVES_PER_BLOCK)
+        grid = (sequence * batch, block_count(blocks, self.kernels.block("drop", "any", "BLOCK")), 1)
         self.kernels.launch(
             "drop",
             x.dtype,
@@ -385,9 +378,6 @@ class GpuOps(GpuAttention, GpuRouting):
             has_residual=int(residual is not None),
         )
         return out
-
-    def _rows_grid(self, x: Tensor, kernel: str, variant: str) -> tuple[int, int, int]:
-        return x.numel() // max(1, x.shape[-1]), _blocks(x.shape[-1], self.kernels.block(kernel, variant, "BLOCK")), 1
 
     def cross_entropy_stats(self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
         """Return stats_3N of this vocabulary shard."""
@@ -416,7 +406,7 @@ class GpuOps(GpuAttention, GpuRouting):
         # Writing in place is safe, because only the program that overwrites the target's logit reads it.
         logits_Nv = rows_in_order(logits_Nv)
         rows, columns = logits_Nv.shape
-        grid = (rows, _blocks(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)
+        grid = (rows, block_count(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)
         self.kernels.launch(
             "cross_entropy_backward",
             logits_Nv.dtype,
@@ -431,164 +421,3 @@ class GpuOps(GpuAttention, GpuRouting):
             first_vocab=first_vocab,
         )
         return logits_Nv
-
-    def grouped_linear(self, x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-        """Return x @ weight[e]ᵀ for the rows of each group e, in bf16 or fp16.
-
-        The host does not read `ends_E`. The grid has enough programs for any distribution of the rows over groups.
-        """
-        return self._grouped_product(x_Mk, weight_Eok, ends_E, "linear", weight_Eok.shape[1])
-
-    def grouped_input_gradient(self, grad_Mo: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-        """Return grad @ weight[e] for the rows of each group e."""
-        return self._grouped_product(grad_Mo, weight_Eok, ends_E, "input-gradient", weight_Eok.shape[2])
-
-    def _grouped_product(self, x: Tensor, weight_Eok: Tensor, ends_E: Tensor, variant: str, columns: int) -> Tensor:
-        x = x.detach().contiguous()
-        groups = len(ends_E)
-        rows, width = (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN")
-        out = x.new_empty(len(x), columns)
-        grid = (_blocks(columns, width), len(x) // rows + groups, 1)
-        self.kernels.launch(
-            "grouped_product",
-            x.dtype,
-            variant,
-            grid,
-            x=x,
-            weight=weight_Eok.detach(),
-            ends=ends_E,
-            out=out,
-            groups=groups,
-            columns=columns,
-            depth=x.shape[1],
-        )
-        return out
-
-    def accumulate_grouped_gradient_(
-        self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor
-    ) -> None:
-        """Add gradᵀ @ x over the rows of each group e to main_grad[e]. The rows are summed in registers."""
-        groups, outputs, inputs = main_grad_Eok.shape
-        height, width = (self.kernels.block("grouped_weight_gradient", "any", f"BLOCK_{side}") for side in "NK")
-        self.kernels.launch(
-            "grouped_weight_gradient",
-            x_Mk.dtype,
-            "any",
-            (_blocks(inputs, width), _blocks(outputs, height), groups),
-            grad=grad_Mo.detach().contiguous(),
-            x=x_Mk.detach().contiguous(),
-            ends=ends_E,
-            main_grad=main_grad_Eok,
-            outputs=outputs,
-            inputs=inputs,
-        )
-
-    def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
-        """Return the sum of x's rows for each row of places, without atomics and without zeroing the output."""
-        x = x_NH.detach().contiguous()
-        rows, fan = places_Mf.shape
-        columns = x_NH.shape[1]
-        out = x.new_empty(rows, columns)
-        self.kernels.launch(
-            "gather_rows",
-            x.dtype,
-            "any",
-            self._rows_grid(out, "gather_rows", "any"),
-            x=x,
-            places=places_Mf.contiguous(),
-            out=out,
-            fan=fan,
-            columns=columns,
-        )
-        return out
-
-    def adamw_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        weights_out: Tensor,
-        update: AdamWUpdate,
-    ) -> None:
-        """Unscale, clip, update, and write the rounded weights, in one pass.
-
-        If grad_scale is a tensor on the device, the host does not wait for its value.
-        """
-        scale = update.grad_scale
-        # Create the tensor by a fill on the device. A copy from the host would make the host wait for all earlier work
-        # of the device.
-        grad_scale = (
-            scale.float()
-            if isinstance(scale, Tensor)
-            else torch.full((), scale, dtype=torch.float32, device=master.device)
-        )
-        alias = weights_out.data_ptr() == master.data_ptr()
-        grid = (_blocks(master.numel(), self.kernels.block("adamw", "any", "BLOCK")), 1, 1)
-        self.kernels.launch(
-            "adamw",
-            weights_out.dtype,
-            "any",
-            grid,
-            master=master,
-            grad=grad.float(),
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
-            weights=weights_out,
-            grad_scale=grad_scale,
-            count=master.numel(),
-            step_size=update.step_size,
-            beta1=update.beta1,
-            beta2=update.beta2,
-            eps=update.eps,
-            decay=update.decay,
-            root=update.root,
-            write_weights=int(not alias),
-        )
-
-    def sum_of_squares(self, x: Tensor) -> Tensor:
-        """Return the sum of x² as a 0-dim fp64 tensor. The order of the sum is fixed, so that it is reproducible."""
-        x = x.detach().contiguous()
-        per_program = 65536
-        partial = torch.empty(_blocks(x.numel(), per_program), dtype=torch.float64, device=x.device)
-        self.kernels.launch(
-            "squares",
-            x.dtype,
-            "any",
-            (partial.numel(), 1, 1),
-            x=x,
-            partial=partial,
-            count=x.numel(),
-            per_program=per_program,
-        )
-        return partial.sum()
-
-    def accumulate_(self, main_grad: Tensor, grad: Tensor) -> None:
-        """Add grad to main_grad."""
-        grid = (_blocks(main_grad.numel(), self.kernels.block("accumulate", "any", "BLOCK")), 1, 1)
-        grad = grad.detach().contiguous()
-        self.kernels.launch(
-            "accumulate", grad.dtype, "any", grid, main_grad=main_grad, grad=grad, count=main_grad.numel()
-        )
-
-    def embedding_backward_(
-        self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int
-    ) -> None:
-        """Add each token's gradient to its row in token order. A stable sort makes atomics unnecessary."""
-        rows_N, order_N = torch.sort(token_ids_N.reshape(-1).long() - first_vocab, stable=True)
-        vocab_rows, columns = main_grad_vH.shape
-        grid = (rows_N.numel(), _blocks(columns, self.kernels.block("embedding_backward", "any", "BLOCK")), 1)
-        grad = grad_N_H.detach().reshape(-1, columns).contiguous()
-        self.kernels.launch(
-            "embedding_backward",
-            grad.dtype,
-            "any",
-            grid,
-            main_grad=main_grad_vH,
-            rows=rows_N,
-            order=order_N,
-            grad=grad,
-            tokens=rows_N.numel(),
-            columns=columns,
-            vocab_rows=vocab_rows,
-        )

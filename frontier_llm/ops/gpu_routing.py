@@ -1,4 +1,7 @@
-"""MoE routing on the GPU. Each Triton program processes a few tokens, and keeps all their logits in registers."""
+"""MoE on the GPU: routing, the products of experts, and gathered rows.
+
+A program of the router processes a few tokens, and keeps all their logits in registers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from torch import Tensor
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops.differentiable import DifferentiableOps
+from frontier_llm.ops.driver import block_count
 from frontier_llm.ops.kernel_table import MOST_CHOICES, ROUTE_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.routing import Routing
@@ -23,7 +27,7 @@ def _variant(experts: int, top_k: int) -> str:
 
 
 class GpuRouting(DifferentiableOps):
-    """Implements the routing ops of `ops.reference` with one set of GPU kernels."""
+    """Implements the ops of experts of `ops.reference` with one set of GPU kernels."""
 
     kernels: Kernels
 
@@ -85,3 +89,81 @@ class GpuRouting(DifferentiableOps):
             normalise=int(routing.normalise),
         )
         return grad_logits
+
+    def rows_grid(self, x: Tensor, kernel: str, variant: str) -> tuple[int, int, int]:
+        """Return the grid with a program for each row and block of columns."""
+        return (
+            x.numel() // max(1, x.shape[-1]),
+            block_count(x.shape[-1], self.kernels.block(kernel, variant, "BLOCK")),
+            1,
+        )
+
+    def grouped_linear(self, x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
+        """Return x @ weight[e]ᵀ for the rows of each group e, in bf16 or fp16.
+
+        The host does not read `ends_E`. The grid has enough programs for any distribution of the rows over groups.
+        """
+        return self._grouped_product(x_Mk, weight_Eok, ends_E, "linear", weight_Eok.shape[1])
+
+    def grouped_input_gradient(self, grad_Mo: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
+        """Return grad @ weight[e] for the rows of each group e."""
+        return self._grouped_product(grad_Mo, weight_Eok, ends_E, "input-gradient", weight_Eok.shape[2])
+
+    def _grouped_product(self, x: Tensor, weight_Eok: Tensor, ends_E: Tensor, variant: str, columns: int) -> Tensor:
+        x = x.detach().contiguous()
+        groups = len(ends_E)
+        rows, width = (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN")
+        out = x.new_empty(len(x), columns)
+        grid = (block_count(columns, width), len(x) // rows + groups, 1)
+        self.kernels.launch(
+            "grouped_product",
+            x.dtype,
+            variant,
+            grid,
+            x=x,
+            weight=weight_Eok.detach(),
+            ends=ends_E,
+            out=out,
+            groups=groups,
+            columns=columns,
+            depth=x.shape[1],
+        )
+        return out
+
+    def accumulate_grouped_gradient_(
+        self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor
+    ) -> None:
+        """Add gradᵀ @ x over the rows of each group e to main_grad[e]. The rows are summed in registers."""
+        groups, outputs, inputs = main_grad_Eok.shape
+        height, width = (self.kernels.block("grouped_weight_gradient", "any", f"BLOCK_{side}") for side in "NK")
+        self.kernels.launch(
+            "grouped_weight_gradient",
+            x_Mk.dtype,
+            "any",
+            (block_count(inputs, width), block_count(outputs, height), groups),
+            grad=grad_Mo.detach().contiguous(),
+            x=x_Mk.detach().contiguous(),
+            ends=ends_E,
+            main_grad=main_grad_Eok,
+            outputs=outputs,
+            inputs=inputs,
+        )
+
+    def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
+        """Return the sum of x's rows for each row of places, without atomics and without zeroing the output."""
+        x = x_NH.detach().contiguous()
+        rows, fan = places_Mf.shape
+        columns = x_NH.shape[1]
+        out = x.new_empty(rows, columns)
+        self.kernels.launch(
+            "gather_rows",
+            x.dtype,
+            "any",
+            self.rows_grid(out, "gather_rows", "any"),
+            x=x,
+            places=places_Mf.contiguous(),
+            out=out,
+            fan=fan,
+            columns=columns,
+        )
+        return out

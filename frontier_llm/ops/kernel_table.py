@@ -91,8 +91,8 @@ class Kernel:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Types that T stands for. Kernels that use the matrix units have 16-bit inputs, and routing uses fp32."""
-        if self.module == "routing":
+        """Types that T stands for. Kernels that use the matrix units have 16-bit inputs. Kernels without T use fp32."""
+        if not any("T" in argument.kind for argument in self.arguments):
             return ("fp32",)
         return ("bf16", "fp16") if self.module in ("attention", "grouped") else DTYPES
 
@@ -275,6 +275,10 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
         # lanes is fastest on an H200 (docs/benchmarks/h200.md). Waves of 64 keep 1024, which was not timed: with one
         # wave of 256 lanes, Triton sends the mask through shared memory.
         yield "any", Variant({"BLOCK": 256}, 1) if wave == 32 else Variant({"BLOCK": 1024}, 4)
+    elif kernel == "accumulate_rows":
+        # Few columns per program, because a norm of 4,096 columns must give work to all compute units. A wave of 64
+        # sums alone, without shared memory.
+        yield "any", Variant({"BLOCK_ROWS": 64, "BLOCK": 32}, 64 // wave)
     elif kernel.startswith("gelu_"):
         for name, tanh in (("erf", 0), ("tanh", 1)):
             yield name, Variant({"TANH": tanh, "BLOCK": 1024}, 4)

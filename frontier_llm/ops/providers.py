@@ -77,13 +77,13 @@ class Provider:
     softcaps: bool = False  # True if the attention supports soft caps, also together with sliding windows
     required: bool = False  # True: if only its build is missing, `auto` reports an error, not a slower back-end
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # for groups with fewer types
-    on_gpu: Callable[[], Determinism] = lambda: "always"  # determinism on a GPU; on a CPU it is "always"
+    on_gpu: Determinism = "always"  # determinism on a GPU; on a CPU it is "always"
     # Returns the deterministic functions. None: the functions of `load` are also used for deterministic runs.
     load_deterministic: Callable[[], Mapping[str, Op]] | None = None
 
     def determinism(self, device_type: str) -> Determinism:
         """Return whether two runs of this back-end on this type of device have bit-equal results."""
-        return "always" if device_type == "cpu" else self.on_gpu()
+        return "always" if device_type == "cpu" else self.on_gpu
 
     def refusal(
         self,
@@ -186,19 +186,6 @@ def _load_deterministic_flash_attn() -> Mapping[str, Op]:
     return functions_of(FlashAttention(deterministic=True))
 
 
-def _never() -> Determinism:
-    return "never"
-
-
-def _on_request() -> Determinism:
-    return "on request"
-
-
-def _products() -> Determinism:
-    """Return the determinism of hipBLAS. It may use atomics, unless torch's deterministic algorithms are enabled."""
-    return "on request" if torch.version.hip else "always"
-
-
 def _flash_attn_missing() -> str:
     if importlib.util.find_spec("flash_attn") is None:
         return "the flash-attn package is not installed"
@@ -252,7 +239,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=CPU | GPU,
             dtypes=ALL,
             load=_module("reference"),
-            on_gpu=_on_request,  # index_add_ adds with atomics
+            on_gpu="on request",  # index_add_ adds with atomics
             parts=_any_part,
             softcaps=True,
         ),
@@ -262,7 +249,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=CPU | GPU,
             dtypes=ALL,
             load=_module("sdpa"),
-            on_gpu=_never,  # torch picks a kernel by shape, and most sum the query gradient with atomics
+            on_gpu="never",  # torch picks a kernel by shape, and most sum the query gradient with atomics
             missing=lambda: sdpa.views_missing(),
             parts=_flash_parts_missing,
         ),
@@ -272,7 +259,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=HALVES,
             load=_module("cudnn_provider"),
-            on_gpu=_never,
+            on_gpu="never",
             version=lambda: f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
             missing=_cudnn_missing,
         ),
@@ -282,7 +269,8 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=LOW,
             load=_module("torch_linear"),
-            on_gpu=_products,
+            # hipBLAS may use atomics, unless torch's deterministic algorithms are enabled
+            on_gpu="on request" if torch.version.hip else "always",
         ),
         Provider(
             name="cpu",
@@ -316,7 +304,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=HALVES,
             load=_module("flash_attn_provider"),
-            on_gpu=_on_request,
+            on_gpu="on request",
             load_deterministic=_load_deterministic_flash_attn,
             version=lambda: _package_version("flash_attn"),
             missing=_flash_attn_missing,
@@ -328,7 +316,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=LOW,
             load=_module("apex_provider"),
-            on_gpu=_never,  # not examined
+            on_gpu="never",  # not examined
             version=lambda: _package_version("apex"),
             missing=apex_missing,
             build="scripts/build_apex_rocm.sh",

@@ -348,6 +348,12 @@ def accumulate_(main_grad: Tensor, grad: Tensor) -> None:
         main_grad.add_(grad)
 
 
+def accumulate_rows_(main_grad: Tensor, rows_RC: Tensor) -> None:
+    """Add the sum of the rows to main_grad, which has C elements. Both have the type of main_grad."""
+    with torch.no_grad():
+        main_grad.add_(rows_RC.sum(0).view_as(main_grad))
+
+
 def embedding_backward_(main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int) -> None:
     """Add each token's gradient to main_grad[token - first_vocab], for the tokens of this shard.
 
@@ -402,6 +408,7 @@ class Ops:
     gather_rows = _op("experts", gather_rows)
     route = _op("experts", route)
     accumulate_ = _op("accumulate", accumulate_)
+    accumulate_rows_ = _op("accumulate", accumulate_rows_)
     embedding_backward_ = _op("accumulate", embedding_backward_)
 
     not_repeatable: str = ""  # names of chosen back-ends whose results may differ in the last bits between two runs

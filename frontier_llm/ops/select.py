@@ -101,11 +101,11 @@ def choose(
                 f"only the reference supports what this run needs, and it stores the complete matrix of scores: "
                 f"{'; '.join(passed_over)}"
             )
-            fix = (
-                "set parallel.context_attention=heads if there are enough heads, or "
-                if needs.parts and not needs.softcap
-                else ""
-            )
+            fix = ""
+            if needs.parts and not needs.softcap:
+                fix = "set parallel.context_attention=heads if there are enough heads, or "
+            if dtype == torch.float32:
+                fix += "set precision.dtype=bf16, or "
             fix += "use the reference: ops.attention=reference"
             return Problem("ops.attention=auto", what, fix)
         if refusal is None:

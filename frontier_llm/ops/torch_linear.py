@@ -1,4 +1,7 @@
-"""Back-end for matrix products with weights on a GPU: hipBLASLt or cuBLAS through torch. It has never run on a GPU."""
+"""Back-end for matrix products with weights on a GPU: hipBLASLt or cuBLAS through torch.
+
+It has run on an H200 (docs/benchmarks/h200.md), and never on an AMD GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from frontier_llm import log
+from frontier_llm.blueprint.items import WeightGradients
 
 # Number of elements. BLAS and the cross-entropy kernels use 16-byte accesses only if rows begin at multiples of it.
 _ROW_ALIGNMENT = 16
@@ -45,7 +49,8 @@ def accumulate_weight_gradient_(main_grad_ok: Tensor, grad_output_No: Tensor, x_
         if grad_oN.dtype == main_grad_ok.dtype:
             main_grad_ok.addmm_(grad_oN, x_Nk)
         else:
-            _way(grad_oN.dtype, grad_oN.device)(main_grad_ok, grad_oN, x_Nk)
+            method = weight_gradient_method(grad_oN.dtype, grad_oN.device)
+            _METHODS[method](main_grad_ok, grad_oN, x_Nk)
 
 
 def _in_the_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
@@ -68,26 +73,33 @@ def _rounded_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> Non
     main_grad_ok.add_(grad_oN @ x_Nk)
 
 
-_Way = Callable[[Tensor, Tensor, Tensor], None]
+_METHODS: dict[WeightGradients, Callable[[Tensor, Tensor, Tensor], None]] = {
+    "in-product": _in_the_product,
+    "fp32-product": _fp32_product,
+    "rounded-product": _rounded_product,
+}
 
 
 @functools.cache
-def _way(dtype: torch.dtype, device: torch.device) -> _Way:
-    """Return the first method that adds correctly on this device. Methods are tested once per dtype.
+def weight_gradient_method(dtype: torch.dtype, device: torch.device) -> WeightGradients:
+    """Return the first method that adds gradients of this type correctly to fp32 on this device.
 
-    If only `_rounded_product` is available, this is logged.
+    Methods are tested once per dtype. If only "rounded-product" is available, this is logged.
     """
-    for way in (_in_the_product, _fp32_product):
+    if dtype == torch.float32:
+        return "in-product"
+    exact: tuple[WeightGradients, ...] = ("in-product", "fp32-product")
+    for method in exact:
         total = torch.ones(16, 16, device=device)
         ones = torch.ones(16, 16, dtype=dtype, device=device)
         try:
-            way(total, ones, ones)
+            _METHODS[method](total, ones, ones)
         except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
             continue
         if bool((total == 17).all()):
-            return way
+            return method
     log.info(
         f"this torch cannot return products of {dtype} in fp32: the weight gradients of each microbatch are rounded "
         f"before they are added"
     )
-    return _rounded_product
+    return "rounded-product"

@@ -52,7 +52,7 @@ class EngineInputs:
             initialize(parameters, self.config.train.seed)
         for parameter in parameters:
             if not parameter.layer_accumulates:
-                self.gradients.collect_from_autograd(parameter, self.ops.accumulate_)
+                self.gradients.collect_from_autograd(parameter, self.ops)
         return parameters
 
 

@@ -84,9 +84,9 @@ def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
     else:
         bucket = min(held, rates.bucket_parameters or held)
     gradient_bytes = DTYPE_BYTES.get(layout.gradient_wire, rates.gradient_bytes)
-    if layout.sharding == "none":
-        return {"all_reduce": bucket * gradient_bytes}
-    return {"reduce_scatter": bucket * gradient_bytes, "all_gather": bucket * DTYPE_BYTES[layout.dtype]}
+    gather = {} if layout.sharding == "none" else {"all_gather": bucket * DTYPE_BYTES[layout.dtype]}
+    all_reduces = layout.sharding == "none" or (rates.all_reduces_gradients and not whole_layers)
+    return {"all_reduce" if all_reduces else "reduce_scatter": bucket * gradient_bytes, **gather}
 
 
 def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:

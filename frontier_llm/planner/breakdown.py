@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
 from frontier_llm.blueprint.items import (
     ADDING,
+    ADDING_BYTES,
     ATTENTION,
     EMBEDDING,
     EXCHANGE,
@@ -17,13 +19,14 @@ from frontier_llm.blueprint.items import (
     SENDING,
     SHARDS,
     Item,
+    WeightGradients,
 )
 from frontier_llm.blueprint.layout import mode_shares
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.seconds import LAUNCHES, added_share, by_cause, times
-from frontier_llm.planner.costs.time import layer_s
+from frontier_llm.planner.costs.time import layer_s, step_s
 from frontier_llm.planner.search import Plan
 from frontier_llm.schedule import rule, split_share
 
@@ -39,7 +42,7 @@ SOURCES = {
     SENDING: ("fabric_bytes_s", "fabric_latency_s", "fabric_share"),
     EXCHANGE: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     ROUTING: ("gemm_efficiency",),
-    EXPERTS: ("gemm_efficiency", "peak_flops"),
+    EXPERTS: ("gemm_efficiency", "grouped_share", "peak_flops"),
     DISPATCH: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     "recompute": ("gemm_efficiency",),
     LAUNCHES: ("launch_s",),
@@ -104,3 +107,17 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     parts["optimizer"] = simulated.optimizer_s
     parts["weight all-gather"] = simulated.gather_s
     return parts
+
+
+def adding_prices(plan: Plan, rates: Rates) -> dict[WeightGradients, float]:
+    """Return the step's seconds with each method of adding weight gradients that torch may have.
+
+    Empty if the measured times of products include the addition.
+    """
+    if rates.accumulate_bytes == 0:
+        return {}
+    scale = plan.step_s / plan.closed_form_s
+    return {
+        method: scale * float(step_s(plan.model, plan.layout, replace(rates, weight_gradients=method)))
+        for method in ADDING_BYTES
+    }

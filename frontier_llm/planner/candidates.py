@@ -17,7 +17,7 @@ from frontier_llm.planner.costs.layouts import Layouts, as_table
 from frontier_llm.schedule import names, rule, v_names
 from frontier_llm.topology.expert_nodes import over_nodes
 from frontier_llm.topology.grid import AXIS_ORDERS
-from frontier_llm.topology.plan import tp_limit
+from frontier_llm.topology.plan import tensor_groups_stay_in_nodes, tp_limit
 
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
@@ -117,7 +117,10 @@ def enumerate_layouts(
     tp_max = tp_max or node_devices
     none = as_table([Layout()]).where(np.zeros(1, dtype=bool))
     rows: list[Mapping[str, np.ndarray]] = [vars(none)]
+    across_nodes = tp_max > node_devices or "tp" in fixed
     for tp in tensor_degrees(model, tp_max):
+        if not across_nodes and not tensor_groups_stay_in_nodes(tp, node_devices, devices):
+            continue
         rest = devices // tp if devices % tp == 0 else 0
         for cp, pp in product(context_degrees(model, rest), divisors(rest)) if rest else ():
             dp, beyond = divmod(rest, cp * pp)
@@ -157,8 +160,8 @@ def runnable_layouts(
 ) -> Layouts:
     """Return the layouts of `enumerate_layouts` that the search may propose on `nodes` nodes.
 
-    If a rank may have one communication in flight, FSDP may have no second communicator (topology.engine_rules). It is
-    proposed only if `fixed` requests it.
+    If a rank may have one communication in flight, FSDP may have no second communicator (topology.engine_rules). Then
+    FSDP is proposed over all replicas without tensor, context or expert parallelism.
     """
     layouts = enumerate_layouts(
         model,
@@ -174,7 +177,7 @@ def runnable_layouts(
         return layouts
     zero = layouts.sharding != "weights"
     alone = (layouts.tp == 1) & (layouts.cp == 1) & (layouts.ep == 1) & (layouts.data_shard == 0)
-    allowed = zero | alone if "sharding" in fixed else zero
+    allowed = zero | alone
     return layouts.where(allowed) if np.any(allowed) else layouts
 
 

@@ -6,13 +6,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, log
+from math import ceil, gcd, log
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from frontier_llm.blueprint.layout import run_keys
+from frontier_llm.blueprint.layout import Layout, run_keys
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.config import (
     CommConfig,
@@ -26,6 +26,7 @@ from frontier_llm.config import (
 )
 from frontier_llm.config.load import merge
 from frontier_llm.config.phases import PRODUCTION
+from frontier_llm.config.schema import PhaseConfig
 from frontier_llm.files import write_atomically
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
@@ -34,8 +35,8 @@ from frontier_llm.planner.algorithms import uses_hierarchical
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import Plan, Search, search
-from frontier_llm.topology.plan import balanced, make_plan
-from frontier_llm.units import GIB, plural
+from frontier_llm.topology.plan import balanced, make_plan, tensor_groups_stay_in_nodes
+from frontier_llm.units import GIB, plural, strict_json
 
 SITES = ("frontier", "lumi", "local")
 
@@ -79,7 +80,7 @@ def layout_keys(plan: Plan, machine: Machine, rates: Rates) -> dict[str, dict[st
     counts = tuple(stage.num_layers for stage in plan.stages)
     if counts != balanced(plan.model, len(counts)):
         keys["parallel"]["stage_layers"] = list(counts)
-    if plan.layout.tp > machine.devices_per_node:
+    if not tensor_groups_stay_in_nodes(plan.layout.tp, machine.devices_per_node, plan.layout.devices):
         keys["parallel"]["cross_node_tensor"] = True
     if machine.algorithms and uses_hierarchical(plan, rates):
         keys["comm"]["algorithms"] = machine.algorithms
@@ -230,6 +231,8 @@ def _word(value: Any) -> str:
         return str(value).lower()
     if value is None:
         return "null"
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        return strict_json(value, indent=None)
     return str(value).replace(" ", "")
 
 
@@ -263,9 +266,38 @@ def roomier_plan(config: RunConfig, nodes: int, devices: int, own: Plan) -> Plan
 
 
 def plan_overrides(config: RunConfig, roomier: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the overrides of both plans: the run's own values of the layout's keys, and those of the roomier plan."""
+    """Return the overrides of both plans: the run's own values of the layout's keys, and those of the roomier plan.
+
+    Both plans state the same keys, so that two jobs have equal plans only if their layouts are equal.
+    """
     machine = load_machine(config.machine)
     keys = layout_keys(roomier, machine, rates(machine))
-    own: Mapping[str, Mapping[str, Any]] = config.model_dump(mode="json")
-    own_keys = {section: {key: own[section][key] for key in values} for section, values in keys.items()}
+    keys["comm"].setdefault("algorithms", CommConfig().algorithms)
+    keys["parallel"].setdefault("cross_node_tensor", False)
+    if any(phase.batch.micro_batch is not None for phase in config.train.phases):
+        keys["train"]["phases"] = _phases_with(roomier.layout, config)
+    own: Mapping[str, Mapping[str, Any]] = config.model_dump(mode="json", exclude={"train": {"phases"}})
+    own_keys = {section: {key: own[section].get(key) for key in values} for section, values in keys.items()}
+    if "phases" in keys["train"]:
+        own_keys["train"]["phases"] = [_as_written(phase) for phase in config.train.phases]
     return as_overrides(own_keys), as_overrides(keys)
+
+
+def _phases_with(layout: Layout, config: RunConfig) -> list[dict[str, Any]]:
+    """Return the phases of a run with microbatches for `layout`, if they have microbatches of their own.
+
+    The microbatch is the layout's, or the largest smaller one that divides the samples of a replica.
+    """
+    phases = []
+    for phase in config.train.phases:
+        written = _as_written(phase)
+        if phase.batch.micro_batch is not None:
+            samples = (phase.batch.global_batch or config.batch.global_batch) // layout.dp
+            written["batch"]["micro_batch"] = gcd(layout.micro_batch, samples)
+        phases.append(written)
+    return phases
+
+
+def _as_written(phase: PhaseConfig) -> dict[str, Any]:
+    """Return the keys that a phase sets."""
+    return phase.model_dump(mode="json", exclude_unset=True)

@@ -18,7 +18,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.planner.costs.seconds import times
-from frontier_llm.planner.costs.time import layer_s, meets_inside, p2p_s, pair_s, tail
+from frontier_llm.planner.costs.time import layer_s, meets_inside, p2p_s, pair_s, tail, tied_sum_s
 from frontier_llm.planner.costs.update import whole_update
 from frontier_llm.schedule import (
     Action,
@@ -173,12 +173,14 @@ def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tupl
         experts=of_experts,
         whole=whole,
     )
+    has_end = by_rank((embeds > 0) | (heads > 0), layout) > 0
+    reduced = ends + end.reduce_s + has_end * float(tied_sum_s(model, layout, rates))
     return SimulatedStep(
         timeline=timeline,
         pipeline_s=float(ends.max()),
         busy_s=tuple(busy_s),
         end_s=tuple(ends.tolist()),
-        reduce_s=float(np.max(ends + end.reduce_s) - ends.max()),
+        reduce_s=float(np.max(reduced) - ends.max()),
         optimizer_s=float(np.max(end.optimizer_s)),
         gather_s=float(np.max(end.gather_s)),
         message_s=message,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from frontier_llm.blueprint.layout import SHARDING, Layout, run_keys
 from frontier_llm.blueprint.parameters import total_parameters
-from frontier_llm.machine.load import PLACES, provenance
+from frontier_llm.machine.load import PLACES, own_stack, provenance, stack_name
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.alternatives import Alternative, alternatives
-from frontier_llm.planner.breakdown import NEUTRAL, SOURCES, breakdown
+from frontier_llm.planner.breakdown import NEUTRAL, SOURCES, adding_prices, breakdown
 from frontier_llm.planner.choice import RESOLUTION, TIE, why_not
 from frontier_llm.planner.links import axis_links, cost_of_one, safety_words
 from frontier_llm.planner.operations import Campaign
@@ -87,6 +87,8 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
             seen.add(field)
     if machine.allreduce:
         lines.append(f"  all-reduce times between nodes [{machine.allreduce.tag}] {machine.allreduce.source}")
+    if stack_name(machine, stack) == own_stack(machine):
+        lines += _adding_words(plan, rates)
     rank, memory = memory_summary(plan)
     lines.append(f"memory of the fullest rank (stage {rank})")
     for name, size in memory.items():
@@ -95,6 +97,20 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
             lines.append(f"  {name:28s} {size / GIB:8.2f} GiB  [{tag}]")
     lines.append(f"  {'total':28s} {plan.peak_bytes / GIB:8.2f} GiB of {plan.limit_bytes / GIB:.0f}")
     return wrapped("\n".join(lines), width)
+
+
+def _adding_words(plan: Plan, rates: Rates) -> Iterator[str]:
+    """Yield how the installed torch is assumed to add weight gradients, and the step with each method."""
+    if rates.weight_gradients:
+        assumed = f"{rates.weight_gradients} (weight_gradients of the machine file)"
+    else:
+        assumed = f"not known for the installed torch, priced as a pass of {rates.accumulate_bytes:g} bytes/parameter"
+    yield f"method of adding weight gradients to fp32: {assumed}"
+    for method, seconds in adding_prices(plan, rates).items():
+        change = 100 * (seconds / plan.step_s - 1)
+        yield f"  {method:28s} {step_words(seconds):>10s}  {change:+5.1f} %"
+    if not rates.weight_gradients:
+        yield "  `frontier-llm calibrate` on the machine writes the method of its torch"
 
 
 _COLUMNS = (

@@ -25,8 +25,9 @@ MICROBATCHES = 8  # microbatches per replica in the commands that test a change 
 OPS = "frontier-llm bench ops --device cuda --model {model}"
 COMM = "frontier-llm bench comm {run} --max 256MiB"
 STEP = "frontier-llm bench step {run} {overrides}"
+PRODUCT_RATES = ("gemm_efficiency", "gemm_k_half", "grouped_share", "unaligned_penalty", "linear_speedup")
 GROUPS = (
-    ("rate of matrix products", ("gemm_efficiency", "gemm_k_half", "unaligned_penalty", "linear_speedup"), OPS),
+    ("rate of matrix products", PRODUCT_RATES, OPS),
     ("rate inside the node", ("fabric_share", "fabric_bytes_s", "fabric_latency_s", "fabric_hop_s"), COMM),
     ("rate of attention", ("flash_efficiency", "flash_backward", "attention"), OPS),
     (

@@ -10,6 +10,7 @@
 * `untrusted_nodes.json`: hosts that computed wrong results or differed from the others at a start. They are never used
   again until the file is deleted.
 * `remote.json`: the copies of checkpoints at `train.remote` (`uploads.py`).
+* `evaluations/`: results of `evaluate --follow`, one file per checkpoint (`evaluations.py`).
 * `STOP`: made by a user. The run saves, ends, and is not continued until the file is deleted.
 * `SAVE`: made by a user. The run saves within a step, continues, and deletes the file.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from frontier_llm.errors import Problem
-from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Schedule, beside
+from frontier_llm.schedule.actions import COMPUTES, FORWARD_ONLY, Action, Kind, Placement, Schedule, beside
 from frontier_llm.schedule.order import ScheduleError
 
 SPLIT_BACKWARD = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -36,20 +36,22 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
     for action, times in counts.items():
         if times > 1:
             problems.append(Problem(where=where, what=f"{action} occurs {times} times", fix="list each action once"))
-    work = [
-        (microbatch, position)
-        for microbatch in range(schedule.microbatches)
-        for position in placement.positions_of(stage)
-    ]
+    # Lists have hundreds of thousands of actions, so what depends on kind and position alone is computed once.
+    positions = placement.positions_of(stage)
+    with_messages = {
+        (kind, position): (kind, placement.received_by(kind, position), placement.sent_by(kind, position))
+        for kind in COMPUTES
+        for position in positions
+    }
     expected: set[Action] = set()
-    for microbatch, position in work:
-        kinds = [Kind.FORWARD]
-        if schedule.name != FORWARD_ONLY:
-            is_split = any(Action(kind, microbatch, position) in counts for kind in SPLIT_BACKWARD)
-            kinds += SPLIT_BACKWARD if is_split else [Kind.BACKWARD]
-        for kind in kinds:
-            with_messages = (kind, placement.received_by(kind, position), placement.sent_by(kind, position))
-            expected |= {Action(each, microbatch, position) for each in with_messages if each}
+    for microbatch in range(schedule.microbatches):
+        for position in positions:
+            kinds = [Kind.FORWARD]
+            if schedule.name != FORWARD_ONLY:
+                is_split = any(Action(kind, microbatch, position) in counts for kind in SPLIT_BACKWARD)
+                kinds += SPLIT_BACKWARD if is_split else [Kind.BACKWARD]
+            for kind in kinds:
+                expected |= {Action(each, microbatch, position) for each in with_messages[kind, position] if each}
     problems += [
         Problem(where=where, what=f"{action} is missing") for action in sorted(expected - set(counts), key=str)
     ]
@@ -63,29 +65,14 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
 def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
     """Return a problem for each action that comes earlier in the list than an action on which it depends."""
     place = {action: index for index, action in enumerate(schedule.actions[stage])}
-    placement = schedule.placement
     problems = []
-    for action in schedule.actions[stage]:
-        kind = action.kind
-        microbatch = action.microbatch
-        position = action.position
-        before: list[tuple[Kind | None, int]] = []
-        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            before = [
-                (Kind.FORWARD, position),
-                (placement.received_by(kind, position), position),
-                (kind, position + 1),
-            ]
-        elif kind is Kind.FORWARD:
-            before = [(placement.received_by(kind, position), position), (kind, position - 1)]
-        elif kind is Kind.BACKWARD_WEIGHT:
-            before = [(Kind.BACKWARD_INPUT, position)]
-        elif kind is Kind.SEND_FORWARD:
-            before = [(Kind.FORWARD, position)]
-        elif kind is Kind.SEND_BACKWARD:
-            before = [(Kind.BACKWARD, position), (Kind.BACKWARD_INPUT, position)]
-        firsts = [Action(first, microbatch, at) for first, at in before if first]
-        late = [first for first in firsts if place.get(first, -1) > place[action]]
+    earlier = {
+        (kind, position): _earlier(schedule.placement, kind, position)
+        for kind, position in {(action.kind, action.position) for action in schedule.actions[stage]}
+    }
+    for index, action in enumerate(schedule.actions[stage]):
+        firsts = [Action(kind, action.microbatch, at) for kind, at in earlier[action.kind, action.position]]
+        late = [first for first in firsts if place.get(first, -1) > index]
         problems += [Problem(where=f"stage {stage}", what=f"{action} comes before {first}") for first in late]
     for second, first in beside(schedule, stage).items():
         if second.microbatch == first.microbatch:
@@ -93,3 +80,19 @@ def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
                 Problem(where=f"stage {stage}", what=f"{second} is paired with {first}, but needs its result")
             )
     return problems
+
+
+def _earlier(placement: Placement, kind: Kind, position: int) -> list[tuple[Kind, int]]:
+    """Return kind and position of the actions of the same microbatch on which an action depends."""
+    earlier: list[tuple[Kind | None, int]] = []
+    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        earlier = [(Kind.FORWARD, position), (placement.received_by(kind, position), position), (kind, position + 1)]
+    elif kind is Kind.FORWARD:
+        earlier = [(placement.received_by(kind, position), position), (kind, position - 1)]
+    elif kind is Kind.BACKWARD_WEIGHT:
+        earlier = [(Kind.BACKWARD_INPUT, position)]
+    elif kind is Kind.SEND_FORWARD:
+        earlier = [(Kind.FORWARD, position)]
+    elif kind is Kind.SEND_BACKWARD:
+        earlier = [(Kind.BACKWARD, position), (Kind.BACKWARD_INPUT, position)]
+    return [(first, at) for first, at in earlier if first is not None]

@@ -61,9 +61,19 @@ def steps(
         ts = range(tp) if axis == "tp" else (t,)
         return tuple((s * dp + a) * tp + b for s in stages for a in ds for b in ts)
 
+    def message(stage: int, d: int, t: int, kind: Kind, position: int) -> tuple[str, int, str, tuple[int, ...]]:
+        """Return the letter, sending position, channel and ranks of a send or receive."""
+        peer = placement.peer(kind, position)
+        sender = position if kind.sends else placement.other_end(kind, position)
+        ends = tuple((rank * dp + d) * tp + t for rank in ((stage, peer) if kind.sends else (peer, stage)))
+        return kind.value[1], sender, placement.channel(kind, position).value, ends
+
     def written_out(stage: int, d: int, t: int) -> list[ListEntry]:
         steps: list[ListEntry] = []
         place: dict[tuple[Kind, int, int], int] = {}
+        used = {(action.kind, action.position) for action in schedule.actions[stage]}
+        messages = {key: message(stage, d, t, *key) for key in used if not key[0].computes}
+        receives = {key: placement.received_by(*key) for key in used if key[0].computes}
 
         def collective(call: Call, where: str) -> None:
             ranks = members(call[0], stage, d, t)
@@ -76,24 +86,19 @@ def steps(
             kind = action.kind
             microbatch = action.microbatch
             position = action.position
-            if not kind.computes:
-                peer = placement.peer(kind, position)
-                sender = position if kind.sends else placement.other_end(kind, position)
-                ends = tuple((rank * dp + d) * tp + t for rank in ((stage, peer) if kind.sends else (peer, stage)))
+            if (kind, position) in messages:
+                letter, sender, channel, ends = messages[kind, position]
                 place[kind, microbatch, position] = len(steps)
-                steps.append(
-                    ListEntry(
-                        f"{kind.value[1]}{microbatch}@{sender}'s message", placement.channel(kind, position).value, ends
-                    )
-                )
+                steps.append(ListEntry(f"{letter}{microbatch}@{sender}'s message", channel, ends))
                 continue
-            receive = placement.received_by(kind, position)
-            steps.append(ListEntry(str(action), after=(place[receive, microbatch, position],) if receive else ()))
+            receive = receives[kind, position]
+            text = str(action)
+            steps.append(ListEntry(text, after=(place[receive, microbatch, position],) if receive else ()))
             first = len(steps)
             for call in collectives.of(action):
                 collective(call, f"in {action}")
             waited = tuple(index for index in range(first, len(steps)) if steps[index].stream == "tp")
-            steps.append(ListEntry(str(action), after=waited))
+            steps.append(ListEntry(text, after=waited))
         for call in collectives.behind.get(stage, ()):
             collective(call, "behind the last action")
         return steps

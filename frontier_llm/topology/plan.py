@@ -127,7 +127,7 @@ def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
         *model_problems(config.model),
         *optimizer_problems(config.optimizer),
         *_degree_problems(config, world_size),
-        *_node_problems(config),
+        *_node_problems(config, world_size),
         *_tensor_problems(config),
         *_context_problems(config),
         *_tensor_chunk_problems(config),
@@ -244,7 +244,14 @@ def _node_devices(machine: str) -> int:
     return load_machine(machine).devices_per_node
 
 
-def _node_problems(config: RunConfig) -> Iterator[Problem]:
+def tensor_groups_stay_in_nodes(tensor: int, node_devices: int, world_size: int) -> bool:
+    """Return whether the `tensor` neighbouring ranks of every tensor-parallel group are on one node."""
+    if tensor > node_devices:
+        return False
+    return world_size <= node_devices or node_devices % tensor == 0
+
+
+def _node_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.tensor == 1 or parallel.cross_node_tensor:
         return
@@ -254,6 +261,14 @@ def _node_problems(config: RunConfig) -> Iterator[Problem]:
             where="parallel.tensor",
             what=f"{parallel.tensor} tensor ranks span nodes: a node of machine {config.machine} has {devices} devices",
             fix=f"set parallel.tensor={devices} or less, or parallel.cross_node_tensor=true to measure it",
+        )
+    elif not tensor_groups_stay_in_nodes(parallel.tensor, devices, world_size):
+        valid = nearest(parallel.tensor, divisors(devices))
+        yield Problem(
+            where="parallel.tensor",
+            what=f"some groups of {parallel.tensor} tensor ranks span nodes: {parallel.tensor} does not divide the "
+            f"{devices} devices of a node of machine {config.machine}",
+            fix=f"set parallel.tensor={' or '.join(map(str, valid))}, or parallel.cross_node_tensor=true to measure it",
         )
 
 

@@ -18,6 +18,7 @@ from frontier_llm.failpoints import hit
 from frontier_llm.libraries import libraries_digest
 from frontier_llm.machine.env import Vendor
 from frontier_llm.machine.load import load_machine
+from frontier_llm.machine.precision import problem_on_cpu
 from frontier_llm.machine.schema import Device
 from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.manifest import manifest_digest
@@ -91,16 +92,17 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
 
     If one GPU is visible (srun --gpus-per-task=1), use it. Otherwise the local rank is the index of the GPU.
     `train.device: cpu` selects the CPU without any check. Raises DeviceError if the GPU is of another type than the
-    machine file names, or if the run's engine needs more communications in flight than this GPU may have.
+    machine file names, if the run's engine needs more communications in flight than this GPU may have, or for fp16 on
+    a CPU.
     """
     wanted = config.train.device
     if wanted == "cpu":
-        return torch.device("cpu")
+        return _cpu(config)
     expected = load_machine(config.machine).device
     _check_build(config, expected)
     if not torch.cuda.is_available():
         if wanted == "auto" and expected.vendor == "none":
-            return torch.device("cpu")
+            return _cpu(config)
         raise DeviceError(
             "no GPU",
             f"{torch_facts().describe()} on {node_name()} sees no GPU, but {_expectation(config, expected)}",
@@ -135,6 +137,12 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
             if note:
                 log.warn(note)
     return torch.device("cuda", index)
+
+
+def _cpu(config: RunConfig) -> torch.device:
+    if problem := problem_on_cpu(config):
+        raise DeviceError("fp16 on a CPU", problem.what, problem.fix)
+    return torch.device("cpu")
 
 
 def _in_flight_note(config: RunConfig, architecture: str) -> str:

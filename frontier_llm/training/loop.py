@@ -125,7 +125,9 @@ class _Session:
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / DECISIONS_FILE if self.is_first else None)
         facts = job_facts(config, state, self.datasets)
-        self.checkpoints = Checkpoints(config.train, state.mesh, state.optimizer, facts, resume.allow_changes)
+        self.checkpoints = Checkpoints(
+            config.train, state.mesh, state.optimizer, facts, resume.allow_changes, on_wait=watchdog.moved
+        )
         self.skips = Skips(self.config.guard, self.decisions, self.checkpoints)
 
     def run(self) -> int:
@@ -153,7 +155,7 @@ class _Session:
             if self.config.train.save_final or (not finished and self.config.train.save_interval):
                 self._finish_save()
             self._log_saved(self.checkpoints.finish(verify=False))
-            self.checkpoints.close(verify=finished)
+            self.checkpoints.close(verify=finished, is_stopped=self.request_collector.stop)
         if self.metrics is not None:
             self.metrics.close()
         if not finished and not environ("SLURM_JOB_ID"):  # Slurm jobs: the supervisor restarts the run

@@ -80,7 +80,6 @@ def test_every_command_explains_itself():
 MOST_LINES = 450
 # longer files, whose limits may only be lowered
 LONGER_FILES = {
-    "ops/gpu.py": 595,
     "ops/triton/attention.py": 815,
 }
 MOST_TOKENS_OF_A_FUNCTION = 900

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cli.main import COMMANDS, parser_of
+from frontier_llm.cli.main import COMMANDS, parse, parser_of
 from frontier_llm.config import RunConfig, load_run
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, Fence, commands, fences
 from tests.harness.marks import thorough
@@ -89,11 +89,16 @@ def check_frontier_llm(line: str) -> None:
 
 
 def check_batch_script(line: str) -> None:
-    """Check that the script exists, and that its run accepts the key=value words."""
+    """Check that the script exists, and that its run or its command accepts the words."""
     words = shlex.split(line)
     script = next(word for word in words if word.endswith(".sbatch"))
     text = (ROOT / script).read_text(encoding="utf-8")
-    overrides = [word for word in words[words.index(script) + 1 :] if re.match(r"[\w.]+=", word)]
+    typed = words[words.index(script) + 1 :]
+    overrides = [word for word in typed if re.match(r"[\w.]+=", word)]
+    tool = re.search(r'frontier_llm\.cli\.main (.+) "\$@"$', text, re.MULTILINE)
+    if tool and "configs/runs/" not in text:
+        parse([*tool[1].split(), *typed])
+        return
     run = re.search(r"configs/runs/(\w+)\.yaml", text)
     assert run, f"{script} names no run"
     load_run(run[1], overrides)

@@ -102,7 +102,7 @@ def without_numbers(kernels: Any) -> Iterator[None]:
     """
     skip_without_fp32_products_on_meta()
     with with_ops_of(kernels), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
+        patch.setattr(torch_linear, "weight_gradient_method", lambda *_: "in-product")
         patch.setattr(engines, "initialize", lambda *_, **__: None)
         patch.setattr(
             Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device)

@@ -181,7 +181,7 @@ def run_layer(rank: int, name: str, tp: int, sequence_parallel: bool) -> Layer:
                 replace(parameter.spec, parameter=replace(parameter.spec.parameter, init_std=1.0)), 7, parameter
             )
         if not parameter.layer_accumulates:
-            accumulation.collect_from_autograd(parameter, ops.accumulate_)
+            accumulation.collect_from_autograd(parameter, ops)
     sync = GradientSync(buckets, mesh, microbatches=1)
     accumulation.on_accumulated = sync.accumulated
 

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
-from frontier_llm.blueprint.items import FlashCore, Product
+from frontier_llm.blueprint.items import FlashCore, Product, WeightGradients
 from frontier_llm.blueprint.layout import Layout, layout_of
 from frontier_llm.blueprint.work import elementwise
 from frontier_llm.config import ModelConfig, RunConfig
@@ -51,6 +51,9 @@ class Samples:
     tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)
     # as `steps`, but on all ranks with sharded weights (FSDP)
     sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)
+    # rows per expert, N, K, experts, time: the grouped products of experts; empty for a model without experts
+    grouped: list[tuple[int, int, int, int, float]] = field(default_factory=list)
+    weight_gradients: WeightGradients | None = None  # how the samples in `gemm` were added to their buffer
 
 
 def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates:
@@ -58,6 +61,8 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
 
     Products: measured shapes keep their measured times. For other shapes, the best measured rate is the peak, and
     efficiency and k-half are fitted by least squares.
+
+    Grouped products of experts: one factor beside the rate of other products, for the sum of all samples.
 
     Attention, elementwise ops and optimizer: the efficiency is chosen so that the planner's formula gives the measured
     time.
@@ -82,6 +87,7 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
         launch_s=0.0,
         host_executes=samples.device == "cpu",
         accumulate_bytes=0.0,  # measured weight gradients include the accumulation
+        weight_gradients=samples.weight_gradients,
         node_devices=samples.ranks,
         microbatch_s=0.0,
         step_s=0.0,
@@ -91,6 +97,8 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
     fitted = _fit_attention(fitted, samples)
     layout = steps_layout(config, ParallelConfig(tensor=samples.tensor), config.batch.micro_batch, 1)
     fitted = _fit_elementwise(fitted, samples, config.model, layout)
+    if samples.grouped:
+        fitted = _fit_grouped(fitted, samples)
     if samples.collectives:
         fitted = _fit_collectives(fitted, samples)
     elements, update_s = samples.adamw
@@ -117,6 +125,13 @@ def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, sec
         knee=KNEE,
     )
     return fit_two(measurements)
+
+
+def _fit_grouped(fitted: Rates, samples: Samples) -> Rates:
+    """Fit grouped_share. A step contains all samples equally often, so the sums of their times are compared."""
+    separate = replace(fitted, grouped_share=1.0)
+    separate_s = sum(product_s(Product(M, N, K, experts), separate) for M, N, K, experts, _ in samples.grouped)
+    return replace(fitted, grouped_share=separate_s / sum(seconds for *_, seconds in samples.grouped))
 
 
 def _fit_attention(fitted: Rates, samples: Samples) -> Rates:

@@ -24,6 +24,7 @@ from frontier_llm.machine.load import (
 from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.planner import uncertainty
 from frontier_llm.planner.costs.time import step_s
+from frontier_llm.units import TERA
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
@@ -129,7 +130,8 @@ def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str,
     fitted = calibrated_rates(samples, config, rates(load_machine("local")))
     how = f"{samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
     provenance = {"tag": "measured", "source": f"{uncertainty.CALIBRATED}, {when}: {how}"}
-    numbers = numbers_of(fitted, CALIBRATED, provenance)
+    grouped = ("grouped_share",) if samples.grouped else ()
+    numbers = numbers_of(fitted, (*CALIBRATED, *grouped), provenance)
     shapes = [[*(int(size) for size in shape), rounded(seconds * 1e6)] for *shape, seconds in fitted.gemm_shapes]
     device = {
         "name": f"{samples.device}, one of {samples.ranks} ranks",
@@ -142,6 +144,8 @@ def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str,
         "optimizer_bytes": rounded(fitted.optimizer_bytes),
         "accumulate_bytes": fitted.accumulate_bytes,
     }
+    if fitted.weight_gradients:
+        stack["weight_gradients"] = fitted.weight_gradients
     return {
         "base": "local",
         "title": f"this computer, calibrated {when}",
@@ -184,6 +188,16 @@ def rounded(value: float, digits: int = 5) -> float:
     return float(f"{value:.{digits}g}")
 
 
+def _grouped_words(fitted: Rates, samples: Samples) -> Iterator[str]:
+    """Yield a line about the grouped products of experts if they were measured."""
+    if samples.grouped:
+        fastest = max(2 * M * N * K * experts / seconds for M, N, K, experts, seconds in samples.grouped)
+        yield (
+            f"products of experts: {len(samples.grouped)} shapes, at most {fastest / TERA:.3g} TFLOP/s per rank, "
+            f"{100 * fitted.grouped_share:.0f} % of the rate of one product per expert"
+        )
+
+
 def report(samples: Samples, config: RunConfig) -> str:
     """Return a text of the calibrated constants and of the errors with which they predict the measured steps."""
     fitted = calibrated_rates(samples, config, rates(load_machine("local")))
@@ -191,6 +205,7 @@ def report(samples: Samples, config: RunConfig) -> str:
     rate = 2 * M * N * K / seconds / 1e12
     lines = [
         f"matrix products: {len(rate)} shapes, {rate.min():.3g} to {rate.max():.3g} TFLOP/s per rank",
+        *_grouped_words(fitted, samples),
         f"memory {fitted.hbm_bytes_s / 1e9:.3g} GB/s per rank, elementwise ops reach "
         f"{100 * fitted.hbm_efficiency:.0f} % of it",
         f"one operation costs {fitted.kernel_s * 1e6:.1f} us to dispatch",

@@ -37,8 +37,7 @@ SDPA_BACKENDS = {
 def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int, int, int, int]]:
     """Return (name, M, N, K, count per microbatch) of the forward matrix products on one tensor-parallel rank.
 
-    The backward products have twice the FLOPs. Products of experts are left out, because their sizes depend on the
-    router.
+    The backward products have twice the FLOPs. Products of experts are not included (`grouped_shapes`).
     """
     layout = Layout(tp=tp, micro_batch=tokens // model.sequence_length)
     software = Software()
@@ -49,7 +48,36 @@ def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int
             (head_work(model, layout, software), 1),
         )
         for one in (item.work for item in items if item.phase is Phase.F)
-        if isinstance(one, Product) and one.parameter and one.batch == 1
+        if isinstance(one, Product) and one.parameter and not one.grouped
+    ]
+
+
+def grouped_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[int, int, int, int]]:
+    """Return (rows per expert, N, K, experts) of the experts' forward products on one rank, with even routing.
+
+    The rank holds all experts. Empty for a model without experts.
+    """
+    layout = Layout(tp=tp, micro_batch=tokens // model.sequence_length)
+    work = (item.work for item in block_work(model, layout, Software()) if item.phase is Phase.F)
+    return [(one.m, one.n, one.k, one.batch) for one in work if isinstance(one, Product) and one.grouped]
+
+
+def grouped_calls(
+    ops: Ops, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> list[tuple[tuple[int, int, int, int], Call]]:
+    """Return ((M, N, K, experts), call) of a grouped product and its two gradients, on random numbers.
+
+    The weight gradient is added to an fp32 buffer.
+    """
+    M, N, K, experts = shape
+    x, _, g_MN = operands(M * experts, N, K, dtype, device)
+    w_ENK = torch.randn(experts, N, K, dtype=dtype, device=device)
+    total_ENK = torch.zeros(w_ENK.shape, device=device)
+    ends_E = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * M
+    return [
+        ((M, N, K, experts), lambda: ops.grouped_linear(x, w_ENK, ends_E)),
+        ((M, K, N, experts), lambda: ops.grouped_input_gradient(g_MN, w_ENK, ends_E)),
+        ((N, K, M, experts), lambda: ops.accumulate_grouped_gradient_(total_ENK, g_MN, x, ends_E)),
     ]
 
 

@@ -15,6 +15,7 @@ from itertools import product
 
 import torch
 
+from frontier_llm.blueprint.items import WeightGradients
 from frontier_llm.comm import Mesh, all_reduce_, barrier, serial_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.config.schema import ParallelConfig
@@ -22,9 +23,18 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.experiments.measure.calibration import Samples, steps_config
 from frontier_llm.experiments.measure.link_tables import PLANNED
 from frontier_llm.experiments.measure.links import operation_on
-from frontier_llm.experiments.measure.op_cases import CASES, Shapes, gemm_shapes, operands, product_calls
+from frontier_llm.experiments.measure.op_cases import (
+    CASES,
+    Shapes,
+    gemm_shapes,
+    grouped_calls,
+    grouped_shapes,
+    operands,
+    product_calls,
+)
 from frontier_llm.experiments.measure.timing import cpu_s, kernel_s, median_s, wall_s
 from frontier_llm.ops import AdamWUpdate, select_run_ops, working_dtype
+from frontier_llm.ops.torch_linear import weight_gradient_method
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import train_step
@@ -45,10 +55,12 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
     """Return all samples of this rank. Collective over the world."""
     bench = _Bench(config, mesh, device, repeats)
     samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes, tensor=mesh.tp.size)
+    samples.weight_gradients = bench.weight_gradients()
     samples.contention, bench.stretch = bench.contention()
     for tp in sorted({1, mesh.tp.size}):
         for B in sorted({bench.microbatch(share) for share, _ in STEPS}):
             samples.gemm += bench.products(B, tp)
+            samples.grouped += bench.grouped_products(B, tp)
             samples.attention.append(bench.attention(B, tp))
     samples.elementwise_s = bench.elementwise_s(mesh.tp.size)
     samples.copy = bench.copy()
@@ -100,6 +112,12 @@ class _Bench:
             return self.wall_s(run)
         return median_s(run, self.repeats, cpu_s) * self.stretch
 
+    def weight_gradients(self) -> WeightGradients:
+        """Return how weight gradients are added. This package's kernel for CPUs adds them in the product."""
+        if self.device.type == "cpu":
+            return "in-product"
+        return weight_gradient_method(self.dtype, self.device)
+
     def contention(self) -> tuple[list[tuple[int, float]], float]:
         """Return [(busy ranks, seconds of the same products)], and wall time over CPU time with all ranks busy."""
         world = self.mesh.world
@@ -132,6 +150,15 @@ class _Bench:
             with torch.no_grad():
                 for (rows_out, columns, depth), (ours, _) in zip(shapes, calls, strict=True):
                     rows.append((rows_out, columns, depth, self.kernel_s(ours)))
+        return rows
+
+    def grouped_products(self, B: int, tp: int) -> list[tuple[int, int, int, int, float]]:
+        """Return (rows per expert, N, K, experts, seconds) of the experts' products: forward and both gradients."""
+        rows = []
+        for shape in grouped_shapes(self.model, B * self.model.sequence_length, tp):
+            with torch.no_grad():
+                for product_shape, call in grouped_calls(self.ops, shape, self.dtype, self.device):
+                    rows.append((*product_shape, self.kernel_s(call)))
         return rows
 
     def attention(self, B: int, tp: int) -> tuple[int, int, int, int, float, float]:

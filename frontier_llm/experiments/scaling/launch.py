@@ -25,11 +25,11 @@ from frontier_llm.cluster.decide import SLURM_EARLY_S
 from frontier_llm.cluster.doctor import preflight
 from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.cluster.sites import Site
-from frontier_llm.config import RunConfig, load_run
+from frontier_llm.config import RunConfig
 from frontier_llm.errors import FrontierError
 from frontier_llm.experiments.scaling.harvest import step_times_s
 from frontier_llm.files import open_below
-from frontier_llm.machine.precision import resolve_precision
+from frontier_llm.machine.precision import load_resolved
 from frontier_llm.run import hostlist, run_dir
 from frontier_llm.run.failure import REFUSED, STUCK, Evidence, Failure, read_failure
 from frontier_llm.run.holder import reserved
@@ -67,7 +67,7 @@ class ShortRun:
     @cached_property
     def config(self) -> RunConfig:
         """Configuration that the arguments describe."""
-        return resolve_precision(load_run(self.words[0], self.words[1:]))
+        return load_resolved(self.words[0], self.words[1:])
 
     @property
     def directory(self) -> Path:

@@ -17,10 +17,9 @@ from frontier_llm.cluster import slurm, supervisor
 from frontier_llm.cluster.admission import admit_start
 from frontier_llm.cluster.batch import settings_of_variables, split_settings, working_nodes
 from frontier_llm.cluster.sites import load_site
-from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.experiments.scaling.series import MODES, announce, make_point
-from frontier_llm.machine.precision import resolve_precision
+from frontier_llm.machine.precision import load_resolved
 
 
 def main(words: Sequence[str]) -> int:
@@ -35,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     try:
         allocation = slurm.Allocation.from_environment()
         typed, overrides = split_settings(words[2:])
-        config = resolve_precision(load_run(words[1], overrides))
+        config = load_resolved(words[1], overrides)
         settings = {**settings_of_variables(notice=False), **typed}
         nodes = working_nodes(settings, len(allocation.nodes))
         site = load_site().model_copy(update={"tasks_per_node": allocation.tasks_per_node})

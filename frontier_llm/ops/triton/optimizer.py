@@ -69,6 +69,27 @@ def accumulate(main_grad: "*fp32:16", grad: "*T:16", count: "i64:16", BLOCK: tl.
 
 
 @triton.jit
+def accumulate_rows(
+    main_grad: "*fp32:16",
+    grad: "*fp32:16",
+    rows: "i32",
+    columns: "i32:16",
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the sum of the rows of grad (fp32 [rows, columns]) to main_grad (fp32). The order of the sum is fixed."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    sums = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    for first in range(0, rows, BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        at = row[:, None] * columns.to(tl.int64) + column[None, :]
+        sums += tl.load(grad + at, mask=(row[:, None] < rows) & inside[None, :], other=0.0)
+    total = tl.load(main_grad + column, mask=inside, other=0.0) + tl.sum(sums, axis=0)
+    tl.store(main_grad + column, total, mask=inside)
+
+
+@triton.jit
 def embedding_backward(
     main_grad: "*fp32:16",
     rows: "*i64",

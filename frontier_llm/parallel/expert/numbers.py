@@ -40,8 +40,10 @@ def slots(experts_Nk: Tensor, dropped_Nk: Tensor | None, ranks: int, local: int,
 def count_numbers(numbers_A: Tensor, count: int) -> Tensor:
     """Count how often each number below `count` occurs in a row: (…, A) → (…, count), int64.
 
+    A GPU adds with atomics. Sums of integers do not depend on their order, so two runs are equal.
     torch.bincount is not used, because it computes the largest number first, and the host waits for the result.
     """
+    assert numbers_A.dtype == torch.int64
     return numbers_A.new_zeros(*numbers_A.shape[:-1], count).scatter_(-1, numbers_A, 1, reduce="add")
 
 

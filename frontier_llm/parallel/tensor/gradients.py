@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import DONE, Axis, Pending, start_all_gather
-from frontier_llm.ops import statistics_dtype
+from frontier_llm.ops import Ops, statistics_dtype
 from frontier_llm.parallel.tensor.parameter import ShardedParameter
 
 Accumulate = Callable[[Tensor], None]  # adds one microbatch's gradient to a buffer of the parameter's shape
@@ -111,23 +111,37 @@ class WeightGradients:
             accumulate(parameter.main_grad)
             self.on_accumulated(parameter)
 
-    def collect_from_autograd(self, parameter: ShardedParameter, accumulate: Callable[[Tensor, Tensor], None]) -> None:
-        """Add autograd's gradient of a non-matrix parameter to main_grad with `accumulate(main_grad, grad)`."""
+    def collect_from_autograd(self, parameter: ShardedParameter, ops: Ops) -> None:
+        """Add the gradient of a non-matrix parameter to main_grad.
+
+        The gradient comes from autograd, or from an op that computes partial sums (`take_gradient_rows`).
+        """
         # Python's garbage collector does not see references from torch's hooks. A strong reference to self would keep
         # all objects of the run alive.
         weak_self = weakref.ref(self)
 
-        def move(tensor: Tensor) -> None:
-            owner = weak_self()
+        def move(tensor: ShardedParameter) -> None:
             grad = tensor.grad
+            if grad is None:
+                return  # the op has passed rows to `take_rows`, and autograd calls this hook without a gradient
             tensor.grad = None
-            assert owner is not None and grad is not None and isinstance(tensor, ShardedParameter)
-            owner.submit(tensor, lambda main_grad: accumulate(main_grad, grad))
+            owner = weak_self()
+            assert owner
+            owner.submit(tensor, lambda main_grad: ops.accumulate_(main_grad, grad))
+
+        def take_rows(parameter: ShardedParameter, rows_RC: Tensor) -> None:
+            owner = weak_self()
+            assert owner
+            # Until the W action only the sum is kept, because the rows need R times its memory.
+            if owner.waits:
+                rows_RC = rows_RC.sum(0, keepdim=True)
+            owner.submit(parameter, lambda main_grad: ops.accumulate_rows_(main_grad, rows_RC))
 
         # Let autograd pass the gradient in the dtype of its sum (fp32). Otherwise one more kernel would round it to the
         # parameter's dtype.
         parameter.grad_dtype = None
         parameter.register_post_accumulate_grad_hook(move)
+        parameter.take_gradient_rows = take_rows
 
 
 class AutogradGradients(WeightGradients):

@@ -23,7 +23,8 @@ def product_s(product: Product, rates: Rates) -> float:
     last, partly filled wave therefore costs as much as a full one (tile and wave quantisation). Because of prologue and
     epilogue, a kernel with inner dimension k reaches k/(k+k_half) of its rate. A product takes at least the time for
     reading its operands and writing its result at memory bandwidth. If products were measured on this machine, the
-    formula is scaled by the measurements of the nearest shapes.
+    formula is scaled by the measurements of the nearest shapes. The grouped products of experts have another kernel,
+    which reaches `grouped_share` of this rate.
     """
     m = product.m
     n = product.n
@@ -41,6 +42,8 @@ def product_s(product: Product, rates: Rates) -> float:
         best = min(best, waves * 2 * rows * columns * inner / (rate * relative))
     slow = 1.0 if product.aligned else rates.unaligned_penalty
     seconds = max(best * slow, product.moved_bytes / (rates.hbm_bytes_s * rates.hbm_efficiency)) + rates.kernel_s
+    if product.grouped:
+        seconds /= rates.grouped_share
     if rates.gemm_shapes:
         return seconds * _measured_over_formula(product, rates)
     return seconds

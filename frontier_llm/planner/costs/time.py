@@ -104,6 +104,34 @@ def gradient_reduction_s(
     return np.where(scatters, scattered, summed), np.where(sharded, gathered, 0.0)
 
 
+def ends_apart(layouts: Layout) -> Number:
+    """Return whether the embedding and the head are on different pipeline ranks."""
+    return (layouts.pp > 1) & (by_schedule(layouts, one_end) == 0)
+
+
+def tied_sum_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
+    """Return the seconds of summing a tied embedding's gradient over the first and the last stage.
+
+    The sum begins after the last backward, so nothing hides it. Each rank of a stage forms a group with one rank of the
+    other stage, and the groups of a node share its NICs.
+    """
+    if not model.tied_embeddings:
+        return 0.0 * layouts.pp
+    node = rates.node_devices
+    stage = layouts.tp * layouts.cp * np.where(layouts.axis_order == "tp-pp-dp", 1, layouts.dp)
+    near = stage * layouts.pp <= node
+    numel = model.padded_vocab_size * model.hidden / layouts.tp
+    summed_s = collective_s(
+        rates=rates,
+        ranks=2,
+        per_node=np.where(near, 2, 1),
+        sharing=np.minimum(stage, node),
+        size_bytes=numel * rates.gradient_bytes,
+        operation="all_reduce",
+    )
+    return np.where(ends_apart(layouts), summed_s, 0.0)
+
+
 def overlap_windows(layouts: Layout) -> Number:
     """Return how much backward work can hide the gradient sum: the work that follows the first complete gradients.
 
@@ -327,4 +355,4 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
         experts=expert_numel(model, layouts, most),
         whole=whole,
     )
-    return pipeline + end.reduce_s + end.optimizer_s + end.gather_s
+    return pipeline + end.reduce_s + tied_sum_s(model, layouts, rates) + end.optimizer_s + end.gather_s

@@ -80,6 +80,10 @@ class Watchdog:
             self._wake.set()
         self._step = step
         self._section = section
+        self.moved()
+
+    def moved(self) -> None:
+        """Record that the main thread still makes progress in a section without collectives."""
         self._moved_s = time.monotonic()
 
     @contextmanager

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,6 +35,18 @@ TINY = {
     "batch": {"global_batch": 4, "micro_batch": 1},
     "train": {"steps": 6, "device": "cpu", "save_interval": 3, "tensorboard": False},
 }
+
+
+def test_a_trainer_waits_for_uploads_unless_its_loop_failed() -> None:
+    for error, wait in ((None, True), (KeyError("batch"), False)):
+        trainer = object.__new__(frontier_llm.Trainer)
+        trainer._checkpoints = Mock()
+        trainer._stack = Mock()
+        with nullcontext() if error is None else pytest.raises(KeyError), trainer:
+            if error is not None:
+                raise error
+        trainer._checkpoints.close.assert_called_once_with(verify=wait)
+        trainer._stack.close.assert_called_once_with()
 
 
 def tiny(run_dir: Path, **more: Any) -> frontier_llm.Run:

@@ -44,6 +44,7 @@ class Run:
         lag_steps: int | None = None,
         allow_changes: Collection[str] = (),
         remote: str | None = None,
+        on_wait: Callable[[], object] = lambda: None,
         **facts: Any,
     ) -> None:
         mesh = serial_mesh()
@@ -52,7 +53,7 @@ class Run:
         policy = {"run_dir": str(directory), "keep_every": keep_every, "save_lag_steps": lag_steps, "remote": remote}
         train = config.train.model_copy(update=policy)
         job = JobFacts(config.model_dump(mode="json"), **facts)
-        self.checkpoints = Checkpoints(train, mesh, self.optimizer, job, allow_changes)
+        self.checkpoints = Checkpoints(train, mesh, self.optimizer, job, allow_changes, on_wait)
 
     def fill(self, step: int) -> None:
         for number, state in enumerate(self.optimizer.states):

@@ -45,6 +45,17 @@ def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None
             check_allowed(changes, [mistyped], "step_10")
 
 
+def test_a_run_with_phases_may_change_its_microbatch() -> None:
+    """Regression: a run with phases could not resume with another microbatch, as its roomier plan has."""
+    phases = "train.phases=[{steps: 3, batch: {global_batch: %d, micro_batch: %d}}, {steps: 2}]"
+    saved, roomier, other_batch = (
+        load_run("quickstart", [phases % (batch, own), f"batch.micro_batch={micro}"]).model_dump(mode="json")
+        for batch, own, micro in ((8, 4, 4), (8, 2, 2), (16, 4, 4))
+    )
+    assert not any(change.mathematics for change in config_changes(saved, roomier, step=2))
+    assert any(change.mathematics for change in config_changes(saved, other_batch, step=2))
+
+
 def test_a_run_is_told_why_its_length_is_mathematics() -> None:
     saved, longer = (
         load_run("bench", ["optimizer.schedule=cosine", f"train.steps={steps}"]).model_dump(mode="json")

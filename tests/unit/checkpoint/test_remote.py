@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from frontier_llm.checkpoint import remote
+from frontier_llm.checkpoint import remote, upload_process
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.remote import RateLimit, RemoteCheckpoint, at_url, uploaded_checkpoints
-from frontier_llm.checkpoint.remote_writer import Writer, claim, read_writer, this_writer
+from frontier_llm.checkpoint.remote_writer import (
+    TakenUrl,
+    Writer,
+    check,
+    claim,
+    read_writer,
+    release,
+    renew,
+    this_writer,
+)
 from frontier_llm.cli.main import main
 from frontier_llm.data.remote import UnreachableError
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import CheckpointError, ConfigError
+from frontier_llm.run.uploads import read_uploads
 from tests.unit.checkpoint.serial import Run, progress
 
 pytest.importorskip("fsspec")
@@ -86,13 +97,18 @@ def test_the_manifest_is_sent_last_and_only_missing_files_are_sent(
 ) -> None:
     place, writer = claimed(run, url)
     order: list[str] = []
-    created = RemoteFolder.created
 
-    def recorded(self: RemoteFolder, name: str):
-        order.append(name)
-        return created(self, name)
+    def record(method: str) -> None:
+        original = getattr(RemoteFolder, method)
 
-    monkeypatch.setattr(RemoteFolder, "created", recorded)
+        def recorded(self: RemoteFolder, name: str, *content: bytes) -> object:
+            order.append(name)
+            return original(self, name, *content)
+
+        monkeypatch.setattr(RemoteFolder, method, recorded)
+
+    record("created")  # shards
+    record("write")  # small files
     remote.push(newest(run), place, writer, NO_LIMIT)
     assert order == ["manifest.sha256", "shard_00000.safetensors", "manifest.json"]
     there = in_store(url)
@@ -187,6 +203,101 @@ def test_one_run_writes_to_a_url(run: Run, url: str, tmp_path: Path, capsys: pyt
     assert main(["checkpoint", "push", str(run_dir), url]) == 0  # the other push has ended
 
 
+def test_a_reader_never_sees_half_of_a_small_file(run: Run, url: str) -> None:
+    """Regression: on file:// the claim was truncated and then written."""
+    place, writer = claimed(run, url)
+    with (in_store(url, "writer.json")).open("rb") as open_before:
+        claim(place, replace(writer, host="another"))
+        before = open_before.read()
+    assert json.loads(before)["host"] == writer.host
+    assert sorted(path.name for path in in_store(url, "").iterdir()) == ["writer.json"]
+
+
+def test_a_push_reports_progress_while_it_reads_a_local_file(run: Run, url: str) -> None:
+    """Regression: an upload was ended as stalled while large shards were compared with their digests."""
+    place, writer = claimed(run, url)
+    counts: list[int] = []
+    remote.push(newest(run), place, writer, NO_LIMIT, counts.append)
+    assert counts[0] == 0 and sum(counts) == (newest(run) / "shard_00000.safetensors").stat().st_size
+
+
+ME = Writer("me", "/runs/a", "n0", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("there", "may_claim", "may_write"),
+    [
+        (None, True, True),
+        (ME, True, True),
+        (replace(ME, host="n1", renewed_unix_s=9.0), True, True),
+        (replace(ME, run_dir="/runs/copy"), False, False),
+        (replace(ME, name="made again"), False, False),
+        (Writer("other", "/runs/b", "n0", 0.0), False, False),
+        # another run directory has written in the meantime
+        (Writer("other", "/runs/b", "n0", 0.0, is_released=True), True, False),
+    ],
+)
+def test_the_rule_of_one_writer(url: str, there: Writer | None, may_claim: bool, may_write: bool) -> None:
+    place = RemoteFolder(url)
+    if there is not None:
+        claim(place, there, take_over=True)
+    for act, may_act in ((check, may_write), (renew, may_write), (claim, may_claim)):
+        if may_act:
+            act(place, ME)
+        else:
+            with pytest.raises(TakenUrl, match="is written by"):
+                act(place, ME)
+    release(place, ME)
+    expected = replace(ME, is_released=True) if may_claim else there
+    assert read_writer(place) == expected
+
+
+def test_a_push_whose_url_is_taken_changes_nothing_more(run: Run, url: str) -> None:
+    place, writer = claimed(run, url)
+    other = Writer("other", "/runs/other", "n0", 0.0)
+    with pytest.raises(TakenUrl):
+        remote.push(newest(run), place, writer, NO_LIMIT, lambda _: claim(place, other, take_over=True))
+    assert list(uploaded_checkpoints(place)) == []
+    (in_store(url) / "manifest.sha256").write_text("of another checkpoint of this step")
+    before = content(in_store(url))
+    with pytest.raises(TakenUrl):
+        remote.push(newest(run), place, writer, NO_LIMIT)
+    assert content(in_store(url)) == before
+
+
+def test_a_url_without_a_checkpoint_is_taken_over(
+    run: Run, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: after a writer that died before its first upload, no command could take over."""
+    place, _ = claimed(run, url)
+    moved = tmp_path / "moved"
+    assert main(["checkpoint", "pull", url, str(moved)]) == 2
+    assert "contains no complete checkpoint" in capsys.readouterr().err
+    assert main(["checkpoint", "pull", url, str(moved), "--take-over"]) == 0
+    assert "no checkpoint is complete there" in capsys.readouterr().out
+    again = Run(moved, remote=url)
+    assert again.checkpoints.newest() is None
+    again.checkpoints.close()
+    writer = read_writer(place)
+    assert writer is not None and writer.run_dir == str(moved) and writer.is_released
+
+
+def test_a_push_goes_on_after_a_damaged_checkpoint(run: Run, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: a damaged newest checkpoint kept all older ones from being sent."""
+    run_dir = run.checkpoints.directory.parent
+    (newest(run) / "shard_00000.safetensors").write_bytes(b"short")
+    assert main(["checkpoint", "push", str(run_dir), url]) == 1
+    shown = capsys.readouterr()
+    assert "step_00000004  DAMAGED, not sent" in shown.out and "step_00000002  1 files sent" in shown.out
+    assert "step_00000004/shard_00000.safetensors" in shown.err
+    assert [one.step for one in uploaded_checkpoints(RemoteFolder(url))] == [2]
+    record = read_uploads(run_dir)
+    assert record is not None and record.uploaded_step == 2
+    assert main(["checkpoint", "push", str(run_dir), url, "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert "damaged" in rows[0] and rows[1]["step"] == 2
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [
@@ -208,6 +319,30 @@ def test_an_empty_url_has_no_checkpoint(url: str) -> None:
         at_url(url)
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         at_url(f"{url}/step_00000004")
+
+
+def test_a_push_obeys_the_rate(run: Run, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, writer = claimed(run, url)
+    monkeypatch.setattr(remote, "SENT_BYTES", 2**20)
+    slept: list[float] = []
+    remote.push(newest(run), place, writer, RateLimit(2.0**20, clock=lambda: 0.0, sleep=slept.append))
+    assert slept == [0.0, 1.0, 2.0]  # the shard has 2.4 MiB
+
+
+def test_rates_are_given_in_mib_per_second(run: Run, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+
+    def recorded(bytes_per_s: float) -> RateLimit:
+        rates.append(bytes_per_s)
+        return NO_LIMIT
+
+    monkeypatch.setattr(remote, "RateLimit", recorded)
+    monkeypatch.setattr(upload_process, "RateLimit", recorded)
+    run_dir = str(run.checkpoints.directory.parent)
+    assert main(["checkpoint", "push", run_dir, url, "--mib-per-s", "3"]) == 0
+    request = {"task": "push", "checkpoint": str(newest(run)), "url": url, "writer": "me", "run_dir": run_dir}
+    upload_process._serve({**request, "is_claimed": False, "mib_per_s": 2.0})
+    assert rates == [3 * 2**20, 2 * 2**20]
 
 
 def test_the_rate_limit_delays_by_bytes() -> None:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from frontier_llm.certificate.restart import remote_problems
+from frontier_llm.checkpoint import checkpoints
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.remote import uploaded_checkpoints
-from frontier_llm.checkpoint.remote_writer import claim, read_writer, this_writer
-from frontier_llm.checkpoint.upload import Uploads, _answers
+from frontier_llm.checkpoint.remote import RemoteCheckpoint, uploaded_checkpoints
+from frontier_llm.checkpoint.remote_writer import claim, read_writer, release, this_writer
+from frontier_llm.checkpoint.upload import Uploads
+from frontier_llm.checkpoint.upload_process import _answers
 from frontier_llm.cluster.status import read_status
 from frontier_llm.cluster.status_text import render
 from frontier_llm.config import load_run
+from frontier_llm.data.remote import UnreachableError
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import CheckpointError, ConfigError
 from frontier_llm.run.uploads import read_uploads
-from tests.unit.checkpoint.serial import CONFIG, Run, progress
+from tests.unit.checkpoint.serial import CONFIG, Run, in_child, progress
 
 pytest.importorskip("fsspec")
 
@@ -32,8 +38,8 @@ def url(tmp_path: Path) -> str:
     return (tmp_path / "store").as_uri()
 
 
-def started(directory: Path, url: str) -> Run:
-    run = Run(directory, remote=url)
+def started(directory: Path, url: str, on_wait: Callable[[], object] = lambda: None) -> Run:
+    run = Run(directory, remote=url, on_wait=on_wait)
     run.loaded = run.checkpoints.newest()
     return run
 
@@ -170,9 +176,155 @@ def test_a_upload_ends_when_another_run_directory_takes_the_url(tmp_path: Path, 
 
 def test_a_stalled_upload_is_ended(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = Uploads(url, tmp_path, tmp_path / "checkpoints", 0.0, list)
-    monkeypatch.setattr("frontier_llm.checkpoint.upload.STALL_S", -1.0)
+    monkeypatch.setattr("frontier_llm.checkpoint.upload_process.STALL_S", -1.0)
     problem = uploads._run({"task": "release"})
     assert problem is not None and problem["text"].startswith("the store accepted nothing")
+
+
+def test_a_rank_that_waits_for_the_store_reports_progress(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: one rank makes no collective while it waits, so the watchdog ended it after 540 s."""
+    reports: list[str] = []
+    three_reports = threading.Event()
+
+    def report() -> None:
+        reports.append("")
+        if len(reports) >= 3:
+            three_reports.set()
+
+    def slow(*_: object, **__: object) -> None:
+        assert three_reports.wait(60)
+
+    run = started(tmp_path / "run", url, report)
+    run.checkpoints.uploads._run = slow
+    reports.clear()
+    run.save(2)
+    assert not reports
+    run.checkpoints.close()
+    assert len(reports) >= 3 and read_uploads(tmp_path / "run").pending == ()
+
+    copied = (tmp_path / "copied").as_uri()
+    source = started(tmp_path / "source", copied)
+    source.save(2)
+    source.checkpoints.close()
+    reports.clear()
+    three_reports.clear()
+    pull = checkpoints.pull
+    monkeypatch.setattr(checkpoints, "pull", lambda *arguments: (slow(), pull(*arguments)))
+    moved = started(tmp_path / "moved", copied, report)
+    assert moved.loaded.step == 2 and len(reports) >= 3
+    moved.checkpoints.close()
+
+
+def test_a_stop_request_ends_the_wait_for_uploads(tmp_path: Path, url: str) -> None:
+    run = started(tmp_path / "run", url)
+    released = threading.Event()
+    run.checkpoints.uploads._run = lambda request, longest_s=0.0: released.wait(60) and None
+    run.save(2)
+    asked: list[int] = []
+
+    def is_stopped() -> bool:
+        asked.append(len(asked))
+        if len(asked) == 3:
+            released.set()
+        return len(asked) == 3
+
+    run.checkpoints.close(is_stopped=is_stopped)
+    assert len(asked) == 3
+
+
+def test_the_record_of_an_interrupted_run_names_its_last_save(tmp_path: Path, url: str) -> None:
+    run = started(tmp_path / "run", url)
+    uploads = run.checkpoints.uploads
+    uploads._run = lambda request, longest_s=0.0: uploads._stopped.wait(60) and None
+    run.save(2)
+    wait_for(lambda: read_uploads(tmp_path / "run").pending == (2,), 60)
+    run.save(4)
+    run.checkpoints.close(verify=False)
+    assert read_uploads(tmp_path / "run").pending == (4, 2)
+
+
+def test_a_run_continues_from_a_local_checkpoint_if_the_remote_one_cannot_be_copied(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: a failed copy ended the start, although a local checkpoint was intact."""
+    run = started(tmp_path / "run", url)
+    run.save(2, 4, 6)
+    run.checkpoints.close()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+
+    def cut(*_: object) -> None:
+        raise UnreachableError("cannot be read: the connection was cut", where=url)
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteCheckpoint, "read_shard", cut)
+        again = started(tmp_path / "run", url)
+        again.check(4)
+        again.checkpoints.close(verify=False)
+        patch.setattr(RemoteCheckpoint, "read_shard", Mock(side_effect=full))
+        again = started(tmp_path / "run", url)
+        again.check(4)
+        again.checkpoints.close(verify=False)
+        log = capsys.readouterr().err
+        assert log.count("step_00000006 cannot be copied from") == 2, log
+        assert "the connection was cut" in log and "No space left on device" in log
+        patch.setattr(RemoteCheckpoint, "read_shard", cut)
+        again = Run(tmp_path / "run", remote=url)
+        with pytest.raises(CheckpointError, match="the connection was cut"):
+            again.checkpoints.newest(strict=True)
+        release(RemoteFolder(url), again.checkpoints.uploads._writer)
+        with pytest.raises(CheckpointError, match="the connection was cut"):
+            started(tmp_path / "new", url)  # nothing local: a start at step 0 would be wrong
+    claim(RemoteFolder(url), again.checkpoints.uploads._writer, take_over=True)
+    again = started(tmp_path / "run", url)
+    again.check(6)
+    again.checkpoints.close()
+
+
+def test_a_run_that_loads_no_checkpoint_uploads(tmp_path: Path, url: str) -> None:
+    """Regression: a `Trainer` without `restore` never uploaded."""
+    run = Run(tmp_path / "run", remote=url)
+    run.save(2)
+    run.checkpoints.close()
+    assert remote_steps(url) == [2]
+
+
+def test_a_start_after_a_crash_continues_the_uploads(tmp_path: Path, url: str) -> None:
+    def crash() -> None:
+        run = started(tmp_path / "run", url)
+        run.checkpoints.uploads._run = lambda request, longest_s=0.0: threading.Event().wait(60)
+        run.save(2)
+        os._exit(7)
+
+    assert in_child(crash) == 7
+    assert remote_steps(url) == []
+    with pytest.raises(CheckpointError, match="is written by"):  # the crashed run did not release the URL
+        started(tmp_path / "other", url)
+    again = started(tmp_path / "run", url)
+    again.checkpoints.close()
+    assert remote_steps(url) == [2]
+
+
+def test_the_first_upload_claims_a_url_that_did_not_answer_at_the_start(tmp_path: Path, url: str) -> None:
+    """Regression: the first upload only renewed a claim that was never made, and stopped because of a released one."""
+    place = RemoteFolder(url)
+    other = this_writer("other", tmp_path / "other")
+    claim(place, other)
+    release(place, other)
+    store = tmp_path / "store"
+    store.rename(tmp_path / "away")
+    store.write_text("a file in place of the store")
+    local = Run(tmp_path / "run")
+    local.save(2)
+    local.checkpoints.close()
+    run = started(tmp_path / "run", url)
+    store.unlink()
+    (tmp_path / "away").rename(store)
+    run.checkpoints.close()
+    assert remote_steps(url) == [2]
+    shutil.rmtree(store)
 
 
 def test_a_url_with_credentials_is_refused_without_showing_them() -> None:

@@ -469,6 +469,14 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         Start,
         {"plan": 0},
     ),
+    (
+        "a new submission with more nodes tries the own plan",
+        replace(TWO_PLANS, nodes=3),
+        after(out_of_memory(OWN_PLAN), own=0),
+        NOW,
+        Start,
+        {"plan": 0},
+    ),
     # refusal
     ("a refusal ends the job at once", JOB, after(made("refused", exit_code=2)), NOW, GiveUp, {"exit_code": 2}),
     (

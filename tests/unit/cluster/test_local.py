@@ -175,6 +175,20 @@ def test_what_all_ranks_say_alike_is_told_once(
     assert err == ""
 
 
+def test_a_handled_error_in_the_chain_is_not_the_cause(tmp_path: Path) -> None:
+    """Regression: the cause was searched in the whole traceback, so a handled error changed the run's plan."""
+    code = """
+        try:
+            raise RuntimeError("HIP out of memory")
+        except RuntimeError:
+            raise ValueError("not a number")
+    """
+    assert run(code, tmp_path, ranks=1) == 1
+    failure = read_failure(tmp_path)
+    assert failure is not None and failure.cause == "crash"
+    assert any("HIP out of memory" in line for line in failure.message)
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

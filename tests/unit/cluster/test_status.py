@@ -51,6 +51,26 @@ def test_status_of_a_directory(run_directory: Path) -> None:
     assert status.last_failure == "rank 3 on n0 failed first"
 
 
+def test_the_plan_in_use(run_directory: Path) -> None:
+    """Regression: after a new submission with another plan, the change to the earlier roomier plan was still shown."""
+    own = ("batch.micro_batch=8",)
+    roomier = ("batch.micro_batch=4",)
+    other = ("batch.micro_batch=2",)
+    full = run_dir.Attempt(3, "78", ("n0",), 30, 30, 1, "out of memory", "out of memory", plan=own)
+    run_dir.record(run_directory, full)
+    run_dir.record_switch(run_directory, run_dir.PlanSwitch(30, roomier, "rank 0 is out of memory"))
+    job = Job(str(run_directory), ("run.yaml",), "local", 1, 60.0, plans=(own, roomier))
+    shown = "the roomier one since step 30 (batch.micro_batch=4), because rank 0 is out of memory"
+    for submitted, is_shown in (
+        (job, True),
+        (replace(job, plans=(other, roomier)), False),
+        (replace(job, plans=()), False),
+        (replace(job, nodes=2), False),
+    ):
+        write_job(submitted)
+        assert (shown in render([read_status(run_directory)])) is is_shown, submitted
+
+
 def test_command_for_people_and_programs(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run_directory)]) == 0
     text = capsys.readouterr().out

@@ -19,7 +19,7 @@ from frontier_llm.data import documents
 from frontier_llm.data import tokenize as tokenize_module
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
-from frontier_llm.data.tokenize import TokenizeOptions, tokenize
+from frontier_llm.data.tokenize import TokenizeOptions, make_share, tokenize
 from frontier_llm.data.tokenizer import load_tokenizer, train_sentencepiece
 from frontier_llm.errors import DataError
 
@@ -108,6 +108,37 @@ def test_resume_makes_only_what_is_missing(corpus: Path, tmp_path: Path, monkeyp
     assert again
     assert not set(made) & set(again)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_nodes_share_the_parts_and_one_process_joins_them(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize([corpus], tmp_path / "alone", "bytes", SMALL, workers=1)
+    make_part = tokenize_module.make_part
+    made: list[str] = []
+
+    def counted(job: tokenize_module.ShardWork) -> tokenize_module.ShardReport:
+        made.append(job.prefix)
+        return make_part(job)
+
+    monkeypatch.setattr(tokenize_module, "make_part", counted)
+    shared = {
+        "inputs": [corpus],
+        "prefix": tmp_path / "out",
+        "tokenizer": "bytes",
+        "options": SMALL,
+        "workers": 1,
+        "overwrite": False,
+        "count": 3,
+    }
+    counts = [make_share(**shared, index=index) for index in (0, 1)]  # the third node was killed
+    counts.append(make_share(**shared, index=1))  # a second start of a share finds its parts
+    assert counts[1] == counts[2] and sum(counts[:2]) == len(made) == len(set(made)) > 4
+    tokenize([corpus], tmp_path / "out", "bytes", SMALL, make_shares=lambda: make_share(**shared, index=2))
+    assert len(made) == len(set(made))
+    assert content(tmp_path / "out") == content(tmp_path / "alone")
+    assert make_share(**shared, index=0) == 0  # the dataset is complete
+    assert not list(tmp_path.glob("out.parts*"))
 
 
 KILLED = """

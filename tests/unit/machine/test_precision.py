@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.cli.ranks import read_run
 from frontier_llm.config import load_run
+from frontier_llm.errors import FrontierError
 from frontier_llm.machine import precision
 from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.run.complete import MANIFEST, MANIFEST_DIGEST, digest_line, step_name
 from frontier_llm.training.agreement import RankReport, judge
+from frontier_llm.training.device import DeviceError, choose_device
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_bf16: bool, *words: str) -> str:
@@ -69,3 +72,21 @@ def test_ranks_on_another_kind_of_cpu_are_named() -> None:
     text = "\n".join(failure.message)
     assert "rank 3 on n3 differs from most ranks: precision is bf16 instead of fp32" in text
     assert "set precision.dtype=" in text
+
+
+def test_fp16_on_a_cpu_is_refused_before_ranks_start_and_by_each_rank(tmp_path: Path) -> None:
+    words = ["precision.dtype=fp16", f"train.run_dir={tmp_path}"]
+    with pytest.raises(FrontierError, match="6 to 140 times as long as in fp32") as refusal:
+        read_run("quickstart", words, None)
+    assert "precision.dtype=fp32" in refusal.value.fix and "ops.allow_fallback=true" in refusal.value.fix
+    with pytest.raises(DeviceError, match="fp16 on a CPU"):
+        choose_device(load_run("quickstart", words), None, None)
+    accepted = read_run("quickstart", [*words, "ops.allow_fallback=true"], None)
+    assert accepted.precision.dtype == "fp16" and choose_device(accepted, None, None).type == "cpu"
+    assert read_run("quickstart", [*words, "machine=frontier", "train.device=auto"], None).precision.dtype == "fp16"
+
+
+def test_a_checkpoint_in_fp16_is_not_continued_on_a_cpu(tmp_path: Path) -> None:
+    save(tmp_path, 100, "fp16")
+    with pytest.raises(FrontierError, match="fp16 on a CPU"):
+        read_run("quickstart", [f"train.run_dir={tmp_path}"], None)

@@ -329,6 +329,7 @@ def test_gradient_sums(isa, dtype):
     expected = main + grad.float()
     cpu.accumulate_(main, grad)
     assert torch.equal(main, expected)
+    compare(cases.accumulate_rows(67, 1003))
     assert cpu.sum_of_squares(grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-13)
     compare(cases.embedding(dtype, 37))
 

@@ -13,6 +13,7 @@ import torch
 
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
+from frontier_llm.machine.processor import VARIABLE, supported_sets
 from frontier_llm.ops import select_ops
 from frontier_llm.ops.no_jit import allow_jit, forbid_jit
 
@@ -97,12 +98,15 @@ def test_the_flag_sets_the_guard_and_it_can_be_lifted():
 
 
 @pytest.mark.thorough
-def test_the_quickstart_trains_without_compiler_and_writable_home(tmp_path):
-    """Train the quickstart's run on 2 x 2 ranks with the guard on and an empty PATH.
+def test_the_quickstart_trains_under_avx2_without_compiler_and_writable_home(tmp_path):
+    """Train the quickstart's run on 2 x 2 ranks with the guard on, an empty PATH and the instructions of AVX2.
 
     The home directory is /proc, which even root cannot write.
     """
     environment = {"PATH": "", "HOME": "/proc", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    has_avx2 = "avx2" in {instructions.name for instructions in supported_sets()}
+    if has_avx2:
+        environment[VARIABLE] = "avx2"
     small = [
         "data.train=synthetic",
         "data.validation=null",
@@ -122,5 +126,7 @@ def test_the_quickstart_trains_without_compiler_and_writable_home(tmp_path):
     command = [sys.executable, "-m", "frontier_llm.cli.main", "train", *run, "--no-jit"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
+    if has_avx2:  # also on a CPU with bf16 instructions
+        assert "precision.dtype=auto: fp32" in done.stderr and "torch AVX2, oneDNN AVX2" in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]

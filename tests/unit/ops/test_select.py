@@ -176,6 +176,7 @@ def test_softly_capped_scores_have_kernels_and_are_never_silently_squares_of_sco
     assert {chosen["cpu", dtype].provider.name for dtype in (torch.bfloat16, torch.float32)} == {"cpu"}
     assert chosen["cuda", torch.bfloat16].provider.name == "triton"
     assert "triton has no float32 attention" in chosen["cuda", torch.float32].what
+    assert chosen["cuda", torch.float32].fix.startswith("set precision.dtype=bf16, or ")
     assert (
         "does not support a sliding window"
         in select.choose("attention", "triton", "cuda", torch.bfloat16, AttentionNeeds(window=True)).what

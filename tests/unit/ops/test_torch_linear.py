@@ -19,9 +19,9 @@ from frontier_llm.ops.torch_linear import accumulate_weight_gradient_
 
 @pytest.fixture(autouse=True)
 def _ask_again() -> Iterator[None]:
-    torch_linear._way.cache_clear()
+    torch_linear.weight_gradient_method.cache_clear()
     yield
-    torch_linear._way.cache_clear()
+    torch_linear.weight_gradient_method.cache_clear()
 
 
 def added() -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def pretend_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 def test_without_mixed_products_the_rounded_one_is_added_in_fp32() -> None:
     """The CPU build has no products with a wider output, like torch for ROCm before September 2025."""
     got, exact = added()
-    assert torch_linear._way(torch.bfloat16, torch.device("cpu")) is torch_linear._rounded_product
+    assert torch_linear.weight_gradient_method(torch.bfloat16, torch.device("cpu")) == "rounded-product"
     error = ((got - exact).abs() / (exact - 2.0).abs()).max()
     assert 2.0**-14 < error < 2.0**-7
 

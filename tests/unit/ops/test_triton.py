@@ -239,6 +239,7 @@ def test_gradient_sums(dtype):
     expected = main + grad.float()
     gpu.accumulate_(main, grad)
     assert torch.equal(main, expected)
+    compare(cases.accumulate_rows(67, 1037))
     assert gpu.sum_of_squares(grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
     compare(cases.embedding(dtype, 1037))
 

@@ -245,6 +245,14 @@ def test_too_small_and_impossible_sizes() -> None:
     assert all(len(enumerate_layouts(model, 8 * nodes, 9600, 8)) for nodes in near)
 
 
+def test_the_search_proposes_no_tensor_group_over_nodes() -> None:
+    """12 heads are divisible by 3 and 6, but 8 devices of a node are not. On one node such groups are possible."""
+    model = load_model("mpt-tiny", {"heads": 12, "hidden": 192, "ffn_hidden": 768, "vocab_multiple": 12})
+    assert set(enumerate_layouts(model, 24, 24, 8).tp) == {1, 2, 4}
+    assert {3, 6} <= set(enumerate_layouts(model, 6, 24, 8).tp)
+    assert set(enumerate_layouts(model, 24, 24, 8, {"tp": 3}).tp) == {3}
+
+
 def test_cross_node_tp_is_priced_only_on_request() -> None:
     model = load_model("gpt-1t")
     assert search(model, FRONTIER, 384, 9600).across is None
@@ -287,7 +295,13 @@ def test_fsdp_is_shown_but_not_chosen_within_the_model_s_resolution() -> None:
     assert all(plan.step_s > found.best.step_s / (1 + RESOLUTION) for plan in sharded)
 
 
-def test_fsdp_is_not_offered_where_one_communication_may_be_in_flight() -> None:
+def test_with_one_communication_in_flight_fsdp_is_offered_alone() -> None:
     assert FRONTIER.one_in_flight
-    found = search(load_model("gpt-22b"), FRONTIER, 16, 8192)
-    assert all(plan.layout.sharding != "weights" for plan in found.plans)
+    model = load_model("gpt-22b")
+    found = search(model, FRONTIER, 16, 8192)
+    (sharded,) = (plan.layout for plan in found.plans if plan.layout.sharding == "weights")
+    assert (sharded.tp, sharded.cp, sharded.pp, sharded.data_shard) == (1, 1, 1, 0)
+    assert found.best.layout.sharding != "weights"  # 1.7 % faster, with an estimated overlap
+    # 5.4 % faster on 64 nodes, but 48 % slower with the slow constants
+    assert search(model, FRONTIER, 64, 8192).best.layout.sharding != "weights"
+    assert search(model, replace(FRONTIER, slow={}), 64, 8192).best.layout.sharding == "weights"

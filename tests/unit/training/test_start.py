@@ -11,12 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from frontier_llm.checkpoint.upload import Uploads
 from frontier_llm.config import load_run
 from frontier_llm.run.signals import SignalWatcher
+from frontier_llm.run.uploads import read_uploads
 from frontier_llm.training import loop
+from frontier_llm.training.guard import Watchdog
 
 
 def test_a_rank_that_waits_for_ever_at_the_start_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +38,41 @@ def test_a_rank_that_waits_for_ever_at_the_start_ends(tmp_path: Path, monkeypatc
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert time.monotonic() - started_s < 30
+
+
+def test_a_finished_run_that_waits_for_its_uploads_is_not_stuck_and_obeys_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the watchdog ended a run on one rank whose uploads took longer than 540 s."""
+    pytest.importorskip("fsspec")
+    reports: list[str] = []
+    moved = Watchdog.moved
+
+    def count(watchdog: Watchdog) -> None:
+        moved(watchdog)
+        reports.append(watchdog._section)
+        if reports.count("save") == 5:
+            (tmp_path / "run" / "STOP").touch()
+
+    def never_ends(uploads: Uploads, request: dict[str, Any], longest_s: float = 0.0) -> dict[str, str]:
+        uploads._stopped.wait(60 if request["task"] == "push" else 0)
+        return {"kind": "unreachable", "text": "no answer"}
+
+    monkeypatch.setattr(Watchdog, "moved", count)
+    monkeypatch.setattr(Uploads, "_run", never_ends)
+    words = [
+        "model=llama-tiny",
+        "data.train=synthetic",
+        "train.steps=1",
+        "train.save_final=true",
+        "train.remote_wait_s=20",
+    ]
+    words += [f"train.run_dir={tmp_path}/run", f"train.remote={(tmp_path / 'store').as_uri()}"]
+    with SignalWatcher() as signals:
+        assert loop.train(load_run("bench", words), None, signals) == 0
+    assert 5 <= reports.count("save") < 50
+    record = read_uploads(tmp_path / "run")
+    assert record is not None and record.pending == (1,)
 
 
 def test_the_first_backward_imports_nothing_large() -> None:

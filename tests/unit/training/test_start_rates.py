@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from frontier_llm.topology.grid import Grid
 from frontier_llm.training import start_rates
 from frontier_llm.training.start_rates import (
     MEASURES,
+    SLOW_BELOW,
     RankTimes,
     check_rates,
     judge_rates,
@@ -24,7 +26,9 @@ from frontier_llm.training.start_rates import (
     slow_nodes,
     summary,
 )
+from tests.harness import cgroups
 from tests.harness.pool import RankPool
+from tests.harness.system import missing
 
 RANKS_PER_NODE = 2
 HEALTHY = (1.0, 1.0, 1.0, 1.0)
@@ -114,3 +118,28 @@ def test_real_ranks_measure_all_and_end_the_start_if_a_node_is_slow(ranks: RankP
     assert [[host for host, _ in recorded] for _, recorded, _ in results] == [["n2"], [], [], []]
     for _, _, error in results:
         assert "n2 has 0.50 of the median rate" in error and "guard.start_rates=false" in error
+
+
+def _measured_with_a_limit(rank: int, share: float | None) -> list[RankTimes]:
+    """Measure as four nodes. The third may use `share` of a core. None: no limit."""
+    mesh = build_mesh(Grid(1, 1, 4), rank)
+    os.environ["SLURMD_NODENAME"] = f"n{rank}"
+    limit = cgroups.cpu_limited(share) if rank == 2 and share is not None else nullcontext()
+    try:
+        with limit:
+            return start_rates._measure(_place(rank, 1), mesh, torch.device("cpu"))
+    finally:
+        del os.environ["SLURMD_NODENAME"]
+
+
+def test_a_node_that_a_cgroup_slows_down_is_found(ranks: RankPool) -> None:
+    """The limit is a twentieth of a core, below what a busy machine leaves to the other ranks."""
+    if reason := cgroups.why_unavailable():
+        missing(reason)
+    measured = ranks.run(4, _measured_with_a_limit, 0.05)[0]
+    products = [one.seconds[0] for one in measured]
+    assert products[2] == max(products), summary(measured)
+    found = slow_nodes([RankTimes(one.host, (one.seconds[0], None, None, None)) for one in measured])
+    assert found["n2"].rate < SLOW_BELOW, summary(measured)
+    failure = judge_rates({"n2": found["n2"]}, {"n0", "n1", "n2", "n3"})
+    assert failure is not None and failure.excluded_hosts == ("n2",) and "its matrix product" in failure.what

@@ -7,26 +7,32 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
+from frontier_llm.blueprint.expert_work import EXPERTS
 from frontier_llm.blueprint.items import FlashCore, Product
-from frontier_llm.blueprint.layout import layout_of
-from frontier_llm.blueprint.work import elementwise
-from frontier_llm.config import load_run
+from frontier_llm.blueprint.layout import Layout, layout_of
+from frontier_llm.blueprint.work import block_work, elementwise
+from frontier_llm.config import load_model, load_run
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.experiments.measure.calibration import Samples, calibrated_rates, non_negative, steps_layout
 from frontier_llm.experiments.measure.link_tables import PLANNED
 from frontier_llm.experiments.measure.machine_file import machine_content, report
+from frontier_llm.experiments.measure.op_cases import grouped_calls, grouped_shapes
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
+from frontier_llm.ops import select_run_ops
 from frontier_llm.planner.costs.collectives import node_s
 from frontier_llm.planner.costs.kernels import flash_s, memory_s, product_s
+from frontier_llm.planner.costs.seconds import by_cause
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import simulate_step
 from frontier_llm.topology.plan import make_plan
 from tests.unit.experiments.recorded import assert_recorded
 
 CONFIG = load_run("bench", ["parallel.tensor=2"])
+MOE = load_model("moe-small")
 TRUTH = replace(
     rates(load_machine("local")),
     peak_flops=2e11,
@@ -174,6 +180,47 @@ def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
     shared, apart = (simulate_step(config.model, layout, numbers, plan.stages) for numbers in (found, free))
     assert shared.pipeline_s == pytest.approx(sum(apart.busy_s) / 2, rel=1e-6)
     assert apart.pipeline_s > 1.1 * shared.pipeline_s
+
+
+def test_products_of_experts_have_a_rate_of_their_own(tmp_path: Path) -> None:
+    """The grouped kernel is slower than one product per expert. The planner uses its rate in the machine file."""
+    slow = replace(TRUTH, grouped_share=0.4)
+    made = samples()
+    made.weight_gradients = "fp32-product"
+    made.grouped = [
+        (*shape, product_s(Product(*shape, grouped=True), slow))
+        for shape in grouped_shapes(MOE, 4 * MOE.sequence_length, 1)
+    ]
+    assert [shape[3] for shape in made.grouped] == [16, 16]
+    assert "products of experts: 2 shapes" in report(made, CONFIG)
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(machine_content(made, CONFIG, "2026-01-02")))
+    machine = load_machine(str(path))
+    assert machine.stacks["frontier-llm"].grouped_share.tag == "measured"
+    found = rates(machine)
+    assert found.weight_gradients == "fp32-product"
+    assert found.grouped_share == pytest.approx(0.4, rel=0.05)
+    layout = Layout(micro_batch=4)
+    items = block_work(MOE, layout, found)
+    as_measured = by_cause(items, layout, found)
+    as_dense = by_cause(items, layout, replace(found, grouped_share=1.0))
+    for cause, (forward_s, _) in as_dense.items():
+        expected_s = forward_s / found.grouped_share if cause == EXPERTS else forward_s
+        assert as_measured[cause][0] == pytest.approx(expected_s, rel=0.05)
+
+
+def test_a_dense_run_leaves_the_rate_of_experts_estimated(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(machine_content(samples(), CONFIG, "2026-01-02")))
+    assert load_machine(str(path)).stacks["frontier-llm"].grouped_share.tag == "estimated"
+
+
+def test_the_timed_products_of_experts_are_those_of_the_model() -> None:
+    ops = select_run_ops(load_run("bench", ["precision.dtype=fp32"]), "cpu", attends_in_parts=False)
+    calls = dict(grouped_calls(ops, (4, 8, 16, 3), torch.float32, torch.device("cpu")))
+    assert list(calls) == [(4, 8, 16, 3), (4, 16, 8, 3), (8, 16, 4, 3)]
+    assert calls[4, 8, 16, 3]().shape == (12, 8)
+    assert calls[4, 16, 8, 3]().shape == (12, 16)
 
 
 def test_the_file_loads_and_gives_back_every_calibrated_number(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def our_layer(
         with torch.no_grad():
             parameter.copy_(weights[name])
         if not parameter.layer_accumulates and parameter.requires_grad:
-            accumulation.collect_from_autograd(parameter, ops.accumulate_)
+            accumulation.collect_from_autograd(parameter, ops)
     sync = GradientSync(buckets, mesh, microbatches=1)
     accumulation.on_accumulated = sync.accumulated
     sync.begin()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontier_llm.blueprint.items import FlashCore, Product
+from frontier_llm.blueprint.items import FlashCore, Pass, Product, Software
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.parameters import (
     StageSpec,
@@ -30,7 +30,8 @@ from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import kept_bytes, peak_memory, stage_memory
 from frontier_llm.planner.costs.parameters import stage_numel
 from frontier_llm.planner.costs.seconds import by_cause
-from frontier_llm.planner.costs.time import step_s
+from frontier_llm.planner.costs.time import step_s, tied_sum_s
+from frontier_llm.planner.search import simulate_layout
 from frontier_llm.schedule import Kind, build, peak_in_flight
 from frontier_llm.topology.plan import split_layers
 
@@ -231,3 +232,36 @@ def test_zero_2_scatters_after_every_microbatch_and_holds_a_part_of_the_gradient
     assert {name: float(size) for name, size in lines.items() if name != "gradients"} == {
         name: float(size) for name, size in cut.items() if name != "gradients"
     }
+
+
+def test_the_gradient_of_a_tied_embedding_is_summed_over_the_first_and_the_last_stage() -> None:
+    """The runtime adds it in fp32 after the last backward (`topology.traffic`), so the step is longer by this sum."""
+    model = load_model("gpt-22b")
+    layout = Layout(tp=8, pp=4, dp=2, microbatches=32)
+    seconds = float(tied_sum_s(model, layout, FRONTIER))
+    bytes_of_a_rank = 4 * model.padded_vocab_size * model.hidden / 8
+    nic_bytes_s = FRONTIER.node_network_bytes_s / 8  # a rank's share: 8 groups of two ranks use the NICs of a node
+    assert seconds >= bytes_of_a_rank / nic_bytes_s
+    assert float(tied_sum_s(model, replace(layout, tp=2), replace(FRONTIER, node_devices=64))) < seconds
+    untied = model.model_copy(update={"tied_embeddings": False})
+    for alone in (replace(layout, pp=1, dp=8), replace(layout, chunks=2, schedule="zb-v")):  # one rank has both
+        assert float(tied_sum_s(model, alone, FRONTIER)) == 0
+    assert float(tied_sum_s(untied, layout, FRONTIER)) == 0
+    simulated = simulate_layout(model, layout, FRONTIER)
+    without = simulate_layout(untied, layout, FRONTIER)
+    assert simulated.simulated.reduce_s - without.simulated.reduce_s == pytest.approx(seconds, rel=0.01)
+    assert simulated.closed_form_s - without.closed_form_s == pytest.approx(seconds, rel=0.01)
+
+
+def test_fp8_with_a_scale_per_row_converts_each_operand_along_both_dims() -> None:
+    """Inputs, weights and output gradients: 3 bytes per element along their rows and 5 across them."""
+    layout = Layout(micro_batch=2)
+    moved = [
+        sum(item.work.moved_bytes for item in block_work(GPT_22B, layout, software) if isinstance(item.work, Pass))
+        for software in (Software(), Software(scales_fp8_rows=True))
+    ]
+    tokens = 2 * GPT_22B.sequence_length
+    widths = [(3 * GPT_22B.hidden, GPT_22B.hidden), (GPT_22B.hidden, GPT_22B.hidden)]
+    widths += [(GPT_22B.ffn_hidden, GPT_22B.hidden), (GPT_22B.hidden, GPT_22B.ffn_hidden)]
+    elements = sum(tokens * (outputs + inputs) + outputs * inputs for outputs, inputs in widths)
+    assert moved[1] - moved[0] == pytest.approx(8 * elements)

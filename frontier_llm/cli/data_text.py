@@ -1,0 +1,208 @@
+"""`frontier-llm data tokenizer|tokenize`: train a tokenizer on text, and make datasets from text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from frontier_llm import log
+from frontier_llm.cli.arguments import JSON, command, dataset_prefix, option, positive, show
+from frontier_llm.units import plural
+
+INPUTS = option(
+    "inputs",
+    nargs="+",
+    metavar="INPUT",
+    help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS",
+)
+BOUND = option(
+    "--max-mib",
+    type=positive,
+    default=128,
+    metavar="N",
+    help="of a line or an unpacked MDS shard (default: 128)",
+)
+OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
+TEXT_OPTIONS = (
+    option(
+        "--text-key",
+        default="text",
+        metavar="NAME",
+        help="JSON field or parquet column (default: text)",
+    ),
+    option(
+        "--documents",
+        choices=("file", "line"),
+        default="file",
+        help="a document is a whole text file, or each line (default: file)",
+    ),
+    option("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping"),
+    BOUND,
+)
+
+
+@command(
+    INPUTS,
+    option(
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="NAME.model (sentencepiece) or NAME.json (Hugging Face)",
+    ),
+    option(
+        "--vocab-size",
+        type=positive,
+        default=32000,
+        metavar="N",
+        help="ids (default: 32000)",
+    ),
+    option(
+        "--sample-mib",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="MiB of text to train on (default: 64)",
+    ),
+    option(
+        "--overwrite",
+        action="store_true",
+        help="replace another tokenizer of that name, which datasets may have been made with",
+    ),
+    JSON,
+    *TEXT_OPTIONS,
+    line="train a tokenizer on text files",
+    examples=("frontier-llm data tokenizer books/ --output books.model --vocab-size 16000",),
+)
+def train_tokenizer(args: argparse.Namespace) -> int:
+    """Train a tokenizer. A different tokenizer with the same name is not replaced, unless --overwrite is given."""
+    from frontier_llm.data.tokenize import TokenizeOptions, training_text
+    from frontier_llm.data.tokenizer import train_huggingface, train_sentencepiece
+    from frontier_llm.errors import DataError
+
+    if not args.output.endswith((".model", ".json")):
+        raise DataError(
+            f"--output {args.output} has no ending that names a kind of tokenizer",
+            fix="end it in .model (sentencepiece) or .json (Hugging Face)",
+        )
+    train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
+    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, max_bytes=args.max_mib << 20)
+    texts = training_text(args.inputs, options, args.sample_mib << 20)
+    output = Path(args.output)
+    beside = output.with_stem(f"{output.stem}.new") if output.exists() and not args.overwrite else output
+    trained = train(texts, beside, args.vocab_size, args.sample_mib << 20)
+    if beside != output:
+        if beside.read_bytes() != output.read_bytes():
+            fix = f"use {beside}, to which the new one was written, or add --overwrite"
+            raise DataError(
+                "is already another tokenizer, with which datasets may have been made", where=args.output, fix=fix
+            )
+        beside.unlink()
+    if trained.vocab_size < args.vocab_size:
+        log.warn(
+            f"the text gives only {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size accordingly"
+        )
+    if trained.vocab_size > args.vocab_size:
+        log.warn(
+            f"{args.vocab_size} ids are too few for every byte and the end of a document: the tokenizer has "
+            f"{trained.vocab_size}"
+        )
+    content = {
+        "tokenizer": str(output),
+        "vocab_size": trained.vocab_size,
+        "end_of_document": trained.eod,
+        "sha256": trained.digest,
+    }
+    text = f"{output}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}"
+    show(args, content, lambda: text)
+    return 0
+
+
+@command(
+    INPUTS,
+    option(
+        "--output",
+        required=True,
+        type=dataset_prefix,
+        metavar="PREFIX",
+        help="path without .bin/.idx",
+    ),
+    option(
+        "--tokenizer",
+        required=True,
+        help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`",
+    ),
+    option(
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="processes (default: one per core)",
+    ),
+    option(
+        "--shard-mib",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="MiB of input per resumable part (default: 32)",
+    ),
+    OVERWRITE,
+    option("--prompt-key", metavar="NAME", help="JSON field that comes before the text, is read and not learnt"),
+    option(
+        "--in-job",
+        action="store_true",
+        help="in a job's batch shell: every node of the job makes a share of the parts (slurm/tokenize.sbatch)",
+    ),
+    JSON,
+    *TEXT_OPTIONS,
+    line="make PREFIX.bin/.idx from text; run it again to resume",
+    examples=("frontier-llm data tokenize a.jsonl.gz --tokenizer books.model --output data/a",),
+)
+def tokenize_text(args: argparse.Namespace) -> int:
+    """Under a launcher with several tasks, each task makes its share of the parts and joins nothing."""
+    from frontier_llm.data.tokenize import TokenizeOptions, make_share, tokenize
+    from frontier_llm.run.rank_env import discover
+
+    shard_bytes = args.shard_mib << 20
+    max_bytes = args.max_mib << 20
+    options = TokenizeOptions(
+        text_key=args.text_key,
+        documents=args.documents,
+        skip_damaged=args.skip_damaged,
+        shard_bytes=shard_bytes,
+        prompt_key=args.prompt_key,
+        max_bytes=max_bytes,
+    )
+    place = discover()
+    if place is not None and place.world_size > 1:
+        parts = make_share(
+            inputs=args.inputs,
+            prefix=args.output,
+            tokenizer=args.tokenizer,
+            options=options,
+            workers=args.workers,
+            overwrite=args.overwrite,
+            index=place.rank,
+            count=place.world_size,
+        )
+        log.info(f"{args.output}: {place.hostname} has finished its share of {plural(parts, 'part')}")
+        return 0
+    meta = tokenize(
+        inputs=args.inputs,
+        prefix=args.output,
+        tokenizer=args.tokenizer,
+        options=options,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        make_shares=_shares_on_nodes(args) if args.in_job else None,
+    )
+    show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
+    return 0
+
+
+def _shares_on_nodes(args: argparse.Namespace) -> Callable[[], None]:
+    """Return a function that runs this command on every node of the job."""
+    from frontier_llm.cluster.node_tasks import run_on_nodes
+
+    words = [word for word in args.typed if word != "--in-job"]
+    return lambda: run_on_nodes(words)
