@@ -22,7 +22,8 @@ from frontier_llm.checkpoint.ranks import from_rank_0, joint_error
 from frontier_llm.checkpoint.remote import RemoteCheckpoint, pull, uploaded_checkpoints
 from frontier_llm.checkpoint.save import Save, Saved
 from frontier_llm.checkpoint.snapshot import Snapshot
-from frontier_llm.checkpoint.upload import POLL_S, Uploads
+from frontier_llm.checkpoint.upload import Uploads
+from frontier_llm.checkpoint.upload_process import POLL_S
 from frontier_llm.comm import Mesh, all_gather_json
 from frontier_llm.config import TrainConfig, expired_steps
 from frontier_llm.data.remote import UnreachableError
@@ -289,12 +290,10 @@ class Checkpoints:
             try:
                 if is_remote:
                     copy_problems = [Problem(*problem) for problem in self._patiently(partial(self._pull, step))]
-                if copy_problems and strict:
-                    break
                 if is_remote and copy_problems:
-                    head = (
-                        f"{path.name} cannot be copied from {self._train.remote}; loading the newest local checkpoint"
-                    )
+                    if strict:
+                        break
+                    head = f"{path.name} cannot be copied from {self._train.remote}; trying the local checkpoints"
                     log.warn("\n".join([head, *map(str, copy_problems)]))
                     continue
                 return self.load(path)

@@ -10,12 +10,6 @@ checkpoint that expires before its upload has begun is left out, so that the dis
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,24 +20,14 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.checkpoint.remote_writer import claim, this_writer
-from frontier_llm.checkpoint.upload_process import DAMAGED, TAKEN, UNREACHABLE
+from frontier_llm.checkpoint.upload_process import DAMAGED, TAKEN, UNREACHABLE, answer_of
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.run.complete import MANIFEST_DIGEST, step_name
-from frontier_llm.run.rank_env import environment, with_this_package
-from frontier_llm.run.signals import SIGNALS
 from frontier_llm.run.uploads import UploadRecord, uploads_to, write_uploads
-from frontier_llm.units import strict_json
 
-STALL_S = 600.0  # an upload that sends nothing for this time is started again
 FIRST_PAUSE_S = 2.0  # pause after a failed upload, doubled after each further failure
 LONGEST_PAUSE_S = 300.0
-POLL_S = 0.2
 RELEASE_S = 10.0  # longest time for the last message to the store
-
-
-def _answers(said: bytes) -> list[bytes]:
-    """Return the lines that are no marks of progress. The last of them is the process's answer."""
-    return [line for line in said.splitlines() if line.strip(b"+")]
 
 
 class Uploads:
@@ -135,6 +119,7 @@ class Uploads:
             return
         self._thread.join()
         waiting = self.pending()
+        self._write(replace(self._record, pending=tuple(waiting)))
         if waiting:
             command = f"frontier-llm checkpoint push {self._run_dir} {self.url}"
             log.info(f"not uploaded yet: step {waiting[0]}; the next start continues, or run: {command}")
@@ -187,7 +172,7 @@ class Uploads:
 
     def _record_result(self, digest: bytes, problem: dict[str, str] | None) -> None:
         """Note what a request has reached, for the next choice and for `status`."""
-        if self._stopped.is_set() or self._cancelled.is_set():
+        if self._must_end():
             return
         step = self._current
         if problem is None:
@@ -227,49 +212,7 @@ class Uploads:
             "run_dir": str(self._run_dir.absolute()),
             "mib_per_s": self._mib_per_s,
         }
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # rank 0 alone handles the job's signals
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "frontier_llm.checkpoint.upload_process"],
-                env=with_this_package(environment()),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(strict_json(content, indent=None).encode() + b"\n")
-            process.stdin.flush()
-            return self._answer(process.stdout.fileno(), longest_s)
-        except BrokenPipeError:
-            return {"kind": UNREACHABLE, "text": "the process of the upload did not start"}
-        finally:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+        return answer_of(content, self._must_end, longest_s)
 
-    def _answer(self, descriptor: int, longest_s: float) -> dict[str, str] | None:
-        """Wait for the last line of the process."""
-        said = b""
-        began_s = time.monotonic()
-        moved_s = began_s
-        while not (self._stopped.is_set() or self._cancelled.is_set()):
-            now_s = time.monotonic()
-            if now_s - moved_s > STALL_S or now_s - began_s > longest_s:
-                return {"kind": UNREACHABLE, "text": f"the store accepted nothing for {now_s - moved_s:.0f} s"}
-            if not select.select([descriptor], [], [], POLL_S)[0]:
-                continue
-            piece = os.read(descriptor, 65536)
-            moved_s = now_s
-            said = (said + piece)[-65536:]
-            if not piece or (said.endswith(b"\n") and _answers(said)):
-                break
-        answers = _answers(said)
-        try:
-            answer: dict[str, str] | None = json.loads(answers[-1])
-        except (IndexError, ValueError):
-            return {"kind": UNREACHABLE, "text": "the upload was interrupted"}
-        return answer
+    def _must_end(self) -> bool:
+        return self._stopped.is_set() or self._cancelled.is_set()

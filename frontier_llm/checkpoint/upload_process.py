@@ -1,15 +1,20 @@
-"""The process that uploads one checkpoint of a running job. Started by `upload.Uploads`; does not import torch.
+"""The process that uploads one checkpoint of a running job, and its protocol with rank 0. Does not import torch.
 
 It is a process of its own, so that neither the store's client nor its threads slow down or block rank 0. It reads one
 JSON request from stdin, and ends at once when stdin closes, because rank 0 has then ended. It prints a line `+` for
-each block that was sent, and a last line with the problem, or null.
+each block that was read or sent, and a last line with the problem, or null.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,8 @@ from frontier_llm.checkpoint.remote import RateLimit, push, remote_checkpoints
 from frontier_llm.checkpoint.remote_writer import TakenUrl, claim, release, renew, this_writer
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import FrontierError
+from frontier_llm.run.rank_env import environment, with_this_package
+from frontier_llm.run.signals import SIGNALS
 from frontier_llm.run.threads import in_daemon
 from frontier_llm.units import strict_json
 
@@ -26,6 +33,73 @@ NICENESS = 10  # below the rank on the same cores
 DAMAGED = "damaged"  # the local checkpoint cannot be uploaded
 TAKEN = "taken"  # another run directory writes to the URL
 UNREACHABLE = "unreachable"  # a later attempt may succeed
+STALL_S = 600.0  # a process that reads and sends nothing for this time is ended
+POLL_S = 0.2
+
+
+# --- rank 0 ---
+
+
+def answer_of(
+    request: dict[str, Any], must_end: Callable[[], bool], longest_s: float = float("inf")
+) -> dict[str, str] | None:
+    """Serve a request in a process of its own. Return its problem, or None after a success.
+
+    The process is ended when `must_end` returns True, after `longest_s`, or if it makes no progress.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # rank 0 alone handles the job's signals
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "frontier_llm.checkpoint.upload_process"],
+            env=with_this_package(environment()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(strict_json(request, indent=None).encode() + b"\n")
+        process.stdin.flush()
+        return _wait_for_answer(process.stdout.fileno(), must_end, longest_s)
+    except BrokenPipeError:
+        return {"kind": UNREACHABLE, "text": "the process of the upload did not start"}
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def _wait_for_answer(descriptor: int, must_end: Callable[[], bool], longest_s: float) -> dict[str, str] | None:
+    said = b""
+    began_s = time.monotonic()
+    moved_s = began_s
+    while not must_end():
+        now_s = time.monotonic()
+        if now_s - moved_s > STALL_S or now_s - began_s > longest_s:
+            return {"kind": UNREACHABLE, "text": f"the store accepted nothing for {now_s - moved_s:.0f} s"}
+        if not select.select([descriptor], [], [], POLL_S)[0]:
+            continue
+        piece = os.read(descriptor, 65536)
+        moved_s = now_s
+        said = (said + piece)[-65536:]
+        if not piece or (said.endswith(b"\n") and _answers(said)):
+            break
+    try:
+        answer: dict[str, str] | None = json.loads(_answers(said)[-1])
+    except (IndexError, ValueError):
+        return {"kind": UNREACHABLE, "text": "the upload was interrupted"}
+    return answer
+
+
+def _answers(said: bytes) -> list[bytes]:
+    """Return the lines that are no marks of progress. The last of them is the process's answer."""
+    return [line for line in said.splitlines() if line.strip(b"+")]
+
+
+# --- the process ---
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_js
 from frontier_llm.units import strict_json
 
 FILE = "remote.json"
+_FIX = "delete it; if a start then refuses the URL: frontier-llm checkpoint pull URL RUN_DIR --take-over"
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class UploadRecord:
 def read_uploads(run_dir: Path) -> UploadRecord | None:
     """Return the record. None if the run has never used a URL. Raises DamagedRecord."""
     path = run_dir / FILE
-    content = read_json(path, dict, "delete it; the next upload compares with the files at the URL")
+    content = read_json(path, dict, _FIX)
     if content is None:
         return None
     record = _record(content)
     if record is None:
-        raise DamagedRecord("is not a record of uploads", "delete it", str(path))
+        raise DamagedRecord("is not a record of uploads", _FIX, str(path))
     return record
 
 

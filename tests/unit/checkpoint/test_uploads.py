@@ -19,7 +19,8 @@ from frontier_llm.checkpoint import checkpoints
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.remote import RemoteCheckpoint, uploaded_checkpoints
 from frontier_llm.checkpoint.remote_writer import claim, read_writer, release, this_writer
-from frontier_llm.checkpoint.upload import Uploads, _answers
+from frontier_llm.checkpoint.upload import Uploads
+from frontier_llm.checkpoint.upload_process import _answers
 from frontier_llm.cluster.status import read_status
 from frontier_llm.cluster.status_text import render
 from frontier_llm.config import load_run
@@ -175,7 +176,7 @@ def test_a_upload_ends_when_another_run_directory_takes_the_url(tmp_path: Path, 
 
 def test_a_stalled_upload_is_ended(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = Uploads(url, tmp_path, tmp_path / "checkpoints", 0.0, list)
-    monkeypatch.setattr("frontier_llm.checkpoint.upload.STALL_S", -1.0)
+    monkeypatch.setattr("frontier_llm.checkpoint.upload_process.STALL_S", -1.0)
     problem = uploads._run({"task": "release"})
     assert problem is not None and problem["text"].startswith("the store accepted nothing")
 
@@ -231,6 +232,17 @@ def test_a_stop_request_ends_the_wait_for_uploads(tmp_path: Path, url: str) -> N
 
     run.checkpoints.close(is_stopped=is_stopped)
     assert len(asked) == 3
+
+
+def test_the_record_of_an_interrupted_run_names_its_last_save(tmp_path: Path, url: str) -> None:
+    run = started(tmp_path / "run", url)
+    uploads = run.checkpoints.uploads
+    uploads._run = lambda request, longest_s=0.0: uploads._stopped.wait(60) and None
+    run.save(2)
+    wait_for(lambda: read_uploads(tmp_path / "run").pending == (2,), 60)
+    run.save(4)
+    run.checkpoints.close(verify=False)
+    assert read_uploads(tmp_path / "run").pending == (4, 2)
 
 
 def test_a_run_continues_from_a_local_checkpoint_if_the_remote_one_cannot_be_copied(

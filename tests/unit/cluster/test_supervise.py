@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from frontier_llm.cluster.attempt import Outcome
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.notices import Notifier
 from frontier_llm.cluster.sites import load_site
-from frontier_llm.cluster.supervisor import supervise
+from frontier_llm.cluster.supervisor import record_switch, supervise
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
 from frontier_llm.run import allocations, run_dir
@@ -177,3 +178,24 @@ def test_the_operator_is_told_that_the_run_is_given_up(tmp_path: Path, monkeypat
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("crash", 0))
     assert cluster.supervise() == 75  # the exit code of the ranks
     assert sent == [("given up", 0)]
+
+
+def test_each_change_of_plan_is_recorded_once(tmp_path: Path) -> None:
+    """Regression: after a new submission on other nodes, the second change to the roomier plan was not recorded."""
+    own = ("batch.micro_batch=8",)
+    roomier = ("batch.micro_batch=4",)
+
+    def start(nodes: tuple[str, ...], cause: str, plan: tuple[str, ...]) -> None:
+        run_dir.record(tmp_path, run_dir.Attempt(1, "7", nodes, 0, 0, 1, cause, f"{cause} on {len(nodes)}", plan=plan))
+
+    def reasons(nodes: int) -> list[str]:
+        record_switch(SimpleNamespace(directory=tmp_path, plan=roomier, job=SimpleNamespace(nodes=nodes)))
+        return [switch.reason for switch in run_dir.plan_switches(tmp_path)]
+
+    start(("n0",), "out of memory", own)
+    assert reasons(1) == ["out of memory on 1"]
+    assert reasons(1) == ["out of memory on 1"]  # the supervisor ended before the start
+    start(("n0",), "crash", roomier)
+    assert reasons(1) == ["out of memory on 1"]
+    start(("n0", "n1"), "out of memory", own)
+    assert reasons(2) == ["out of memory on 1", "out of memory on 2"]

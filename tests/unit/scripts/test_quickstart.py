@@ -44,7 +44,7 @@ def test_the_first_training_corrects_the_second(monkeypatch: pytest.MonkeyPatch)
     announced_s = start_s + 50.0
     state.parts.append(QuickstartPart("training 1", announced_s, begin_s=100.0, end_s=100.0 + start_s + 3 * 50.0))
     assert expected_s("training 2", state) == pytest.approx(start_s + 3 * (predicted_s - start_s))
-    monkeypatch.setattr(quickstart, "newest_complete", lambda _: 240)
+    monkeypatch.setattr(quickstart, "newest_complete", lambda _: 160)
     assert expected_s("training 2", state) == start_s, "the run is complete, so that nothing is trained"
 
 
