@@ -28,7 +28,6 @@ from frontier_llm.training.start_rates import (
 )
 from tests.harness import cgroups
 from tests.harness.pool import RankPool
-from tests.harness.system import missing
 
 RANKS_PER_NODE = 2
 HEALTHY = (1.0, 1.0, 1.0, 1.0)
@@ -135,7 +134,7 @@ def _measured_with_a_limit(rank: int, share: float | None) -> list[RankTimes]:
 def test_a_node_that_a_cgroup_slows_down_is_found(ranks: RankPool) -> None:
     """The limit is a twentieth of a core, below what a busy machine leaves to the other ranks."""
     if reason := cgroups.why_unavailable():
-        missing(reason)
+        pytest.skip(reason)
     measured = ranks.run(4, _measured_with_a_limit, 0.05)[0]
     products = [one.seconds[0] for one in measured]
     assert products[2] == max(products), summary(measured)
