@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject, of_job
-from frontier_llm.cluster.admission import Cost, admit, synthetic_problems
-from frontier_llm.cluster.submit import JobRequest, job_problems
+from frontier_llm.cluster.admission import admit, cost_problems
+from frontier_llm.cluster.submit import JobRequest
 from frontier_llm.config import RunConfig
-from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.errors import ConfigError
 from frontier_llm.planner.emit import FULL_SHARE, plan_overrides, roomier_plan
-from frontier_llm.planner.predict import START_S
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import Plan, memory_summary
 from frontier_llm.units import GIB
@@ -68,21 +67,7 @@ def check_cost(subject: Subject) -> CertificateSection:
         *(line.removeprefix("cost: ") for line in cost.describe(budget).splitlines()),
         f"{cost.days:,.1f} days of training and starts, without the time in the queue",
     ]
-    problems: list[Problem] = []
-    if request is not None:
-        problems += job_problems(request)
-        problems += synthetic_problems(subject.config, cost)
-        problems += _budget_problems(request, cost)
-    return judged(COST, evidence, problems)
-
-
-def _budget_problems(request: JobRequest, cost: Cost) -> Iterator[Problem]:
-    """Yield a problem if the budget does not suffice for one step. The job saves a warning time before its end."""
-    budget = request.job.max_node_hours
-    least = (START_S + cost.step_s + cost.warning_s) / 3600 * cost.nodes
-    if budget is not None and cost.steps and budget < least:
-        what = f"{budget:g} node-hours are too few: the start, one step and a save take about {least:,.1f} (predicted)"
-        yield Problem("--max-node-hours", what, f"--max-node-hours {2 * least:.0f} or more")
+    return judged(COST, evidence, () if request is None else cost_problems(request))
 
 
 def with_fallback(

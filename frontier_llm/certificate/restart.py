@@ -10,10 +10,10 @@ from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.certificate.section import CertificateSection, judged
 from frontier_llm.certificate.subject import Subject
 from frontier_llm.checkpoint.remote_writer import taken, taken_by, this_writer
-from frontier_llm.cluster.admission import quota_note, unfinished_problems, unsaved_problems
+from frontier_llm.cluster.admission import quota_note, saving_problems
 from frontier_llm.cluster.disk import free_space, run_dir_problems, space_problems
 from frontier_llm.cluster.sites import format_walltime
-from frontier_llm.cluster.submit import JobRequest, walltime_problems
+from frontier_llm.cluster.submit import JobRequest
 from frontier_llm.config import RunConfig, saves_nothing
 from frontier_llm.config.urls import packages_of
 from frontier_llm.data.remote_folder import RemoteFolder
@@ -33,9 +33,7 @@ def check_restart(subject: Subject) -> CertificateSection:
     problems: list[Problem] = []
     if request is not None:
         evidence += _job_evidence(request)
-        problems += walltime_problems(request)
-        problems += unsaved_problems(subject.config)
-        problems += unfinished_problems(request, subject.cost)
+        problems += saving_problems(request)
     if subject.elsewhere:
         evidence.append(f"free space was not measured: {subject.elsewhere}")
     else:

@@ -7,23 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import (
-    ALLOW_CHANGE,
-    JOB,
-    JSON,
-    command,
-    natural,
-    option,
-    positive,
-    positive_amount,
-    run_options,
-    show,
-)
+from frontier_llm.cli.arguments import ALLOW_CHANGE, JSON, command, option, positive, run_options, show
+from frontier_llm.cli.at_site import RUN_JOB, job_request, load_current
 from frontier_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from frontier_llm.certificate.subject import Subject
-    from frontier_llm.cluster.sites import Site
     from frontier_llm.config import RunConfig
 
 
@@ -31,10 +20,7 @@ if TYPE_CHECKING:
     *run_options(),
     option("--site", help="frontier, lumi, generic, local, or the path of a site file (default: this computer)"),
     option("--nodes", type=positive, metavar="N", help="nodes that compute; with --site"),
-    option("--spares", type=natural, default=0, metavar="N", help="further nodes, to replace dead ones (default: 0)"),
-    *JOB,
-    option("--time", metavar="H:MM:SS", help="walltime of one slice (default: predicted, at most the site's)"),
-    option("--max-node-hours", type=positive_amount, metavar="H", help="budget of all jobs of the run together"),
+    *RUN_JOB,
     ALLOW_CHANGE,
     JSON,
     option("--html", type=Path, metavar="FILE", help="also write the certificate as one self-contained HTML page"),
@@ -60,7 +46,9 @@ def check(args: argparse.Namespace) -> int:
 
 def subject_of(args: argparse.Namespace) -> Subject:
     """Return the run that the arguments name, with its job if they name a site."""
+    from frontier_llm.certificate.subject import of_job
     from frontier_llm.cli.ranks import local_world_size
+    from frontier_llm.cluster.admission import with_prediction
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config.keys import check_allowable
 
@@ -68,12 +56,13 @@ def subject_of(args: argparse.Namespace) -> Subject:
     if args.site is None and args.nodes is not None:
         raise ConfigError("needs the site of the nodes", "add --site NAME, e.g. --site frontier", "--nodes")
     if args.site is None:
-        config = _config(args, [])
+        config = load_current(args.run, args.overrides)
         return on_this_computer(config, local_world_size(config), args.allow_change)
     if args.nodes is None:
         raise ConfigError("needs a number of nodes", "add --nodes N", "--site")
     site = load_site(args.site)
-    return _at_a_site(args, site, _config(args, [f"machine={site.machine}"]))
+    config = load_current(args.run, [f"machine={site.machine}", *args.overrides])
+    return of_job(with_prediction(job_request(args, site, config)))
 
 
 def on_this_computer(config: RunConfig, world_size: int, allowed_changes: Sequence[str]) -> Subject:
@@ -88,36 +77,3 @@ def on_this_computer(config: RunConfig, world_size: int, allowed_changes: Sequen
         position=recorded_position(Path(config.train.run_dir)) or START,
         allowed_changes=tuple(allowed_changes),
     )
-
-
-def _at_a_site(args: argparse.Namespace, site: Site, config: RunConfig) -> Subject:
-    from frontier_llm.certificate.subject import of_job
-    from frontier_llm.cluster import submit
-    from frontier_llm.cluster.admission import with_prediction
-    from frontier_llm.cluster.batch import default_continuation
-    from frontier_llm.cluster.sites import parse_walltime
-
-    job = submit.wanted_job(
-        config,
-        site,
-        args.nodes,
-        spares=args.spares,
-        continuation=default_continuation(config),
-        max_node_hours=args.max_node_hours,
-    )
-    request = submit.JobRequest(
-        job=job,
-        config=config,
-        site=site,
-        account=args.account or submit.default_account(),
-        partition=args.partition,
-        minutes=parse_walltime(args.time) if args.time else None,
-    )
-    return of_job(with_prediction(request))
-
-
-def _config(args: argparse.Namespace, settings: list[str]) -> RunConfig:
-    from frontier_llm.cluster.recorded import as_it_stands
-    from frontier_llm.machine.precision import load_resolved
-
-    return as_it_stands(load_resolved(args.run, [*settings, *args.overrides]))

@@ -10,18 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import (
-    JOB,
-    JSON,
-    RESUME,
-    command,
-    natural,
-    option,
-    positive,
-    positive_amount,
-    run_options,
-    show,
-)
+from frontier_llm.cli.arguments import JSON, RESUME, command, option, positive, positive_amount, run_options, show
+from frontier_llm.cli.at_site import RUN_JOB, job_request, load_current
 from frontier_llm.errors import ConfigError, Problem, suggest
 from frontier_llm.run.job import EXAMINED_NODES
 
@@ -45,16 +35,8 @@ if TYPE_CHECKING:
         metavar="N",
         help="nodes that compute",
     ),
-    option(
-        "--spares",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="further nodes, to replace dead ones (default: 0)",
-    ),
-    *JOB,
+    *RUN_JOB,
     option("--qos", metavar="NAME", help="e.g. debug"),
-    option("--time", metavar="H:MM:SS", help="walltime of one slice (default: predicted, at most the site's)"),
     option(
         "--compare-nodes",
         type=positive,
@@ -68,12 +50,6 @@ if TYPE_CHECKING:
         choices=("requeue", "successor", "never"),
         help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue; never if the "
         "run saves nothing)",
-    ),
-    option(
-        "--max-node-hours",
-        type=positive_amount,
-        metavar="H",
-        help="save and end when all jobs of the run together have used this many node-hours",
     ),
     option(
         "--failed-start-node-hours",
@@ -149,46 +125,35 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.certificate.subject import of_job
     from frontier_llm.cluster import submit as slurm
     from frontier_llm.cluster.admission import admit, advice, compare_nodes, cost_of
-    from frontier_llm.cluster.batch import default_continuation
     from frontier_llm.cluster.notices import webhook_address
-    from frontier_llm.cluster.recorded import as_it_stands
-    from frontier_llm.cluster.sites import load_site, parse_walltime
-    from frontier_llm.machine.precision import load_resolved
+    from frontier_llm.cluster.sites import load_site
     from frontier_llm.run import hostlist
 
     site = load_site(args.site)
 
     def load(words: Sequence[str]) -> RunConfig:
-        return as_it_stands(load_resolved(args.run, [f"machine={site.machine}", *args.overrides, *words]))
+        return load_current(args.run, [f"machine={site.machine}", *args.overrides, *words])
 
-    config = load(())
-    job = slurm.wanted_job(
-        config,
+    of_job_record = {
+        "flags": _resume_flags(args),
+        "failed_start_node_hours": args.failed_start_node_hours,
+        "sbatch": tuple(args.sbatch),
+        "notice_command": tuple(shlex.split(args.notice_command or "")),
+        "webhook_file": str(Path(args.webhook_file).resolve()) if args.webhook_file else "",
+        "preflight": _examines(args),
+        "forced": _sections(args.force),
+    }
+    request = job_request(
+        args,
         site,
-        args.nodes,
-        spares=args.spares,
-        continuation=args.continue_with or default_continuation(config),
-        flags=_resume_flags(args),
-        max_node_hours=args.max_node_hours,
-        failed_start_node_hours=args.failed_start_node_hours,
-        sbatch=tuple(args.sbatch),
-        notice_command=tuple(shlex.split(args.notice_command or "")),
-        webhook_file=str(Path(args.webhook_file).resolve()) if args.webhook_file else "",
-        preflight=_examines(args),
-        forced=_sections(args.force),
-    )
-    webhook_address(job)  # raises an error before anything is queued
-    request = slurm.JobRequest(
-        job=job,
-        config=config,
-        site=site,
-        account=args.account or slurm.default_account(),
-        partition=args.partition,
+        load(()),
+        continuation=args.continue_with,
+        of_job=of_job_record,
         qos=args.qos,
-        minutes=parse_walltime(args.time) if args.time else None,
         dependency=args.dependency,
         exclude=hostlist.expand(args.exclude or ""),
     )
+    webhook_address(request.job)  # raises an error before anything is queued
     request = admit(request)
     if args.compare_nodes:
         log.info(compare_nodes(request, args.compare_nodes))
@@ -209,7 +174,7 @@ def submit(args: argparse.Namespace) -> int:
             _refuse(each, args.force)
         submission = slurm.queue_checked(request, submission)
     log.info(slurm.describe(request, submission))
-    log.info(cost_of(request).describe(job.max_node_hours))
+    log.info(cost_of(request).describe(request.job.max_node_hours))
     for note in advice(request):
         log.warn(note)
     if not args.dry_run:

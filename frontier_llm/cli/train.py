@@ -102,11 +102,18 @@ def _run(args: argparse.Namespace) -> int:
             from frontier_llm.training.loop import Resume, train
 
             resume = Resume(args.strict, tuple(args.allow_change), args.leave_out, tuple(args.restart_source))
-            code = train(config, place, signals, resume)
+            code = train(config, place, signals, resume, _stage_bytes)
         if place is not None:
             # Slurm's warning must not kill a rank that is finished and about to exit
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         return code
+
+
+def _stage_bytes(config: RunConfig, ranks: int) -> tuple[float, ...]:
+    """Return the predicted bytes of each pipeline stage. Rank 0 imports the planner when it needs them."""
+    from frontier_llm.planner.predict import stage_bytes
+
+    return stage_bytes(config, ranks)
 
 
 def _dry_run(args: argparse.Namespace, overrides: Sequence[str], config: RunConfig, world_size: int) -> int:

@@ -214,11 +214,7 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
     from frontier_llm.experiments.tuning.search import Everything, Tuner
     from frontier_llm.experiments.tuning.space import make_space
     from frontier_llm.experiments.tuning.trials import TRIALS_FILE, read_trials
-    from frontier_llm.machine.load import (
-        load_machine,
-        own_stack,
-        rates,
-    )
+    from frontier_llm.machine.load import load_machine, own_stack, rates
     from frontier_llm.machine.precision import load_resolved
     from frontier_llm.planner.candidates import parse_fixed
 

@@ -59,6 +59,7 @@ OPTIONS = {
     "--max-new-tokens": "tokens that are generated per prompt",
     "--max-node-hours": "budget of node-hours",
     "--measured": "run directories whose measurements are compared",
+    "--memory-from": "run whose measured memory is written",
     "--mib-per-s": "limit of the rate of an upload",
     "--micro-batch": "sequences of a microbatch without a run",
     "--min": "smallest message",

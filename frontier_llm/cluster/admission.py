@@ -191,24 +191,46 @@ def with_prediction(request: submit.JobRequest) -> submit.JobRequest:
 def admit(request: submit.JobRequest) -> submit.JobRequest:
     """Return the request with the planner's step time. Raises ConfigError with all problems of the request.
 
+    The sections of a certificate use the same rules: `cost_problems` and `saving_problems`.
     `cluster.readiness` checks the installation at the site, the data and the run directory.
     """
-    devices = request.job.nodes * request.tasks_per_node
-    problems = []
-    if not plan_problems(request.config, devices):
+    problems = list(submit.layout_problems(request))
+    if not problems:
+        devices = request.job.nodes * request.tasks_per_node
         predicted = predict(request.config, devices, request.site.machine)
         request = request.with_prediction(predicted)
-        cost = cost_of(request)
-        problems = [
-            *predicted.memory_problems(),
-            *synthetic_problems(request.config, cost),
-            *unfinished_problems(request, cost),
-        ]
-    if request.saves:
-        problems += unsaved_problems(request.config)
-    if problems := [*submit.problems(request), *problems]:
+        problems += predicted.memory_problems()
+    if problems := [*cost_problems(request), *saving_problems(request), *problems]:
         raise ConfigError(problems)
     return request
+
+
+def cost_problems(request: submit.JobRequest) -> Iterator[Problem]:
+    """Yield what the site or Slurm would refuse, and, if the step time is predicted, costs that are refused."""
+    yield from submit.job_problems(request)
+    if request.step_s:
+        cost = cost_of(request)
+        yield from synthetic_problems(request.config, cost)
+        yield from budget_problems(request, cost)
+
+
+def saving_problems(request: submit.JobRequest) -> Iterator[Problem]:
+    """Yield the reasons why work of the run would be lost: no saves, or too little time for training and saves."""
+    yield from submit.walltime_problems(request)
+    if not request.saves:
+        return
+    yield from unsaved_problems(request.config)
+    if request.step_s:
+        yield from unfinished_problems(request, cost_of(request))
+
+
+def budget_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Problem]:
+    """Yield a problem if the budget does not suffice for one step. The job saves a warning time before its end."""
+    budget = request.job.max_node_hours
+    least = (START_S + cost.step_s + cost.warning_s) / 3600 * cost.nodes
+    if budget is not None and cost.steps and budget < least:
+        what = f"{budget:g} node-hours are too few: the start, one step and a save take about {least:,.1f} (predicted)"
+        yield Problem("--max-node-hours", what, f"--max-node-hours {2 * least:.0f} or more")
 
 
 def unsaved_problems(config: RunConfig) -> Iterator[Problem]:
@@ -230,7 +252,7 @@ def unsaved_problems(config: RunConfig) -> Iterator[Problem]:
 
 def unfinished_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Problem]:
     """Yield a problem if the run saves nothing and does not fit into one job."""
-    if not request.saves or not saves_nothing(request.config.train) or cost.job_steps == cost.steps:
+    if not saves_nothing(request.config.train) or cost.job_steps == cost.steps:
         return
     minutes = math.ceil((START_S + cost.steps * cost.step_s + cost.warning_s) / 60)
     what = (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from frontier_llm import log
 from frontier_llm.comm.algorithms import load_algorithms
-from frontier_llm.comm.axis import Axis, Mesh, single
+from frontier_llm.comm.axis import Axis, Mesh, mesh_of, single
 from frontier_llm.comm.group import Group, OneInFlight, TorchGroup
 from frontier_llm.comm.group_memory import GroupMemory, outside_allocator_bytes
 from frontier_llm.comm.hierarchical import HierarchicalGroup
@@ -30,7 +30,7 @@ from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.files import write_replaced
 from frontier_llm.schedule import Placement, round_robin
-from frontier_llm.topology.grid import AXES, Grid
+from frontier_llm.topology.grid import Grid
 from frontier_llm.topology.streams import LEVELLED, nodes_of
 
 AS_DEFAULT = CommConfig()
@@ -272,27 +272,21 @@ def build_mesh(
     first use of a group does not end in time.
     """
     groups = _Groups(global_rank, timeout_s, comm, ranks_per_node)
-    pipeline = grid.group("pp", global_rank)
     placement = placement or round_robin(grid.pp)
-    ends = tuple(pipeline[stage] for stage in placement.ends)
-    tied_ranks = ends if tied_embeddings and global_rank in ends else (global_rank,)
-    tied = (groups.counted_axis if tied_embeddings else groups.axis)("tied", tied_ranks)
-    axes = {name: groups.axis(name, grid.group(name, global_rank)) for name in AXES}
-    joint = grid.replicas
-    mesh = Mesh(
-        **axes,
-        replicas=axes[joint] if joint in axes else groups.axis(joint, grid.group(joint, global_rank)),
-        world=groups.axis("world", tuple(range(grid.world_size))),
-        tied=tied,
-        channels={
-            name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)
-        },
-        ledger=groups.ledger,
-        ep=groups.axis(
-            "ep", grid.experts_group(global_rank) if experts else (global_rank,), grid.etp if by_node else 0
-        ),
-        etp=groups.axis("etp", grid.split_experts_group(global_rank) if experts else (global_rank,)),
-        edp=groups.axis("edp", grid.replicas_group(global_rank) if experts else (global_rank,)),
+
+    def new_axis(name: str, ranks: tuple[int, ...]) -> Axis:
+        if name == "tied" and tied_embeddings:
+            return groups.counted_axis(name, ranks)
+        return groups.axis(name, ranks, apart=grid.etp if name == "ep" and by_node else 0)
+
+    mesh = mesh_of(
+        grid,
+        global_rank,
+        placement,
+        new_axis,
+        groups.ledger,
+        tied_embeddings=tied_embeddings,
+        experts=experts,
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)

@@ -24,9 +24,8 @@ from frontier_llm.certificate.axis_types.labels import (
     infer,
     is_close,
 )
-from frontier_llm.certificate.axis_types.simulated import EventId
 from frontier_llm.certificate.axis_types.step import HeldElements, RankRecord
-from frontier_llm.certificate.axis_types.trace import Event, step_line, text_of, visible
+from frontier_llm.certificate.axis_types.trace import Event, EventId, step_line, text_of, visible
 from frontier_llm.errors import Problem
 from frontier_llm.model.losses import LOAD
 from frontier_llm.optim import Bucket, GradientSync, Zero
@@ -130,14 +129,7 @@ def _contribution(
         fix = "sum it once over the axis, or declare How.PARTIAL" if is_ == PARTIAL else "do not sum it over the axis"
         origins = [_origin(labels, labels.events[event], AXES.index(axis), is_) for event in events]
         for origin in _unique(origins):
-            yield Finding(labels.order(origin), Problem(_nearest(labels, origin), message, fix))
-
-
-def _nearest(labels: Labels, event: Event) -> str:
-    """Return the line of an event, or of its inputs if a message cannot name its own line."""
-    if visible(event.site) is None and not event.forward_site and event.sources:
-        return _nearest(labels, labels.events[event.sources[-1]])
-    return _where(event)
+            yield Finding(labels.order(origin), Problem(_where(labels.named(origin)), message, fix))
 
 
 def _expected(spec: ShardSpec, ranks: Sequence[RankRecord]) -> Label:
@@ -158,23 +150,8 @@ def _explained(labels: Labels, events: Iterable[EventId], what: str) -> Iterator
     starts = list(events)
     seen: dict[EventId, list[Event]] = {}
     roots = _unique(root for start in starts for root in _roots(labels, start, seen))
-    for root in roots:
-        yield Finding(labels.order(root), _explain(labels, root, what))
-    if roots:
-        return
-    for start in starts[-1:]:
-        inputs, between = _known_inputs(labels, labels.events[start])
-        on_tp = AXES.index("tp")
-        partial = [one for one in inputs if labels.of(one)[on_tp] == PARTIAL]
-        for one in partial[:1]:
-            origin = _origin(labels, one, on_tp, PARTIAL)
-            text = f"{what}: the result of this line is partial over tp (P), and its sum over tp is missing"
-            yield Finding(labels.order(origin), Problem(_where(origin), text, "sum it over tp"))
-        if not partial:
-            shown = [one for one in between if visible(one.site) is not None] or between
-            line, *others = dict.fromkeys(_where(one) for one in reversed(shown))
-            text = f"{what}; computed with {', '.join(others[:3])}" if others else what
-            yield Finding(labels.order(labels.events[start]), Problem(line, text, _COMPARE))
+    for root in roots or [labels.events[start] for start in starts[-1:]]:
+        yield _explain(labels, root, what)
 
 
 def _roots(labels: Labels, start: EventId, seen: dict[EventId, list[Event]]) -> list[Event]:
@@ -211,7 +188,7 @@ def _known_inputs(labels: Labels, event: Event) -> tuple[list[Event], list[Event
     return list(inputs.values()), sorted(between.values(), key=lambda one: (one is event, one.id[1]))
 
 
-def _explain(labels: Labels, root: Event, what: str) -> Problem:
+def _explain(labels: Labels, root: Event, what: str) -> Finding:
     """Return what is wrong at the first line whose result has no label."""
     inputs, between = _known_inputs(labels, root)
     for index, axis in enumerate(AXES):
@@ -219,22 +196,22 @@ def _explain(labels: Labels, root: Event, what: str) -> Problem:
         complete = [one for one in inputs if labels.of(one)[index] == REPLICATED]
         if root.summed and root.axis.startswith(axis) and complete and not partial:
             text = f"{what}: this sum over {axis} adds values that are already complete ({REPLICATED} on {axis})"
-            return Problem(_where(root), text, "sum the value once")
+            return Finding(labels.order(root), Problem(_where(root), text, "sum the value once"))
         if partial and not any(one.summed and one.axis.startswith(axis) for one in between):
             origin = _origin(labels, partial[0], index, PARTIAL)
-            text = (
-                f"{what}: the result of this line is partial over {axis} ({PARTIAL}), and {_where(root)} uses it as if "
-                f"it were complete"
-            )
-            return Problem(_where(origin), text, f"sum it over {axis} before it is used")
+            text = f"{what}: the result of this line is partial over {axis} ({PARTIAL}), and "
+            is_named = visible(root.site) is not None
+            text += f"{_where(root)} uses it as if it were complete" if is_named else "its sum is missing"
+            return Finding(labels.order(origin), Problem(_where(origin), text, f"sum it over {axis}"))
     kinds = ", ".join(sorted({_described(labels, labels.of(one)) for one in inputs})) or "weights and tokens"
-    line, *others = dict.fromkeys(_where(one) for one in reversed(between[:-1] or between))
-    text = f"{what}: the result of this line has no label, its inputs are {kinds}{_factor(labels, root)}"
+    earlier = [one for one in between[:-1] if visible(one.site) is not None or one.forward_site]
+    line, *others = dict.fromkeys(_where(one) for one in reversed(earlier or between))
+    text = f"{what}: this line computes a wrong value from inputs that are {kinds}{_factor(labels, root)}"
     if others:
         text += f"; computed with {', '.join(others[:3])}"
     if line != _where(root):
         text += f"; first used at {_where(root)}"
-    return Problem(line, text, _COMPARE)
+    return Finding(labels.order(root), Problem(line, text, _COMPARE))
 
 
 def _factor(labels: Labels, root: Event) -> str:
@@ -321,13 +298,6 @@ def _norm(serial: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Finding]:
             _line_of(ranks, "world") or defined(sum_over_world), f"{what}: the shares are correct, their sum is not"
         )
         return
-    for axis in ("tp", "cp", "dp", "pp"):
-        size = len({record.place[axis] for record in ranks})
-        copies = [name for name, spec in serial.specs.items() if axis not in spec.parameter.axes or axis == "pp"]
-        copies = [name for name in copies if axis != "pp" or "embedding.token" in name]
-        extra = sum(float(serial.unsummed[name].square().sum()) for name in copies) * (size - 1)
-        if size > 1 and _equals(total, serial.norm_share + extra):
-            what += f": parameters that are copied over {axis} count {size} times"
     direction = "too much" if total > serial.norm_share else "only a part"
     yield _at(
         defined(Zero.squared_norm_share), f"{what}: the ranks' shares contain {direction}", "count each element once"

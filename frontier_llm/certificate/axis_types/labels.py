@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.certificate.axis_types.simulated import EventId
 from frontier_llm.certificate.axis_types.step import RankRecord
-from frontier_llm.certificate.axis_types.trace import Event
+from frontier_llm.certificate.axis_types.trace import Event, EventId, visible
 
 AXES = ("cp", "tp")  # axes whose ranks work on the same samples; the outer axis is first
 REPLICATED = "R"
@@ -134,6 +133,12 @@ class Labels:
         if counterpart is not None:
             return counterpart.id[1]
         return max((self.order(self.events[source]) for source in event.sources[-1:]), default=0)
+
+    def named(self, event: Event) -> Event:
+        """Return the event, or the one that has written its input if a message cannot name its line."""
+        while visible(event.site) is None and not event.forward_site and event.sources:
+            event = self.events[event.sources[-1]]
+        return event
 
     def counted(self) -> dict[str, dict[str, int]]:
         """Return the number of values with each label, by axis."""

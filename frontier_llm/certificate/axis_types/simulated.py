@@ -10,38 +10,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from frontier_llm.comm import Axis, Mesh, single
-from frontier_llm.comm.ledger import Ledger
+from frontier_llm.certificate.axis_types.trace import EventId, Recorder, Site, stack, waiting_line
+from frontier_llm.comm import Axis, Ledger, Mesh, mesh_of, single
 from frontier_llm.schedule import Placement
-from frontier_llm.topology.grid import AXES, Grid
-
-EventId = tuple[int, int]  # global rank, and number of the event on this rank
-
-
-class RankObserver(Protocol):
-    """Records the communication of one rank."""
-
-    def sources_of(self, x: Tensor) -> tuple[EventId, ...]:
-        """Return the events that have written `x`."""
-
-    def communicated(
-        self, operation: str, axis: str, buffer: Tensor, summed: bool, sources: tuple[EventId, ...], site: Any
-    ) -> None:
-        """Record that a communication has written `buffer`. `site` is the result of `here` at its start."""
-
-    def quiet(self) -> Any:
-        """Return a context in which tensor operations are not recorded."""
-
-    def here(self) -> Any:
-        """Return the lines of the code that runs."""
-
-    def described(self, site: Any) -> str:
-        """Return file and line of a result of `here`."""
+from frontier_llm.topology.grid import Grid
 
 
 class Aborted(Exception):
@@ -59,6 +36,7 @@ class Deposit:
     operation: str
     tensor: Tensor
     sources: tuple[EventId, ...]
+    sent: tuple[int, ...] = ()  # all_to_all: rows of `tensor` for each rank
 
 
 class Exchange:
@@ -140,44 +118,55 @@ def _check(operation: str, x: Tensor, buffer: Tensor) -> None:
         raise ValueError(f"{operation}: the input has {x.dtype}, and the buffer has {buffer.dtype}")
 
 
+def _stacked(inputs: Sequence[Deposit]) -> Tensor:
+    return torch.stack([deposit.tensor for deposit in inputs])
+
+
 class SimulatedGroup:
     """Collectives and messages among simulated ranks. Implements `comm.group.Group`."""
 
-    def __init__(
-        self, exchange: Exchange, name: str, rank: int, ranks: tuple[int, ...], observer: RankObserver
-    ) -> None:
+    def __init__(self, exchange: Exchange, name: str, rank: int, ranks: tuple[int, ...], recorder: Recorder) -> None:
         self._exchange = exchange
         self._name = name
         self._rank = rank
         self._ranks = ranks
-        self._observer = observer
+        self._recorder = recorder
         self._calls = 0
         self._messages: Counter[tuple[str, int]] = Counter()
 
     def _collective(
-        self, operation: str, x: Tensor, buffer: Tensor, compute: Callable[[list[Tensor]], Tensor], summed: bool = False
+        self,
+        operation: str,
+        x: Tensor,
+        buffer: Tensor,
+        compute: Callable[[Sequence[Deposit]], Tensor],
+        *,
+        summed: bool = False,
+        sent: tuple[int, ...] = (),
     ) -> _Running:
         """Deposit `x`. wait() writes the result of `compute(inputs of all ranks)` into `buffer`."""
         _check(operation, x, buffer)
         key = (self._name, self._ranks, self._calls)
         self._calls += 1
-        self._deposit((*key, self._rank), operation, x)
-        site = self._observer.here()
+        self._deposit((*key, self._rank), operation, x, sent)
+        site = stack()
 
         def finish() -> None:
             keys = tuple((*key, rank) for rank in range(len(self._ranks)))
-            deposits = self._exchange.take(keys, self._observer.described(site))
+            deposits = self._exchange.take(keys, waiting_line(site))
             operations = {deposit.operation for deposit in deposits}
             if len(operations) > 1:
                 raise Deadlock(f"the ranks of axis {self._name} call different collectives: {sorted(operations)}")
-            self._write(operation, buffer, compute([deposit.tensor for deposit in deposits]), deposits, site, summed)
+            with self._recorder.quiet():
+                result = compute(deposits)
+            self._write(operation, buffer, result, deposits, site, summed)
 
         return _Running(finish)
 
-    def _deposit(self, key: tuple[Any, ...], operation: str, x: Tensor) -> None:
-        with self._observer.quiet():
+    def _deposit(self, key: tuple[Any, ...], operation: str, x: Tensor, sent: tuple[int, ...] = ()) -> None:
+        with self._recorder.quiet():
             copy = x.detach().clone()
-        self._exchange.put(key, Deposit(operation, copy, self._observer.sources_of(x)))
+        self._exchange.put(key, Deposit(operation, copy, self._recorder.sources_of(x), sent))
 
     def _write(
         self,
@@ -185,77 +174,58 @@ class SimulatedGroup:
         buffer: Tensor,
         result: Tensor,
         deposits: Sequence[Deposit],
-        site: Any,
+        site: Site,
         summed: bool = False,
     ) -> None:
         if result.dtype != buffer.dtype:
             raise ValueError(f"{operation}: the ranks pass tensors of {result.dtype} and of {buffer.dtype}")
         if result.numel() != buffer.numel():
             raise ValueError(f"{operation}: {result.numel()} elements arrive, and the buffer has {buffer.numel()}")
-        with self._observer.quiet(), torch.no_grad():
+        with self._recorder.quiet(), torch.no_grad():
             buffer.copy_(result.view(buffer.shape))
         sources = tuple(source for deposit in deposits for source in deposit.sources)
-        self._observer.communicated(operation, self._name, buffer, summed, sources, site)
+        self._recorder.communicated(operation, self._name, buffer, summed, sources, site)
 
     def start_all_reduce_(self, x: Tensor, op: str) -> _Running:
         """Replace `x` by the sum or the maximum over the ranks."""
-
-        def compute(inputs: list[Tensor]) -> Tensor:
-            stacked = torch.stack(inputs)
-            return stacked.sum(0) if op == "sum" else stacked.amax(0)
-
-        return self._collective(f"all_reduce {op}", x, x, self._quietly(compute), summed=op == "sum")
+        join = torch.sum if op == "sum" else torch.amax
+        return self._collective(f"all_reduce {op}", x, x, lambda inputs: join(_stacked(inputs), 0), summed=op == "sum")
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> _Running:
         """Write the inputs of all ranks into `gathered`, in axis order."""
-        return self._collective("all_gather", x, gathered, self._quietly(torch.cat))
+        return self._collective("all_gather", x, gathered, _stacked)
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> _Running:
         """Write this rank's part of the sum into `scattered`."""
 
-        def compute(inputs: list[Tensor]) -> Tensor:
-            return torch.stack(inputs).sum(0).chunk(len(inputs))[self._rank]
+        def compute(inputs: Sequence[Deposit]) -> Tensor:
+            return _stacked(inputs).sum(0).chunk(len(inputs))[self._rank]
 
-        return self._collective("reduce_scatter", x, scattered, self._quietly(compute), summed=True)
+        return self._collective("reduce_scatter", x, scattered, compute, summed=True)
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> _Running:
         """Start an all-to-all with equal parts."""
-
-        def compute(inputs: list[Tensor]) -> Tensor:
-            return torch.cat([one.view(len(inputs), -1)[self._rank] for one in inputs])
-
-        return self._collective("all_to_all", x, arriving, self._quietly(compute))
-
-    def start_broadcast_(self, x: Tensor, source: int) -> _Running:
-        """Copy `x` of rank `source` to all ranks."""
-        return self._collective("broadcast", x, x, lambda inputs: inputs[source])
-
-    def start_barrier(self) -> _Running:
-        """Wait until all ranks have called this method."""
-        nothing = torch.zeros(1)
-        return self._collective("barrier", nothing, nothing, lambda inputs: inputs[0])
+        ones = [1] * len(self._ranks)
+        return self.start_all_to_all_rows_into(arriving, x.view(len(ones), -1), ones, ones)
 
     def start_all_to_all_rows_into(
         self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> _Running:
         """Start an all-to-all with `sent[r]` rows to each rank r."""
-        _check("all_to_all", x, arriving)
-        key = (self._name, self._ranks, self._calls)
-        self._calls += 1
-        with self._observer.quiet():
-            parts = x.detach().split(list(sent))
-        for to, part in enumerate(parts):
-            self._deposit((*key, self._rank, to), "all_to_all", part)
-        site = self._observer.here()
 
-        def finish() -> None:
-            keys = tuple((*key, source, self._rank) for source in range(len(self._ranks)))
-            deposits = self._exchange.take(keys, self._observer.described(site))
-            with self._observer.quiet():
-                rows = torch.cat([deposit.tensor for deposit in deposits])
-            self._write("all_to_all", arriving, rows, deposits, site)
+        def compute(inputs: Sequence[Deposit]) -> Tensor:
+            return torch.cat([one.tensor.split(list(one.sent))[self._rank] for one in inputs])
 
-        return _Running(finish)
+        return self._collective("all_to_all", x, arriving, compute, sent=tuple(sent))
+
+    def start_broadcast_(self, x: Tensor, source: int) -> _Running:
+        """Copy `x` of rank `source` to all ranks."""
+        return self._collective("broadcast", x, x, lambda inputs: inputs[source].tensor)
+
+    def start_barrier(self) -> _Running:
+        """Wait until all ranks have called this method."""
+        nothing = torch.zeros(1)
+        return self._collective("barrier", nothing, nothing, lambda inputs: inputs[0].tensor)
 
     def send(self, x: Tensor, to: int) -> _Running:
         """Send a copy of `x`. Never blocks."""
@@ -267,10 +237,10 @@ class SimulatedGroup:
         """Post a receive."""
         _check("receive", buffer, buffer)
         key = self._message(source, self._rank)
-        site = self._observer.here()
+        site = stack()
 
         def finish() -> None:
-            deposits = self._exchange.take((key,), self._observer.described(site))
+            deposits = self._exchange.take((key,), waiting_line(site))
             self._write("receive", buffer, deposits[0].tensor, deposits, site)
 
         return _Running(finish)
@@ -287,57 +257,39 @@ class SimulatedGroup:
         self._messages[direction] += 1
         return (self._name, self._ranks, "message", source, to, number)
 
-    def _quietly(self, compute: Callable[[list[Tensor]], Tensor]) -> Callable[[list[Tensor]], Tensor]:
-        def run(inputs: list[Tensor]) -> Tensor:
-            with self._observer.quiet():
-                return compute(inputs)
-
-        return run
-
 
 def simulated_mesh(
     grid: Grid,
-    rank: int,
     placement: Placement,
     exchange: Exchange,
-    observer: RankObserver,
+    recorder: Recorder,
     *,
-    tied: bool,
+    tied_embeddings: bool,
     experts: bool,
     by_node: bool = False,
 ) -> Mesh:
-    """Return the mesh of one simulated rank, with the axes that `comm.build_mesh` builds.
+    """Return the mesh of the simulated rank that `recorder` observes.
 
     With `by_node` each rank of ep is on a node of its own, so tokens are sent to experts in two stages.
     """
     ledger = Ledger()
 
-    def axis(name: str, ranks: tuple[int, ...]) -> Axis:
+    def new_axis(name: str, ranks: tuple[int, ...]) -> Axis:
         if len(ranks) == 1:
-            return single(name, rank, ledger)
-        place = ranks.index(rank)
-        group = SimulatedGroup(exchange, name, place, ranks, observer)
-        return Axis(name, place, len(ranks), ranks, group, ledger)
+            return single(name, recorder.rank, ledger)
+        place = ranks.index(recorder.rank)
+        group = SimulatedGroup(exchange, name, place, ranks, recorder)
+        axis = Axis(name, place, len(ranks), ranks, group, ledger)
+        if name == "ep" and by_node:
+            return replace(axis, nodes=axis.size, levels=(single("ep.node", recorder.rank), new_axis("ep.rail", ranks)))
+        return axis
 
-    def expert_axis() -> Axis:
-        ranks = grid.experts_group(rank) if experts else (rank,)
-        flat = axis("ep", ranks)
-        if not by_node or flat.size == 1:
-            return flat
-        return replace(flat, nodes=flat.size, levels=(single("ep.node", rank, ledger), axis("ep.rail", ranks)))
-
-    pipeline = grid.group("pp", rank)
-    ends = tuple(pipeline[stage] for stage in placement.ends)
-    axes = {name: axis(name, grid.group(name, rank)) for name in AXES}
-    joint = grid.replicas
-    return Mesh(
-        **axes,
-        replicas=axes[joint] if joint in axes else axis(joint, grid.group(joint, rank)),
-        world=axis("world", tuple(range(grid.world_size))),
-        tied=axis("tied", ends if tied and rank in ends else (rank,)),
-        channels={channel.value: axis(f"pp.{channel.value}", pipeline) for channel in placement.streams},
-        ledger=ledger,
-        ep=expert_axis(),
-        etp=axis("etp", grid.split_experts_group(rank) if experts else (rank,)),
-        edp=axis("edp", grid.replicas_group(rank) if experts else (rank,)),
+    return mesh_of(
+        grid,
+        recorder.rank,
+        placement,
+        new_axis,
+        ledger,
+        tied_embeddings=tied_embeddings,
+        experts=experts,
     )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.certificate.axis_types.simulated import Aborted, EventId, Exchange, simulated_mesh
+from frontier_llm.certificate.axis_types.simulated import Aborted, Exchange, simulated_mesh
 from frontier_llm.certificate.axis_types.small import SmallSource, plan_of
-from frontier_llm.certificate.axis_types.trace import Recorder
+from frontier_llm.certificate.axis_types.trace import EventId, Recorder
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.model.initialize import initial_rows
@@ -78,11 +78,10 @@ def run_step(small: RunConfig) -> list[RankRecord]:
         try:
             mesh = simulated_mesh(
                 grid,
-                record.recorder.rank,
                 plan.placement,
                 exchange,
                 record.recorder,
-                tied=small.model.tied_embeddings,
+                tied_embeddings=small.model.tied_embeddings,
                 experts=small.model.moe is not None,
                 by_node=small.parallel.expert_all_to_all == "hierarchical",
             )

@@ -22,8 +22,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from frontier_llm.certificate.axis_types.simulated import EventId
-
+EventId = tuple[int, int]  # global rank, and number of the event on this rank
 Site = tuple[tuple[CodeType, int], ...]  # code object and line number, innermost first
 Key = tuple[Any, ...]
 
@@ -120,6 +119,11 @@ def step_line(site: Site) -> tuple[CodeType, int] | None:
     return next((line for line in site if _relative(line[0].co_filename) == "training/step.py"), None)
 
 
+def waiting_line(site: Site) -> str:
+    """Return the line that started a communication for which a rank waits."""
+    return text_of(visible(site) or step_line(site))
+
+
 def text_of(line: tuple[CodeType, int] | None) -> str:
     """Return for example 'frontier_llm/parallel/tensor/linear.py:183 (_ColumnLinear.backward)'."""
     if line is None:
@@ -176,14 +180,6 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._quiet -= 1
-
-    def here(self) -> Site:
-        """Return the lines of the code that runs."""
-        return stack()
-
-    def described(self, site: Site) -> str:
-        """Return the line that a message names."""
-        return text_of(visible(site) or step_line(site))
 
     def writers(self, storage: int) -> list[EventId]:
         """Return the events that have written a memory."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,27 +11,9 @@ import torch
 from torch import Tensor
 
 from frontier_llm.certificate.axis_types.simulated import Deadlock, Exchange, SimulatedGroup
+from frontier_llm.certificate.axis_types.trace import Recorder
 from frontier_llm.comm import Axis, all_gather, all_reduce_, broadcast_, reduce_scatter, start_all_to_all_rows
 from frontier_llm.comm.composed import start_shift
-
-
-class Silent:
-    """An observer that records nothing."""
-
-    def sources_of(self, x: Tensor) -> tuple[()]:
-        return ()
-
-    def communicated(self, *args: Any) -> None:
-        pass
-
-    def quiet(self) -> Any:
-        return nullcontext()
-
-    def here(self) -> str:
-        return f"line of {threading.current_thread().name}"
-
-    def described(self, site: str) -> str:
-        return site
 
 
 def run(body: Callable[[Axis], Any], ranks: int = 3) -> list[Any]:
@@ -44,7 +25,7 @@ def run(body: Callable[[Axis], Any], ranks: int = 3) -> list[Any]:
         everyone = tuple(range(ranks))
         error = None
         try:
-            group = SimulatedGroup(exchange, "tp", rank, everyone, Silent())
+            group = SimulatedGroup(exchange, "tp", rank, everyone, Recorder(rank))
             results[rank] = body(Axis("tp", rank, ranks, everyone, group))
         except BaseException as raised:
             error = raised
@@ -110,7 +91,7 @@ def test_a_result_is_not_written_before_the_wait() -> None:
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:
-    with pytest.raises(Deadlock, match="line of rank 0"):
+    with pytest.raises(Deadlock, match=r"test_simulated.py:\d+"):
         run(lambda axis: axis.rank or all_reduce_(own(axis), axis))
     with pytest.raises(Deadlock, match="different collectives"):
         run(lambda axis: all_reduce_(own(axis), axis) if axis.rank else reduce_scatter(own(axis), axis))
