@@ -96,7 +96,7 @@ def _series_command(mode: Mode, batch: Sequence[Option], line: str) -> Command:
         ),
         JSON,
     )
-    start = f"frontier-llm scaling {mode} --model gpt-175b --nodes 16,32 --site lumi"
+    start = f"frontier-llm scaling {mode} --model gpt-1t --nodes 64,384 --site lumi"
     return Command(
         work=partial(_series, mode),
         options=options,
