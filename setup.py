@@ -190,7 +190,13 @@ def native_libraries() -> list[Extension]:
     libraries = [
         Extension(
             "frontier_llm._native.libfrontier_ops",
-            sources=["csrc/cpu/ops.cpp", "csrc/cpu/matrix_ops.cpp", "csrc/cpu/dispatch.cpp", *kernels],
+            sources=[
+                "csrc/cpu/ops.cpp",
+                "csrc/cpu/matrix_ops.cpp",
+                "csrc/cpu/buffer_ops.cpp",
+                "csrc/cpu/dispatch.cpp",
+                *kernels,
+            ],
             depends=headers,
             libraries=["torch", "torch_cpu", "c10"],
         )

@@ -128,6 +128,7 @@ _SYNONYMS = {
     "double": "fp64",
 }
 _SYNONYMS |= {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
+_SYNONYMS |= {"checkpoint_interval": "save_interval", "checkpoint_every": "save_interval", "max_steps": "steps"}
 
 
 def closest(name: str, valid: Iterable[str]) -> str:

@@ -40,6 +40,7 @@ PARTS = (
     "#fee7fa",
 )
 DASHES = ("solid", "dash", "dot", "dashdot")
+LONGEST_LINE = 40  # characters of a table's cell that are not broken into lines
 # Plotly sets colours on each element, so these rules override them to follow the light or dark theme
 CSS = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6b7b; --line: #d9e0e7; --card: #fff; --page: #f5f7f9 }
@@ -55,9 +56,14 @@ figure { margin: 0 0 .8rem; padding: .3rem; min-width: 0 } .figures figure { mar
 .figures { margin-bottom: .8rem }
 figcaption { font-weight: 600; font-size: .9rem; padding: .3rem .5rem 0; overflow-wrap: anywhere }
 .wide { overflow-x: auto; margin-bottom: .5rem }
+/* A shadow at an edge shows that the table continues there. The first two layers move with the table and hide it. */
+.wide { background: linear-gradient(90deg, var(--card) 30%, transparent) left / 2rem 100% no-repeat local,
+  linear-gradient(270deg, var(--card) 30%, transparent) right / 2rem 100% no-repeat local,
+  linear-gradient(90deg, #8888, transparent) left / .7rem 100% no-repeat scroll,
+  linear-gradient(270deg, #8888, transparent) right / .7rem 100% no-repeat scroll, var(--card) }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 td, th { padding: .35rem .6rem; text-align: left; border-top: 1px solid var(--line); white-space: nowrap }
-th, td:first-child { white-space: normal }
+th, td:first-child { white-space: normal } td.long { white-space: normal; min-width: 14rem }
 td:last-child { white-space: normal; overflow-wrap: anywhere; min-width: 6rem }
 @media (max-width: 600px) { td, th { padding: .3rem } td:last-child { min-width: 5rem } }
  tr:first-child td, tr:first-child th { border-top: 0 }
@@ -213,13 +219,18 @@ def _plain(values: Iterable[Any]) -> list[Any]:
     return values.tolist() if isinstance(values, np.ndarray) else list(values)
 
 
+def _wraps(cell: object) -> str:
+    """Return the class of a cell whose text is so long that it is broken into lines."""
+    return " class=long" if len(str(cell)) > LONGEST_LINE else ""
+
+
 def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Iterable[str] = ()) -> str:
     """Return an HTML table that scrolls sideways in a narrow window. `classes` has one CSS class for each row."""
 
     def row(tag: str, cells: Iterable[object], name: str = "") -> str:
         return (
             f"<tr{f' class={name}' if name else ''}>"
-            + "".join(f"<{tag}>{text(cell)}</{tag}>" for cell in cells)
+            + "".join(f"<{tag}{_wraps(cell)}>{text(cell)}</{tag}>" for cell in cells)
             + "</tr>"
         )
 

@@ -22,6 +22,10 @@ inline int64_t grain(int64_t row_elements) {
   return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, row_elements));
 }
 
+// Maximum number of rows that are added to one fp32 sum. A sum of a million equal rows without blocks is 0.95 % too
+// small.
+constexpr int64_t kRowsPerSum = 1024;
+
 inline void check_same(const Tensor& x, const Tensor& y, const char* name) {
   TORCH_CHECK(y.scalar_type() == x.scalar_type(), name, " is ", y.scalar_type(), ", expected ", x.scalar_type());
 }

@@ -70,8 +70,8 @@ def load_run(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "dictionary.yaml"
             write_atomically(path, yaml.safe_dump(dict(source), sort_keys=False))
-            return Run(read_run(str(path), words))
-    return Run(read_run(str(source), words))
+            return Run(read_run(str(path), words, "overrides"))
+    return Run(read_run(str(source), words, "overrides"))
 
 
 def list_runs(folder: str | Path = "runs") -> list[dict[str, Any]]:

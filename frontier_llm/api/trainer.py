@@ -21,8 +21,7 @@ from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.run.rank_env import discover
 from frontier_llm.topology.rank_variables import set_rank_variables
 from frontier_llm.training.join import joined_state
-from frontier_llm.training.loop import job_facts
-from frontier_llm.training.progress import progress_of, restore
+from frontier_llm.training.progress import job_facts, progress_of, restore
 from frontier_llm.training.step import StepResult, train_step
 
 

@@ -48,7 +48,19 @@ class Parser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
             fix = f"write {near} instead of {choice[1]}" if near else ""
+        if missing := re.search(r"arguments are required: (.*)", message):
+            fix = fix or self._add(missing[1].split(", "))
         self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix or f'{self.prog} --help'}\n")
+
+    def _add(self, missing: list[str]) -> str:
+        """Return the repair for missing arguments: each with its meaning. '' if one has no help."""
+        words = []
+        for action in self._actions:
+            name = "/".join(action.option_strings) or action.metavar
+            if name in missing and action.help:
+                value = f" {action.metavar}" if action.option_strings else ""
+                words.append(f"add {name}{value} ({action.help})")
+        return "; ".join(words) if len(words) == len(missing) else ""
 
     def refuse(self, words: list[str], typed: list[str]) -> NoReturn:
         """Exit with 2 because of words of `typed` that no argument accepts.

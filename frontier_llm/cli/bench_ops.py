@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     option(
         "--model",
         default="bench-l8-h384",
-        help="name in configs/models, or a path: whose shapes (default: %(default)s)",
+        help="model whose shapes are measured: name in configs/models, or a path (default: %(default)s)",
     ),
     option(
         "--dtype",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         type=positive,
         default=2,
         metavar="N",
-        help="ranks that measure at once: as many as will train (default: 2)",
+        help="ranks that measure at the same time: the number that will train (default: 2)",
     ),
     option(
         "--repeats",
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
         "many as fit, at least one and at most --repeats (default: no limit)",
     ),
     option(
+        "--memory-from",
+        type=Path,
+        metavar="DIR",
+        help="measure nothing: write the machine of this run with the memory that its first steps found beside tensors",
+    ),
+    option(
         "--emit-machine",
         type=Path,
         default=Path("calibrated.yaml"),
@@ -51,6 +57,7 @@ if TYPE_CHECKING:
     examples=(
         "frontier-llm calibrate quickstart --ranks 2 --emit-machine mine.yaml",
         "frontier-llm plan llama-15m --machine mine.yaml",
+        "frontier-llm calibrate bench --memory-from runs/first --emit-machine mine.yaml",
     ),
 )
 def calibrate(args: argparse.Namespace) -> int:
@@ -70,6 +77,9 @@ def calibrate(args: argparse.Namespace) -> int:
             f"--emit-machine {args.emit_machine.with_suffix('.yaml')}",
             "--emit-machine",
         )
+    if args.memory_from is not None:
+        _write_memory(args)
+        return 0
     place = discover()
     ranks = place.world_size if place else args.ranks
     config = load_resolved(args.run, args.overrides)
@@ -91,9 +101,29 @@ def calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
+def _write_memory(args: argparse.Namespace) -> None:
+    """Write a machine file with the memory that a run has measured."""
+    from frontier_llm.experiments.measure.machine_file import memory_content, write_machine
+    from frontier_llm.experiments.measure.run_record import read_run
+
+    content = memory_content(read_run(args.memory_from), _today())
+    write_machine(args.emit_machine, content)
+    written = {"file": str(args.emit_machine), "machine": content}
+    show(args, written, lambda: _wrote(args))
+
+
+def _today() -> str:
     import datetime
 
+    return datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
+
+
+def _wrote(args: argparse.Namespace) -> str:
+    use = f"frontier-llm plan MODEL --machine {args.emit_machine} --nodes 1"
+    return f"wrote {args.emit_machine}; use it with `{use}`"
+
+
+def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
     from frontier_llm.experiments.measure.machine_file import machine_content, report, write_machine
     from frontier_llm.experiments.measure.rounds import measure_within
     from frontier_llm.experiments.measure.samples import measure
@@ -108,13 +138,10 @@ def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
                 args.budget_s, args.repeats, config=config, mesh=mesh, device=device, memory_bytes=memory
             )
         if mesh.world.rank == 0:
-            when = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
-            content = machine_content(samples, config, when)
+            content = machine_content(samples, config, _today())
             write_machine(args.emit_machine, content)
-            use = f"frontier-llm plan MODEL --machine {args.emit_machine} --nodes 1"
-            wrote = f"wrote {args.emit_machine}; use it with `{use}`"
             written = {"file": str(args.emit_machine), "machine": content}
-            show(args, written, lambda: f"{report(samples, config)}\n{wrote}")
+            show(args, written, lambda: f"{report(samples, config)}\n{_wrote(args)}")
 
 
 def memory_bytes(device: str, ranks: int) -> float:

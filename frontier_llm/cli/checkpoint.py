@@ -137,7 +137,7 @@ def _verify(args: argparse.Namespace) -> int:
         "second",
         type=Path,
         metavar="CHECKPOINT",
-        help="another one",
+        help="the checkpoint that it is compared with",
     ),
     line="compare two checkpoints, whatever layouts wrote them",
     examples=("frontier-llm checkpoint diff runs/a runs/b",),

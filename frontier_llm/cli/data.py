@@ -42,11 +42,11 @@ if TYPE_CHECKING:
         metavar="PREFIX",
         help="path without .bin/.idx",
     ),
-    option("--tokenizer", required=True, help="the one that made the tokens"),
+    option("--tokenizer", required=True, help="tokenizer that made the tokens"),
     option(
         "--dtype",
         choices=("uint16", "uint32", "int32", "int64"),
-        help="of files without a header, of MDS bytes columns",
+        help="type of the numbers in files without a header and in bytes columns of MDS",
     ),
     BOUND,
     option(
@@ -101,7 +101,7 @@ def _index(args: argparse.Namespace) -> int:
         metavar="PREFIX",
         help="path without .bin/.idx",
     ),
-    option("--tokenizer", help="to decode with (default: the one that made the data)"),
+    option("--tokenizer", help="tokenizer for decoding (default: the one that made the data)"),
     option(
         "--samples",
         type=natural,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         type=positive,
         default=60,
         metavar="N",
-        help="of each sample's text (default: 60)",
+        help="characters to show of each sample's text (default: 60)",
     ),
     JSON,
     line="source, sample, documents and text of what a step read",

@@ -147,7 +147,11 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         help="MiB of input per resumable part (default: 32)",
     ),
     OVERWRITE,
-    option("--prompt-key", metavar="NAME", help="JSON field that comes before the text, is read and not learnt"),
+    option(
+        "--prompt-key",
+        metavar="NAME",
+        help="JSON field that comes before the text; its tokens are read but do not count in the loss",
+    ),
     option(
         "--in-job",
         action="store_true",

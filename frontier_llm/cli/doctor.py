@@ -30,16 +30,15 @@ from frontier_llm.cli.settings import refuse_settings
         type=positive,
         default=45,
         metavar="SECONDS",
-        help="a node that is silent for so long is bad (default: 45)",
+        help="a node that does not answer within this time is bad (default: 45)",
     ),
     option("--system-root", default="/", help=argparse.SUPPRESS),
     JSON,
-    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, "
-    "filesystems; and what "
-    "is installed in the interpreter of the ranks: torch, C++ libraries, GPU kernels, with --run also its op "
-    "back-ends, data and tokenizer. "
-    "Lists the variables that ranks get, each with what sets it. Inside a Slurm allocation it asks every node; bad "
-    "ones are named as --exclude takes them.",
+    about="Check GCDs and their memory, cores, network interfaces, libfabric, RCCL's network plugin, clocks, "
+    "filesystems, and that all nodes have equal environments. Check what is installed in the interpreter of the "
+    "ranks: torch, C++ libraries and GPU kernels; with --run also its op back-ends, data and tokenizer. List the "
+    "environment variables of the ranks and their sources. Inside a Slurm allocation all nodes are checked, and bad "
+    "nodes are listed in the form that --exclude accepts.",
     examples=(
         "frontier-llm doctor --site frontier --this-node",
         "frontier-llm doctor --site lumi --run train_175b --json",

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         "--shots-from",
         action="append",
         metavar="NAME=FILE",
-        help="where a task's examples come from (default: its own file)",
+        help="file of a task's solved examples (default: the task's own file)",
     ),
     option(
         "--limit",
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
         type=positive,
         default=1,
         metavar="N",
-        help="also the loss in N equal stretches of the window (default: 1)",
+        help="also print the loss in N equal parts of the context window (default: 1)",
     ),
     option("--figures", metavar="FILE", help="draw the loss against the position in the window (with --positions)"),
     option(
@@ -265,7 +265,7 @@ def _report(
     if args.output:
         write_atomically(Path(args.output), strict_json(content) + "\n")
     notes = [f"{opened.path}: {verification(args, opened)}"] if args.no_verify else []
-    if losses and opened.run is not None and not args.windows:
+    if losses and opened.run is not None and opened.run.data.validation and not (args.windows or args.data):
         notes.append(
             f"every window of the data counts; training scores {opened.run.train.eval_samples} samples of it "
             "(train.eval_samples), so its held-out loss differs"

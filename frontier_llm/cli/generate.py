@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         type=positive,
         default=128,
         metavar="N",
-        help="at most so many per prompt (default: 128)",
+        help="largest number of new tokens per prompt (default: 128)",
     ),
     option(
         "--temperature",
@@ -67,14 +67,14 @@ if TYPE_CHECKING:
         type=float,
         default=1.0,
         metavar="X",
-        help="above 1: what was said becomes less likely (default: 1)",
+        help="above 1: tokens that already occur become less likely (default: 1)",
     ),
     option(
         "--seed",
         type=natural,
         default=0,
         metavar="N",
-        help="of the draws (default: 0)",
+        help="seed of the random draws (default: 0)",
     ),
     option(
         "--stop",

@@ -9,14 +9,12 @@ from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING
 
+from frontier_llm.config.foreign import SIMILAR
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frontier_llm.cli.arguments import Parser
-
-# Share of equal letters from which an option counts as mistyped. One wrong, missing, doubled or swapped letter reaches
-# it. Other words, such as --tensor and --tokens, stay below.
-SIMILAR = 0.8
 
 
 def near_option(word: str, parser: Parser) -> str:
@@ -87,13 +85,28 @@ def _all_commands() -> argparse.ArgumentParser:
     return parser_of(*COMMANDS)
 
 
+def with_action(word: str) -> str:
+    """Return the commands that have an action of this name, such as `frontier-llm checkpoint export-hf`. '' if none."""
+    return " or ".join(
+        inner.choices[word].prog
+        for parser in _inner(_all_commands())
+        for inner in parser._actions
+        if isinstance(inner, argparse._SubParsersAction) and word in inner.choices
+    )
+
+
 def _having(parser: argparse.ArgumentParser, flag: str) -> Iterator[str]:
     if flag in parser._option_string_actions:
         yield parser.prog
+    for inner in _inner(parser):
+        yield from _having(inner, flag)
+
+
+def _inner(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers of a parser's commands or actions."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                yield from _having(inner, flag)
+            yield from action.choices.values()
 
 
 def fix_for(word: str, typed: Sequence[str], parser: Parser) -> str:

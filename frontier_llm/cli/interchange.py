@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from frontier_llm.inference.open import OpenedModel
 
 _THEN = (
-    "`frontier-llm train RUN` then goes on from it on any layout. Without RUN, print the model section that a "
-    "run file needs."
+    "`frontier-llm train RUN` then continues from it on any layout. Without RUN, print the model section that a run "
+    "file needs."
 )
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
@@ -51,7 +51,7 @@ IMPORT_OPTIONS = (
 
 
 @command(
-    option("source", metavar="DIR", help="holds config.json and safetensors"),
+    option("source", metavar="DIR", help="directory with config.json and safetensors"),
     *IMPORT_OPTIONS,
     PLUGIN,
     line="start a run from a Hugging Face model (docs/huggingface.md has the families)",
@@ -71,7 +71,11 @@ def import_hf(args: argparse.Namespace) -> int:
 
 
 @command(
-    option("source", metavar="DIR", help="with iter_*/mp_rank_*/ or global_step*/layer_*-model_states.pt, or one step"),
+    option(
+        "source",
+        metavar="DIR",
+        help="directory with iter_*/mp_rank_*/ or global_step*/layer_*-model_states.pt, or one step of it",
+    ),
     *IMPORT_OPTIONS,
     line="start a run from a checkpoint of Megatron-LM or Megatron-DeepSpeed",
     about="Write step 0 of a run from the weights of a Megatron checkpoint of any tensor- and pipeline-parallel "
@@ -135,8 +139,8 @@ def _section(model: ModelConfig, tokenizer: str | None) -> str:
 
 @command(
     option("source", metavar="CHECKPOINT", help="a run directory (its newest checkpoint) or one checkpoint's folder"),
-    option("output", metavar="DIR", help="is created"),
-    option("--dtype", choices=_DTYPES, help="of the written weights (default: the run's working precision)"),
+    option("output", metavar="DIR", help="directory to create"),
+    option("--dtype", choices=_DTYPES, help="precision of the written weights (default: the run's working precision)"),
     option("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)"),
     option(
         "--shard-gib",
@@ -151,7 +155,7 @@ def _section(model: ModelConfig, tokenizer: str | None) -> str:
         metavar="USER/NAME",
         help="upload the export to this repository of the Hugging Face Hub, which is made if there is none",
     ),
-    option("--private", action="store_true", help="with --push-to-hub: make it one that only you see"),
+    option("--private", action="store_true", help="with --push-to-hub: make the repository private"),
     PLUGIN,
     JSON,
     line="write a checkpoint as a Hugging Face model",

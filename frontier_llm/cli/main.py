@@ -65,8 +65,8 @@ def _usage() -> str:
     ]
     blocks.append("\n".join(["to begin with:", *(f"  {line}" for line in _FIRST)]))
     head = (
-        "usage: frontier-llm <command> [options]\n\nPretraining of language models on MI250X supercomputers, "
-        "laptops, and what is between."
+        "usage: frontier-llm <command> [options]\n\nPretrain language models on a laptop, on NVIDIA GPUs and on MI250X "
+        "supercomputers."
     )
     tail = f"frontier-llm help <command> explains a command; --version prints {__version__}"
     return "\n\n".join([head, *blocks, tail])
@@ -118,7 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = arguments[0]
     if name not in COMMANDS:
-        print(f"frontier-llm: unknown command {name!r}\n    fix: {suggest(name, COMMANDS)}", file=sys.stderr)
+        from frontier_llm.cli.hints import with_action
+
+        fix = with_action(name) or suggest(name, COMMANDS)
+        print(f"frontier-llm: unknown command {name!r}\n    fix: {fix}", file=sys.stderr)
         return 2
     called = f"frontier-llm {name}"
     try:

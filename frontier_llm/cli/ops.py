@@ -17,7 +17,7 @@ from frontier_llm.tables import aligned, markdown
         "--dtype",
         choices=("bf16", "fp16", "fp32"),
         default="bf16",
-        help="of the kernels' operands (default: bf16)",
+        help="type of the kernels' operands (default: bf16)",
     ),
     JSON,
     line="registers, LDS, matrix instructions and occupancy of an architecture's code objects",
@@ -147,7 +147,7 @@ def _list(args: argparse.Namespace) -> int:
     option(
         "--model",
         default="llama-2-7b",
-        help="name in configs/models, or a path: whose shapes (default: %(default)s)",
+        help="model whose shapes are measured: name in configs/models, or a path (default: %(default)s)",
     ),
     option(
         "--micro-batch",

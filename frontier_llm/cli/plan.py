@@ -45,13 +45,13 @@ _DEFAULT_MACHINE = "frontier"
     option(
         "--run",
         metavar="RUN",
-        help="plan this run file's model and global batch instead; --emit then writes on top of it",
+        help="plan the model and the global batch of this run file; the file of --emit is based on it",
     ),
     option("--machine", help="name in configs/machines, or a path (default: the run's machine, or frontier)"),
     option(
         "--stack",
         metavar="NAME",
-        help="software stack of the machine file (default: frontier-llm where the file has it)",
+        help="software stack of the machine file (default: frontier-llm if the file has it)",
     ),
     option(
         "--nodes",
@@ -97,7 +97,7 @@ _DEFAULT_MACHINE = "frontier"
         nargs="+",
         type=Path,
         metavar="DIR",
-        help="only print what the machine file predicts for these runs beside what they took",
+        help="print only the predicted step time of these runs (default machine: the run's) and the measured one",
     ),
     PLUGIN,
     JSON,
@@ -183,6 +183,7 @@ def _validate(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.config import phases_of
     from frontier_llm.config.load import parse_overrides
+    from frontier_llm.config.plugins import import_plugins
     from frontier_llm.config.validate import fp16_note
     from frontier_llm.machine.load import (
         load_machine,
@@ -196,6 +197,7 @@ def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.planner.refusal import check_found
     from frontier_llm.planner.search import default_global_batch, search
 
+    import_plugins(args.plugin)
     run = load_resolved(args.run, args.overrides) if args.run else None
     longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length) if run else None
     base = longest.config if longest else None
@@ -375,10 +377,8 @@ def _is_run(name: str) -> bool:
 def _measured(args: argparse.Namespace) -> int:
     """Show measured runs beside their predictions (`--measured`)."""
     from frontier_llm.experiments.measure.predicted import as_table, beside_prediction
-    from frontier_llm.machine.load import load_machine, rates
 
-    numbers = rates(load_machine(args.machine or _DEFAULT_MACHINE), args.stack)
-    runs = [beside_prediction(directory, numbers, args.plugin) for directory in args.measured]
+    runs = [beside_prediction(directory, args.machine, args.stack, args.plugin) for directory in args.measured]
     show(
         args,
         [{**vars(run), "directory": str(run.directory), "error": run.error} for run in runs],

@@ -14,7 +14,7 @@ from frontier_llm.cli.arguments import JSON, PLUGIN, command, option, show
         nargs="+",
         type=Path,
         metavar="RUN_DIR",
-        help="the curves of several share the axes",
+        help="run directory; the curves of several runs share the axes",
     ),
     option(
         "--output",
@@ -35,7 +35,7 @@ from frontier_llm.cli.arguments import JSON, PLUGIN, command, option, show
         "--next",
         dest="next_command",
         metavar="COMMAND",
-        help="what to suggest at the end of the page",
+        help="command that the page suggests at its end",
     ),
     about="Write one self-contained page: curves, speed, the layout and its stages, the runs compared.",
     examples=(

@@ -57,7 +57,7 @@ def _series_command(mode: Mode, batch: Sequence[Option], line: str) -> Command:
             type=positive,
             default=1,
             metavar="N",
-            help="runs of each point; from 2 on with a confidence interval",
+            help="runs of each point; 2 or more give a confidence interval",
         ),
         option("--output", metavar="DIR", help="directory of the series (default: runs/scaling)"),
         *JOB,
@@ -87,7 +87,7 @@ def _series_command(mode: Mode, batch: Sequence[Option], line: str) -> Command:
             type=natural,
             default=0,
             metavar="N",
-            help="with --in-job: nodes of the allocation to keep in hand (default: 0)",
+            help="with --in-job: nodes of the allocation that stay free, to replace dead ones (default: 0)",
         ),
         option(
             "--preflight",
@@ -96,7 +96,7 @@ def _series_command(mode: Mode, batch: Sequence[Option], line: str) -> Command:
         ),
         JSON,
     )
-    start = f"frontier-llm scaling {mode} --model gpt-22b --nodes 16,32 --site lumi"
+    start = f"frontier-llm scaling {mode} --model gpt-1t --nodes 64,384 --site lumi"
     return Command(
         work=partial(_series, mode),
         options=options,
@@ -310,7 +310,7 @@ def _simulate(args: argparse.Namespace, points: list[Point], root: Path) -> int:
 
 
 @command(
-    option("directory", metavar="DIR", help="holds the points, at any depth"),
+    option("directory", metavar="DIR", help="directory that holds the points, at any depth"),
     option("--output", metavar="DIR", help="where to write (default: the same directory)"),
     JSON,
     line="harvest run directories into a table and figures",

@@ -17,7 +17,7 @@ from frontier_llm.cli.arguments import JSON, command, option, show
         help="a run, shown in detail, or a directory that holds runs at any depth, one line each (default: runs/)",
     ),
     JSON,
-    about="Where runs stand, from their directories and Slurm: job, step, loss, speed, time left, last durable "
+    about="Show the state of runs, from their directories and Slurm: job, step, loss, speed, time left, last durable "
     "checkpoint, restarts.",
     examples=(
         "frontier-llm status",

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         "--failed-start-node-hours",
         type=positive_amount,
         metavar="H",
-        help="give up when starts in a row that reach no step have used so many (default: 3 hours of all nodes)",
+        help="give up when starts in a row without a step have used so many node-hours (default: 3 hours of all nodes)",
     ),
     option(
         "--preflight",

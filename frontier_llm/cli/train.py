@@ -30,7 +30,7 @@ from frontier_llm.units import printable
         type=natural,
         default=0,
         metavar="N",
-        help="train nothing on the next N samples; each start with it leaves out N more",
+        help="do not train on the next N samples; each start with this option leaves out N more",
     ),
     option(
         "--restart-source",
@@ -39,13 +39,11 @@ from frontier_llm.units import printable
         metavar="PATH",
         help="read this dataset of the run from its beginning, in another order; repeatable",
     ),
-    option("--dry-run", action="store_true", help="run `frontier-llm check` with this run, train nothing"),
-    about="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are "
-    "started: "
-    "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a "
-    "checkpoint "
-    "within a step, a file STOP makes one and ends the run; started again without that file, it goes on from the "
-    "last one.",
+    option("--dry-run", action="store_true", help="check the run as `frontier-llm check` does, and train nothing"),
+    about="Train a run file. Under srun, mpirun or torchrun each process is one rank. Otherwise local ranks are "
+    "started: parallel.tensor x parallel.pipeline x parallel.data of them (parallel.data is 1 if the run does not set "
+    "it). A file SAVE in the run directory requests a checkpoint at the next step. A file STOP requests a checkpoint "
+    "and ends the run. Remove STOP and repeat the command to continue from the newest checkpoint.",
     examples=(
         "frontier-llm train quickstart train.steps=500",
         "frontier-llm train train_small parallel.data=1",
@@ -104,11 +102,18 @@ def _run(args: argparse.Namespace) -> int:
             from frontier_llm.training.loop import Resume, train
 
             resume = Resume(args.strict, tuple(args.allow_change), args.leave_out, tuple(args.restart_source))
-            code = train(config, place, signals, resume)
+            code = train(config, place, signals, resume, _stage_bytes)
         if place is not None:
             # Slurm's warning must not kill a rank that is finished and about to exit
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         return code
+
+
+def _stage_bytes(config: RunConfig, ranks: int) -> tuple[float, ...]:
+    """Return the predicted bytes of each pipeline stage. Rank 0 imports the planner when it needs them."""
+    from frontier_llm.planner.predict import stage_bytes
+
+    return stage_bytes(config, ranks)
 
 
 def _dry_run(args: argparse.Namespace, overrides: Sequence[str], config: RunConfig, world_size: int) -> int:

@@ -34,7 +34,7 @@ DIRECTORY = "runs/tune"
         type=amount,
         required=True,
         metavar="H",
-        help="what all trials together may use; 0: only write the report",
+        help="node-hours that all trials together may use; 0: only write the report",
     ),
     option(
         "--nodes",
@@ -47,7 +47,7 @@ DIRECTORY = "runs/tune"
         type=natural,
         default=0,
         metavar="N",
-        help="nodes of the allocation to keep in hand (default: 0)",
+        help="nodes of the allocation that stay free, to replace dead ones (default: 0)",
     ),
     option(
         "--ranks",
@@ -60,13 +60,13 @@ DIRECTORY = "runs/tune"
         type=positive,
         default=10,
         metavar="N",
-        help="of a trial; the first three do not count (default: %(default)s)",
+        help="steps of a trial; the first three are not timed (default: %(default)s)",
     ),
     option(
         "--trials",
         type=positive,
         metavar="N",
-        help="at most so many (default: as many as the budget and the gain allow)",
+        help="largest number of trials (default: as many as the budget and the expected gain allow)",
     ),
     option(
         "--fix",
@@ -80,14 +80,14 @@ DIRECTORY = "runs/tune"
         type=positive,
         default=256,
         metavar="N",
-        help="the planner's best so many are the space (default: %(default)s)",
+        help="search among the N layouts that the planner predicts as fastest (default: %(default)s)",
     ),
     option(
         "--within",
         type=positive_amount,
         default=2.0,
         metavar="X",
-        help="of which predicted within X times the best (default: %(default)s)",
+        help="leave out layouts that are predicted slower than X times the fastest (default: %(default)s)",
     ),
     option("--allow-cross-node-tp", action="store_true", help="also try tensor parallelism beyond the node"),
     option("--exhaustive", action="store_true", help="try every layout of the space, in random order"),
@@ -96,34 +96,32 @@ DIRECTORY = "runs/tune"
         type=natural,
         default=0,
         metavar="N",
-        help="of what is chosen at random (default: 0)",
+        help="seed of the random choices (default: 0)",
     ),
     option(
         "--output",
         metavar="DIR",
-        help=f"trials, table and report; the same directory goes on (default: {DIRECTORY}/RUN)",
+        help=f"directory of trials, table and report; a search that is in it continues (default: {DIRECTORY}/RUN)",
     ),
     option(
         "--emit",
         type=Path,
         metavar="FILE",
-        help="the fastest layout as a run file (default: best.yaml in the output)",
+        help="write the fastest layout as a run file (default: best.yaml in the output)",
     ),
     option(
         "--emit-machine",
         type=Path,
         metavar="FILE",
-        help="a machine file with the constants that the trials have changed",
+        help="write a machine file with the constants that the trials have changed",
     ),
     option("--preflight", action="store_true", help="`doctor` on every node of the allocation first"),
     option("--dry-run", action="store_true", help="show the space and what a trial costs, run nothing"),
     JSON,
-    about="Find the fastest layout of a run by running it: trials of a few steps by srun inside an allocation "
-    "(slurm/tune.sbatch), or "
-    "on this machine. The first is the planner's choice; a model of the planner's error then chooses. Each trial has "
-    "a time limit; one that "
-    "runs out of memory, hangs or has no finite loss is told apart and counts as slow. After a walltime the same "
-    "command goes on.",
+    about="Find the fastest layout of a run by running it. Each trial trains a few steps, by srun inside an allocation "
+    "(slurm/tune.sbatch) or on this machine. The first trial is the planner's choice. A model of the planner's error "
+    "then chooses the next ones. Each trial has a time limit. A trial that runs out of memory, hangs or has no finite "
+    "loss counts as slow, and the table names the failure. To continue after the walltime, repeat the command.",
     examples=(
         "frontier-llm tune train_small --ranks 4 --max-node-hours 0.2",
         "frontier-llm tune train_22b --nodes 16 --max-node-hours 40 --dry-run",
@@ -150,7 +148,12 @@ def tune(args: argparse.Namespace) -> int:
     search = _search(args, overrides, launcher, root)
     log.info(_cost(search, launcher.nodes, args, root))
     if args.dry_run:
+        from frontier_llm.planner.choice import not_by_time
+
         rows = _plan_rows(search)
+        seconds = [plan.step_s for plan in search.space.plans]
+        if seconds != sorted(seconds):
+            log.info(not_by_time())
         show(args, rows, lambda: aligned((">step_s", ">gib", "layout"), (row.values() for row in rows)))
         return 0
     if tool is not None:
@@ -239,19 +242,20 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
 def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> str:
     """Return a text about the search space and the cost of its trials."""
     from frontier_llm.cluster.admission import written
-    from frontier_llm.planner.predict import START_S
+    from frontier_llm.experiments.tuning.search import Proposal
     from frontier_llm.units import format_seconds, plural
 
     plans = search.space.plans
     used = sum(trial.node_hours for trial in search.trials)
-    trial_s = START_S + args.steps * plans[0].step_s
+    trial_s = search.expected_s(Proposal(0, "planner", plans[0].step_s), args.steps)
+    start = "measured" if any(trial.ok for trial in search.trials) else "assumed, until one is measured"
     left = max(0.0, args.max_node_hours - used)
     steps_s = [plan.step_s for plan in plans]
     return (
-        f"{plural(len(plans), 'layout')} of {search.space.legal} legal ones fit, {format_seconds(min(steps_s))} to "
-        f"{format_seconds(max(steps_s))} per step (predicted)\n"
+        f"{len(plans)} of {plural(search.space.legal, 'layout')} that fit are searched, "
+        f"{format_seconds(min(steps_s))} to {format_seconds(max(steps_s))} per step (predicted)\n"
         f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} "
-        f"(start assumed, until one is measured), "
+        f"(start {start}), "
         f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.max_node_hours:.3g} node-hours are used\n"
         f"cost: {plural(nodes, 'node')} for at most {left / nodes * 60:,.0f} minutes of trials, {left:.3g} node-hours\n"
         f"cost: trials write {written(search.space.config, 0, root)}"
@@ -282,7 +286,8 @@ def _conclude(args: argparse.Namespace, search: Tuner, overrides: list[str], roo
     if args.emit_machine and best is not None:
         write_machine(args.emit_machine, tuned_machine(search))
         written.append(args.emit_machine)
-    show(args, summary(search), lambda: "\n".join(f"{key}: {value}" for key, value in summary(search).items()))
+    shown = {key: value for key, value in summary(search).items() if value not in (None, {})}
+    show(args, summary(search), lambda: "\n".join(f"{key}: {value}" for key, value in shown.items()))
     if written:
         log.info(f"wrote {', '.join(map(str, written))}")
     return 0 if best is not None else 1

@@ -37,6 +37,7 @@ from frontier_llm.run.failure import (
     speaks_of_hardware,
 )
 from frontier_llm.run.holder import take
+from frontier_llm.run.job import ROOMIER_PLAN_VARIABLE
 from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 from frontier_llm.units import printable
@@ -116,7 +117,7 @@ def start_ranks(
     prune(run.directory / "logs")
     log_dir = run.directory / "logs" / f"attempt_{number:04}"
     before = run_dir.place(run.directory)
-    variables = {"FRONTIER_LLM_INCARNATION": str(number)}
+    variables = {"FRONTIER_LLM_INCARNATION": str(number), **plan_variables(run)}
     outcome = run_step(JobStep(run, nodes, log_dir, variables, deadline_s, save_after_s))
     run_dir.refuse_moved(run.directory, before)
     if outcome.cause == "crash" and (dead := dead_nodes(run, nodes, outcome)):
@@ -147,6 +148,12 @@ def start_ranks(
     run_dir.record(run.directory, ended)
     log.info(f"attempt {number} ended at step {end_step}: {ended.cause}{', ' + ended.detail if ended.detail else ''}")
     return outcome, ended.ended_unix_s - started_s
+
+
+def plan_variables(run: BatchRun) -> dict[str, str]:
+    """Return the variable that tells the ranks whether the job can continue with a roomier plan than theirs."""
+    has_roomier = bool(run.job.plans) and run.plan == run.job.plans[0]
+    return {ROOMIER_PLAN_VARIABLE: "1"} if has_roomier else {}
 
 
 def dead_nodes(run: BatchRun, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:

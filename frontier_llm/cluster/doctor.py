@@ -32,6 +32,7 @@ MAX_USED_GIB = 1.0  # memory in use before a start; the driver itself takes less
 SLOW_WRITE_S = 5.0  # a longer time to write 1 MiB gives a warning.
 TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
 SRUN_GRACE_S = 5.0
+OTHER_LIBFABRIC = "version `FABRIC_"  # in the dynamic loader's error if libfabric is older than the plugin expects
 NO_GCD = (
     "a login node has no GCDs: run this inside an allocation (salloc); if a compute node has none, exclude it and "
     "report it to the site (rocm-smi shows its GCDs)"
@@ -327,9 +328,14 @@ def _network_findings(site: Site, fact: Facts, networked: bool) -> Iterator[Node
         what = f"no {site.libfabric_provider} provider: {fact.provider_error}"
         is_fatal = networked and fact.provider_error != NO_FI_INFO
         yield NodeFinding("libfabric", (), what, remedy, fatal=is_fatal)
+    for conflict in fact.library_conflicts:
+        remedy = "load modules, or use an image, in which RCCL, its plugin, libfabric and hwloc were built together"
+        yield NodeFinding("network libraries", (), conflict, remedy, fatal=False)
     if fact.plugin_error:
         what = f"{fact.plugin_error}; RCCL would silently use TCP (308 ms instead of 19 ms for 1 GiB)"
         remedy = "module load rccl-net-plugin, or bind the plugin into the container"
+        if OTHER_LIBFABRIC in fact.plugin_error:
+            remedy = "the plugin was built with a newer libfabric: load that libfabric, or a plugin for this one"
         yield NodeFinding("RCCL plugin", (), what, remedy, fatal=networked)
 
 

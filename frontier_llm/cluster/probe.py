@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from frontier_llm.cluster.network_libraries import conflicts, find_rccl
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config.fields import Section
 from frontier_llm.files import package_digest
@@ -60,6 +61,7 @@ class Facts:
     node_local_error: str
     node_local_free_bytes: int
     gcd_used_gib: tuple[float, ...] = ()  # memory in use, one entry per GCD; empty: the driver does not tell
+    library_conflicts: tuple[str, ...] = ()  # network libraries that do not fit each other
     errors: tuple[int, int] | None = None  # (corrected, uncorrected) since the node's start; None: not counted
 
 
@@ -85,6 +87,7 @@ def probe(settings: Settings) -> Facts:
         node_local_error=local_error,
         node_local_free_bytes=local_free,
         gcd_used_gib=gcd_used_gib(root),
+        library_conflicts=library_conflicts(settings.site.network_plugin),
         errors=memory_errors(root),
     )
 
@@ -175,12 +178,24 @@ def plugin_error(plugin: str | None) -> str:
     """
     if plugin is None:
         return ""
-    named = environ("NCCL_NET_PLUGIN") or ""
     try:
-        ctypes.CDLL(named if ".so" in named else plugin)
+        ctypes.CDLL(_plugin_in_use(plugin))
     except OSError as error:
         return str(error)
     return ""
+
+
+def _plugin_in_use(plugin: str) -> str:
+    """Return the library in NCCL_NET_PLUGIN, or else the site's `plugin`."""
+    named = environ("NCCL_NET_PLUGIN") or ""
+    return named if ".so" in named else plugin
+
+
+def library_conflicts(plugin: str | None) -> tuple[str, ...]:
+    """Return the conflicts of RCCL, its plugin, libfabric and hwloc. () for a site without a plugin."""
+    if plugin is None:
+        return ()
+    return tuple(conflicts(_plugin_in_use(plugin), find_rccl(), shutil.which("fi_info")))
 
 
 def comparable_environment(site: Site) -> dict[str, str]:

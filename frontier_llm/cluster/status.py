@@ -31,6 +31,7 @@ from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder,
 from frontier_llm.run.job import Job, read_job
 from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.run.run_dir import PlanSwitch, Slow
+from frontier_llm.run.stage_memory import StageMemory, read_stage_memory
 from frontier_llm.run.uploads import UploadRecord, read_uploads
 from frontier_llm.units import printable
 
@@ -75,6 +76,7 @@ class Status:
     expected_end_unix_s: float | None = None  # end of the run if its job is running, without time in the queue.
     switch: PlanSwitch | None = None  # the change to the job's roomier plan, if the next start uses it.
     uploads: UploadRecord | None = None  # copies at train.remote.
+    memory: tuple[StageMemory, ...] = ()  # of each pipeline stage after the first steps of the newest start.
     evaluated: Evaluated | None = None  # newest result of `evaluate --follow`.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
@@ -155,13 +157,7 @@ def read_status(directory: Path) -> Status:
     step_time_s = statistics.median(times) if times else None
     eta_s = step_time_s * max(0, target - step) if step_time_s is not None and target is not None else None
     left_s = _walltime_left_s(fields)
-    failures = [attempt for attempt in attempts if attempt.failed]
     failure = parts.read(_failure, None)
-    last_failure = None
-    if failure:
-        last_failure = failure.describe()
-    elif failures:
-        last_failure = failures[-1].detail
     job = parts.read(read_job, None)
     slices_left = _slices(eta_s, left_s, fields)
     used = parts.read(lambda path: _used_node_hours(path, fields), 0.0)
@@ -193,7 +189,7 @@ def read_status(directory: Path) -> Status:
         bad_hosts=tuple(parts.read(run_dir.bad_hosts, [])),
         slow_hosts=tuple(parts.read(run_dir.slow_hosts, [])),
         blocked=parts.read(_blocked, {}),
-        last_failure=last_failure,
+        last_failure=_last_failure(failure, attempts),
         epochs=parts.read(epochs_read, {}),
         job=job,
         node_hours=used,
@@ -202,6 +198,7 @@ def read_status(directory: Path) -> Status:
         expected_end_unix_s=expected_end_unix_s,
         switch=parts.read(lambda path: _switch(path, job, attempts), None),
         uploads=parts.read(read_uploads, None),
+        memory=parts.read(read_stage_memory, ()),
         evaluated=parts.read(newest_result, None),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
@@ -213,6 +210,14 @@ def _switch(directory: Path, job: Job | None, attempts: Sequence[run_dir.Attempt
         return None
     switches = (switch for switch in run_dir.plan_switches(directory) if switch.plan == job.plans[1])
     return next(iter(reversed([*switches])), None)
+
+
+def _last_failure(failure: Failure | None, attempts: Sequence[run_dir.Attempt]) -> str | None:
+    """Return the record of the newest start, or else the reason of the last start that failed."""
+    if failure:
+        return failure.describe()
+    failed = [attempt for attempt in attempts if attempt.failed]
+    return failed[-1].detail if failed else None
 
 
 def _state(fields: Mapping[str, str], living: Holder | None, end: str) -> str:

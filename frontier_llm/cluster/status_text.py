@@ -11,9 +11,10 @@ from frontier_llm.run import hostlist
 from frontier_llm.run.evaluations import Evaluated
 from frontier_llm.run.job import Job
 from frontier_llm.run.run_dir import Slow
+from frontier_llm.run.stage_memory import StageMemory, format_error, fullest
 from frontier_llm.run.uploads import UploadRecord
 from frontier_llm.tables import aligned
-from frontier_llm.units import format_count, format_seconds, plural
+from frontier_llm.units import GIB, format_count, format_seconds, plural
 
 BAR = 24  # width in characters
 NOTE = 48  # longest note in the table, in characters
@@ -64,6 +65,8 @@ def _render_one(status: Status) -> str:
     where = f" on {status.nodes}" if status.nodes else ""
     reason = f" ({status.reason})" if status.reason and status.reason != "None" else ""
     facts = [("step", _progress(status)), ("speed", _speed(status)), ("time left", _time_left(status))]
+    if status.memory:
+        facts.append(("memory", _memory(fullest(status.memory))))
     age = f", {format_seconds(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
     if status.job is not None:
         facts.append(("job", _wanted(status.job)))
@@ -96,6 +99,14 @@ def _render_one(status: Status) -> str:
             *(f"  {name:<11}{text}" for name, text in facts if text),
         ]
     )
+
+
+def _memory(stage: StageMemory) -> str:
+    """Return the used memory of the fullest stage beside its prediction."""
+    text = f"{stage.used_bytes / GIB:.1f} GiB on the fullest stage ({stage.stage})"
+    if stage.predicted_bytes is not None:
+        text += f", predicted {stage.predicted_bytes / GIB:.1f} ({format_error(stage)})"
+    return text
 
 
 def _uploads(record: UploadRecord) -> str:

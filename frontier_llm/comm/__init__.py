@@ -8,7 +8,6 @@ from frontier_llm.comm.axis import (
     all_reduce_,
     barrier,
     broadcast_,
-    mesh_of,
     reduce_scatter,
     serial_mesh,
     single,
@@ -36,6 +35,7 @@ from frontier_llm.comm.groups import (
     disconnect,
     dump_flight_record,
     end_communication,
+    mesh_of,
     process_group,
 )
 from frontier_llm.comm.ledger import Ledger

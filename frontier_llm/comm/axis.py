@@ -17,8 +17,7 @@ from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
 from frontier_llm.comm.group import DONE, Collectives, Group, OneInFlight, Pending
 from frontier_llm.comm.interleaving import Interleaving
 from frontier_llm.comm.ledger import Ledger
-from frontier_llm.schedule import Placement
-from frontier_llm.topology.grid import AXES, Grid
+from frontier_llm.topology.grid import AXES
 
 
 @dataclass(frozen=True)
@@ -89,39 +88,6 @@ class Mesh:
         """Return the axis with this name, for example 'tp'."""
         axis: Axis = getattr(self, name)
         return axis
-
-
-def mesh_of(
-    grid: Grid,
-    global_rank: int,
-    placement: Placement,
-    new_axis: Callable[[str, tuple[int, ...]], Axis],
-    ledger: Ledger,
-    *,
-    tied_embeddings: bool,
-    experts: bool,
-) -> Mesh:
-    """Return the mesh of `global_rank`. `new_axis` creates an axis from its name and global ranks.
-
-    All ranks create their axes in the same order.
-    """
-    alone = (global_rank,)
-    pipeline = grid.group("pp", global_rank)
-    ends = tuple(pipeline[stage] for stage in placement.ends)
-    tied = new_axis("tied", ends if tied_embeddings and global_rank in ends else alone)
-    axes = {name: new_axis(name, grid.group(name, global_rank)) for name in AXES}
-    joint = grid.replicas
-    return Mesh(
-        **axes,
-        replicas=axes[joint] if joint in axes else new_axis(joint, grid.group(joint, global_rank)),
-        world=new_axis("world", tuple(range(grid.world_size))),
-        tied=tied,
-        channels={channel.value: new_axis(f"pp.{channel.value}", pipeline) for channel in placement.streams},
-        ledger=ledger,
-        ep=new_axis("ep", grid.experts_group(global_rank) if experts else alone),
-        etp=new_axis("etp", grid.split_experts_group(global_rank) if experts else alone),
-        edp=new_axis("edp", grid.replicas_group(global_rank) if experts else alone),
-    )
 
 
 def serial_mesh() -> Mesh:

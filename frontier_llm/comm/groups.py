@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from frontier_llm import log
 from frontier_llm.comm.algorithms import load_algorithms
-from frontier_llm.comm.axis import Axis, Mesh, mesh_of, single
+from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.group import Group, OneInFlight, TorchGroup
 from frontier_llm.comm.group_memory import GroupMemory, outside_allocator_bytes
 from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.interleaving import Interleaving
+from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.ranges import new_ledger
 from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store, limit_answer_time
 from frontier_llm.comm.shm import ShmGroup
@@ -30,7 +31,7 @@ from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.files import write_replaced
 from frontier_llm.schedule import Placement, round_robin
-from frontier_llm.topology.grid import Grid
+from frontier_llm.topology.grid import AXES, Grid
 from frontier_llm.topology.streams import LEVELLED, nodes_of
 
 AS_DEFAULT = CommConfig()
@@ -241,6 +242,39 @@ def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
     """
     local = dist.get_backend() != "mpi"
     return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=local)
+
+
+def mesh_of(
+    grid: Grid,
+    global_rank: int,
+    placement: Placement,
+    new_axis: Callable[[str, tuple[int, ...]], Axis],
+    ledger: Ledger,
+    *,
+    tied_embeddings: bool,
+    experts: bool,
+) -> Mesh:
+    """Return the mesh of `global_rank`. `new_axis` creates an axis from its name and global ranks.
+
+    All ranks create their axes in the same order.
+    """
+    alone = (global_rank,)
+    pipeline = grid.group("pp", global_rank)
+    ends = tuple(pipeline[stage] for stage in placement.ends)
+    tied = new_axis("tied", ends if tied_embeddings and global_rank in ends else alone)
+    axes = {name: new_axis(name, grid.group(name, global_rank)) for name in AXES}
+    joint = grid.replicas
+    return Mesh(
+        **axes,
+        replicas=axes[joint] if joint in axes else new_axis(joint, grid.group(joint, global_rank)),
+        world=new_axis("world", tuple(range(grid.world_size))),
+        tied=tied,
+        channels={channel.value: new_axis(f"pp.{channel.value}", pipeline) for channel in placement.streams},
+        ledger=ledger,
+        ep=new_axis("ep", grid.experts_group(global_rank) if experts else alone),
+        etp=new_axis("etp", grid.split_experts_group(global_rank) if experts else alone),
+        edp=new_axis("edp", grid.replicas_group(global_rank) if experts else alone),
+    )
 
 
 def build_mesh(

@@ -1,13 +1,21 @@
-"""Translates options and keys of other frameworks to names of this project, by the tables of docs/coming_from.md."""
+"""Explains unknown keys, also those of other frameworks, which the tables of docs/coming_from.md translate."""
 
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from functools import cache
+from typing import Any, get_args
+
+from pydantic import BaseModel
 
 from frontier_llm.config.places import configs_dir
+from frontier_llm.errors import closest, suggest
 
 PAGE = "docs/coming_from.md"
+# Share of equal letters from which a name counts as mistyped. One wrong, missing, doubled or swapped letter reaches
+# it. Other words, such as --tensor and --tokens, stay below.
+SIMILAR = 0.8
 
 
 def _plain_name(text: str) -> str:
@@ -40,3 +48,40 @@ def _names() -> dict[str, str]:
 def name_here(name: str) -> str:
     """Return this project's name of another framework's option or key. '' if docs/coming_from.md does not list it."""
     return _names().get(_plain_name(name), "")
+
+
+def meaning_of_near_name(name: str) -> str:
+    """Return this project's name of the most similarly spelled option or key of another framework, or ''."""
+    matches = get_close_matches(_plain_name(name), _names(), n=1, cutoff=SIMILAR)
+    return _names()[matches[0]] if matches else ""
+
+
+def unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """Suggest the closest valid key of that section, or the same key in another section."""
+    section = model_type
+    for part in location[:-1]:
+        field = section.model_fields.get(str(part))
+        if field is not None:
+            section = _section_in(field.annotation) or section
+    names = list(section.model_fields)
+    key = str(location[-1])
+    elsewhere = [
+        f"{name}.{key}"
+        for name, field in model_type.model_fields.items()
+        if key in getattr(field.annotation, "model_fields", {})
+    ]
+    meaning = name_here(key)
+    if meaning and not elsewhere:
+        return f"here: {meaning} ({PAGE})"
+    if closest(key, names):
+        return suggest(key, names)
+    if not elsewhere and (near := meaning_of_near_name(key)):
+        return f"here: {near} ({PAGE})"
+    return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section class in an annotation, also inside a tuple or union. None if it has only values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from frontier_llm.config.load import unknown_key_fix
+from frontier_llm.config.foreign import unknown_key_fix
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError, Problem
 

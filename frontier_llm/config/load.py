@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from frontier_llm import log
 from frontier_llm.config.durations import is_duration
-from frontier_llm.config.foreign import PAGE, name_here
+from frontier_llm.config.foreign import unknown_key_fix
 from frontier_llm.config.model import ModelConfig
 from frontier_llm.config.places import configs_dir
 from frontier_llm.config.plugins import import_plugins, plugin_paths
@@ -78,8 +78,9 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     if name in shipped:
         return configs_dir() / kind / f"{name}.yaml"
     fix = suggest(name, shipped) + "; or the path of a .yaml file"
-    if os.path.isfile(f"{name}.yaml"):
-        fix = f"did you mean {name}.yaml?"
+    stem = name.removesuffix(".yml")
+    if os.path.isfile(f"{stem}.yaml"):
+        fix = f"did you mean {stem}.yaml?"
     elif os.path.isfile(name):
         fix = f"{name} exists, but the name of a {kind[:-1]} file must end in .yaml: rename it"
     elif kind == "runs" and name in available("models"):
@@ -90,7 +91,8 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     what = f"no {kind[:-1]} file {name!r}"
     if name.endswith(_ENDINGS):
         what = f"no {kind[:-1]} file {' or '.join(dict.fromkeys(os.path.abspath(path) for path in candidates))}"
-        fix = f"check the path, or give one of {', '.join(shipped)}"
+        if stem == name or not os.path.isfile(f"{stem}.yaml"):
+            fix = f"check the path, or give one of {', '.join(shipped)}"
     raise ConfigError(what, fix=fix)
 
 
@@ -233,10 +235,14 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """
     nested: dict[str, Any] = {}
     problems = []
-    for word in overrides:
+    typed: list[str] = []
+    words = iter(overrides)
+    for word in words:
         key, separator, text = word.partition("=")
         if not separator or not key or any(not part for part in key.split(".")):
-            problems.append(Problem(where=word, what="is not of the form key=value", fix="write e.g. train.steps=100"))
+            following = next(words, "") if "." in word and not separator else ""
+            fix = f"write {word}={following}" if following and "=" not in following else "write e.g. train.steps=100"
+            problems.append(Problem(where=word, what="is not of the form key=value", fix=fix))
             continue
         try:
             value = _parse(text)
@@ -258,39 +264,26 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                     )
                 )
                 target = {}
-        target[leaf] = value
+        earlier = target.get(leaf)
+        if isinstance(earlier, dict) and any(other.startswith(f"{key}.") for other in typed):
+            # such as model.layers=2 followed by model=NAME
+            value = {"base": value} if isinstance(value, str) else value
+            if isinstance(value, dict):
+                target[leaf] = merge(earlier, value)
+            else:
+                problems.append(
+                    Problem(
+                        where=word,
+                        what=f"sets {key!r} to a value without keys, and another argument sets a key of it",
+                        fix="remove one of the two arguments",
+                    )
+                )
+        else:
+            target[leaf] = value
+        typed.append(key)
     if problems:
         raise ConfigError(problems)
     return nested
-
-
-def unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """Suggest the closest valid key of that section, or the same key in another section."""
-    section = model_type
-    for part in location[:-1]:
-        field = section.model_fields.get(str(part))
-        if field is not None:
-            section = _section_in(field.annotation) or section
-    names = list(section.model_fields)
-    key = str(location[-1])
-    elsewhere = [
-        f"{name}.{key}"
-        for name, field in model_type.model_fields.items()
-        if key in getattr(field.annotation, "model_fields", {})
-    ]
-    meaning = name_here(key)
-    if meaning and not elsewhere:
-        return f"here: {meaning} ({PAGE})"
-    if closest(key, names):
-        return suggest(key, names)
-    return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in an annotation, also inside a tuple or union. None if it has only values."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 # Texts for pydantic's kinds of errors.
@@ -381,8 +374,8 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
         ) from None
 
 
-def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a run file with its bases and the overrides, and import its plugins.
+def load_run(name_or_path: str, overrides: Iterable[str] = (), source: str = "command line") -> RunConfig:
+    """Read a run file with its bases and the overrides, and import its plugins. Errors name `source` for an override.
 
     Raises ConfigError listing every unknown key (with the closest valid one), missing key and wrong value.
     """
@@ -390,17 +383,14 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
     overrides = list(overrides)
     content, _ = compose(path, "runs")
     typed_content = with_machine_path(_expand_model(parse_overrides(overrides), None), Path.cwd())
-    over = plugin_paths(typed_content, Path.cwd(), "command line")
+    over = plugin_paths(typed_content, Path.cwd(), source)
     merged = merge(content, over)
     try:
         config = build(RunConfig, merged)
     except ConfigError as error:
         typed = [word.partition("=")[0] for word in overrides]
         raise ConfigError(
-            [
-                replace(p, where=f"{'command line' if _within(p.where, typed) else path}: {p.where}")
-                for p in error.problems
-            ]
+            [replace(p, where=f"{source if _within(p.where, typed) else path}: {p.where}") for p in error.problems]
         ) from None
     if "validated" in (merged.get("optimizer") or {}):
         log.info("optimizer.validated has no effect any more: remove the key (the losses stay the same)")

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 
 from frontier_llm.blueprint.layout import FIELD_OF_KEY, SHARDING, Layout, context_way, run_keys
 from frontier_llm.config import RECOMPUTE, ModelConfig, ParallelConfig, PrecisionConfig, recompute_modes
-from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
+from frontier_llm.errors import ConfigError, LayoutError, Problem, divisors, nearest, suggest
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.layouts import Layouts, as_table
-from frontier_llm.schedule import names, rule, v_names
+from frontier_llm.schedule import names, rule
 from frontier_llm.topology.expert_nodes import over_nodes
 from frontier_llm.topology.grid import AXIS_ORDERS, tensor_groups_stay_in_nodes
 from frontier_llm.topology.plan import tp_limit
@@ -48,7 +48,6 @@ MEANINGS: dict[str, Mapping[str, Any]] = {
     "recompute": dict.fromkeys(RECOMPUTE),  # or several
     "zero": BY_STAGE,
     "data_mode": {"zero": "optimizer", "fsdp": "weights"},
-    "schedule": {name: name for name in (*names(), *v_names(), SEARCHED)},
     "axis_order": {name: name for name in AXIS_ORDERS},
     "gradient_wire": _choices(PrecisionConfig, "gradient_wire"),
     "context_attention": _choices(ParallelConfig, "context_attention"),
@@ -289,10 +288,16 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
             problems.append(Problem(where=word, what="is not a choice that can be fixed", fix=suggest(name, FIXABLE)))
             continue
         meanings = MEANINGS.get(name, {})
-        readers: dict[str, Callable[[str], Any]] = {"recompute": recompute_modes, "imbalance": float}
+        readers: dict[str, Callable[[str], Any]] = {
+            "recompute": recompute_modes,
+            "imbalance": float,
+            "schedule": _schedule,
+        }
         read = readers.get(name, meanings.__getitem__ if meanings else _whole)
         try:
             fixed[FIXABLE[name]] = read(text.lower())
+        except LayoutError as error:
+            problems += error.problems
         except (ValueError, KeyError):
             valid = ", ".join(meanings) or ("a number" if name == "imbalance" else "a whole number")
             problems.append(Problem(where=word, what=f"{text!r} is not a value of {name}", fix=f"use {valid}"))
@@ -314,6 +319,14 @@ def fixed_words(fixed: Mapping[str, Any]) -> str:
     return " ".join(
         f"{names[field]}={stages[value] if field == 'sharding' else value}" for field, value in fixed.items()
     )
+
+
+def _schedule(text: str) -> str:
+    """Return the name of a schedule, of a plugin too. Raises LayoutError with the closest name if it is unknown."""
+    known = {name.lower(): name for name in (*names(), SEARCHED)}
+    if text not in known:
+        rule(text)  # a member of a family, such as v:2,2,2,2
+    return known.get(text, text)
 
 
 def _whole(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, time
 from frontier_llm.planner.alternatives import alternatives
 from frontier_llm.planner.breakdown import breakdown
 from frontier_llm.planner.candidates import runnable_layouts
-from frontier_llm.planner.costs.layouts import as_table, ranks_per_node
+from frontier_llm.planner.costs.layouts import Layouts, as_table, ranks_per_node
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.seconds import Prices, times, work_s
 from frontier_llm.planner.costs.time import step_s
@@ -32,6 +32,7 @@ from frontier_llm.planner.search import Plan, Search
 from frontier_llm.schedule import Kind, timeline_chart
 from frontier_llm.units import GIB, format_bytes, strict_json
 
+SLOWEST_SHOWN = 3.0  # slowest step in the chart of time against memory, relative to the fastest
 SAME_EFFICIENCY = 0.01  # difference of two efficiencies that cannot be seen in a chart
 
 
@@ -45,12 +46,14 @@ def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, num
         + report.explain(outcome.best, machine, stack, numbers)
     )
     title = f"{outcome.model.name} on {outcome.nodes} nodes of {machine.name}"
+    candidates = candidates_of(outcome, numbers)
     parts = [
         figure(pipeline_chart(outcome.best)),
         figure(step_chart(outcome, numbers)),
+        figure(time_memory_chart(outcome, candidates)),
         figure(memory_chart(outcome.best)),
         figure(roofline_chart(outcome.best, numbers)),
-        figures(throughput_charts(outcome, numbers)),
+        figures(throughput_charts(outcome, candidates)),
         figures(scaling_charts(outcome, machine, numbers)),
     ]
     if gradient_choices(outcome.best, numbers):
@@ -184,12 +187,17 @@ def intensity(executed: float, moved_bytes: float) -> float:
     return float(f"{executed / moved_bytes:.3g}")
 
 
-def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
-    """Yield charts of the best throughput of the layouts that fit, by TP, PP and microbatches.
+@dataclass(frozen=True)
+class Candidates:
+    """The layouts of a search that fit, with the seconds of a step in closed form and the memory of a device."""
 
-    The throughput is computed in closed form, so that all layouts of the search are included. A star is the simulated
-    choice. A chart of a single value is left out.
-    """
+    layouts: Layouts
+    seconds: np.ndarray
+    memory_gib: np.ndarray
+
+
+def candidates_of(outcome: Search, numbers: Rates) -> Candidates:
+    """Return all layouts of the search that fit."""
     chosen = outcome.best.layout
     layouts = runnable_layouts(
         outcome.model,
@@ -200,10 +208,54 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
         dtype=chosen.dtype,
         optimizer=chosen.optimizer,
     )
-    layouts = layouts.where(peak_memory(outcome.model, layouts, numbers) <= numbers.memory_bytes)
-    speed = (
-        layouts.global_batch * outcome.model.sequence_length / step_s(outcome.model, layouts, numbers) / layouts.devices
+    memory = np.asarray(peak_memory(outcome.model, layouts, numbers))
+    fits = memory <= numbers.memory_bytes
+    layouts = layouts.where(fits)
+    return Candidates(layouts, step_s(outcome.model, layouts, numbers), memory[fits] / GIB)
+
+
+def time_memory_chart(outcome: Search, candidates: Candidates) -> Chart:
+    """Return the seconds of a step against the memory of a device, for all layouts that fit.
+
+    For each TP degree and half GiB only the fastest layout is drawn, and none that takes more than SLOWEST_SHOWN times
+    the fastest. A star is the simulated choice.
+    """
+    layouts = candidates.layouts
+    bins = np.round(2 * candidates.memory_gib)
+    is_shown = candidates.seconds <= SLOWEST_SHOWN * candidates.seconds.min()
+    traces = []
+    degrees = np.asarray(layouts.tp)
+    for series, tp in enumerate(np.unique(degrees[is_shown])):
+        own = np.flatnonzero(is_shown & (degrees == tp))
+        by_speed = own[np.argsort(candidates.seconds[own])]
+        _, firsts = np.unique(bins[by_speed], return_index=True)
+        drawn = by_speed[firsts]
+        hover = [_short(layouts.row(int(index))) for index in drawn]
+        traces.append(
+            points(f"TP{tp}", candidates.memory_gib[drawn], candidates.seconds[drawn], series, hover=hover),
+        )
+    best = outcome.best
+    choice = points("the choice, simulated", [best.peak_bytes / GIB], [best.step_s], shape="star")
+    look = {"color": "#c026d3", "size": 14, "symbol": "star"}
+    traces.append({**choice, "marker": look, "text": [_short(best.layout)]})
+    return Chart(
+        f"Time against memory of all {len(candidates.seconds):,} layouts that fit",
+        "memory of the fullest rank, GiB",
+        "step, s",
+        traces,
+        log_y=True,
     )
+
+
+def throughput_charts(outcome: Search, candidates: Candidates) -> Iterator[Chart]:
+    """Yield charts of the best throughput of the layouts that fit, by TP, PP and microbatches.
+
+    The throughput is computed in closed form, so that all layouts of the search are included. A star is the simulated
+    choice. A chart of a single value is left out.
+    """
+    chosen = outcome.best.layout
+    layouts = candidates.layouts
+    speed = layouts.global_batch * outcome.model.sequence_length / candidates.seconds / layouts.devices
     for field, label in (("tp", "TP"), ("pp", "PP"), ("microbatches", "microbatches per step")):
         values = np.asarray(getattr(layouts, field))
         degrees = np.unique(values)

@@ -10,10 +10,12 @@ from frontier_llm.errors import Problem
 from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.breakdown import breakdown
+from frontier_llm.planner.costs.memory import memory_by_rank
 from frontier_llm.planner.operations import Campaign, campaign
 from frontier_llm.planner.search import Plan, simulate_layout
 from frontier_llm.planner.uncertainty import BANDS, basis
 from frontier_llm.topology.expert_nodes import run_layout
+from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
 START_S = 600.0  # from a job's start to its first step: environment, imports, rendezvous, weights (assumed)
@@ -94,6 +96,17 @@ def plans_of(config: RunConfig, devices: int, machine: str | None = None) -> lis
     """Return the simulated plan of each phase of a run with a legal layout."""
     numbers = rates(load_machine(machine or config.machine))
     return [_simulated(phase.config, devices, numbers) for phase in phases_of(config)]
+
+
+def stage_bytes(config: RunConfig, devices: int) -> tuple[float, ...]:
+    """Return the predicted bytes of a device of each pipeline stage, without a simulation.
+
+    `config` is a run without phases, or one phase of a run.
+    """
+    numbers = rates(load_machine(config.machine))
+    layout = run_layout(config, devices, numbers)
+    stages = split_layers(config.model, layout.pp * layout.chunks, config.parallel.stage_layers)
+    return tuple(sum(lines.values()) for lines in memory_by_rank(config.model, layout, numbers, stages))
 
 
 def planned_saves(config: RunConfig, devices: int, machine: str | None = None) -> Campaign | None:

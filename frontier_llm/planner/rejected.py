@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from frontier_llm.blueprint.layout import Layout
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.layouts import Layouts
 from frontier_llm.units import GIB
@@ -35,24 +36,25 @@ def rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: Ra
     return lines
 
 
-def other_contexts(fitting: Layouts, seconds: np.ndarray) -> list[str]:
-    """Return lines that compare the best layout with the other algorithms of context-parallel attention.
+def other_contexts(fitting: Layouts, seconds: np.ndarray, choice: Layout) -> list[str]:
+    """Return lines that compare the choice with the other algorithms of context-parallel attention.
 
-    Each line gives the fastest layout of one algorithm, or without context parallelism, and how much longer it takes.
+    Each line gives the fastest layout of one algorithm, or without context parallelism, and how much longer it takes
+    than the fastest layout with the algorithm of the choice. `seconds` are estimated by formula.
 
-    The list is empty if the best layout has no context parallelism.
+    The list is empty if the choice has no context parallelism.
     """
-    best = fitting.row(int(np.argmin(seconds)))
-    if best.cp == 1:
+    if choice.cp == 1:
         return []
+    same = (fitting.cp > 1) & (fitting.context_attention == choice.context_attention)
     lines = []
-    for way in np.unique(fitting.context_attention[fitting.context_attention != best.context_attention]):
+    for way in np.unique(fitting.context_attention[fitting.context_attention != choice.context_attention]):
         family = fitting.context_attention == way
         fastest = fitting.where(family).row(int(np.argmin(seconds[family])))
         words = f"TP{fastest.tp} CP{fastest.cp} PP{fastest.pp} DP{fastest.dp}, recompute {fastest.recompute}"
         name = "CP1" if fastest.cp == 1 else f"attention by {way}"
         lines.append(
             f"{name}: the fastest layout that fits, {words}, takes "
-            f"{100 * (seconds[family].min() / seconds.min() - 1):.1f} % longer"
+            f"{100 * (seconds[family].min() / seconds[same].min() - 1):.1f} % longer"
         )
     return lines

@@ -15,7 +15,7 @@ from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.alternatives import Alternative, alternatives
 from frontier_llm.planner.breakdown import NEUTRAL, SOURCES, adding_prices, breakdown
-from frontier_llm.planner.choice import RESOLUTION, TIE, why_not
+from frontier_llm.planner.choice import RESOLUTION, TIE, not_by_time, why_not
 from frontier_llm.planner.links import axis_links, cost_of_one, safety_words
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.search import Plan, Search, memory_summary, utilisations
@@ -161,9 +161,7 @@ def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
     rows = [head, *(line for both in zip(lines, rest, strict=True) for line in both if line)]
     if any(later.step_s < plan.step_s for plan, later in pairwise(plans)):
         rows.append(
-            f"  not sorted by time alone: FSDP (its overlap is an estimate) and plans within 5 % of the memory must be "
-            f"faster by {100 * RESOLUTION:.0f} %; the choice is also good with slow constants, and the simplest within "
-            f"{100 * TIE:.0f} %"
+            f"  {not_by_time()}; the choice is also good with slow constants, and the simplest within {100 * TIE:.0f} %"
         )
     return "\n".join(rows)
 

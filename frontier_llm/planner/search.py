@@ -214,7 +214,7 @@ def search(
         plans=tuple(plans),
         finalists=len(plans),
         safe=_safe(plans),
-        rejected=(*rejections(layouts, memory, fits, rates), *other_contexts(fitting, seconds)),
+        rejected=(*rejections(layouts, memory, fits, rates), *other_contexts(fitting, seconds, plans[0].layout)),
         across=_best_across(model, rates, wide) if cross_node else None,
     )
 

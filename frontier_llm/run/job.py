@@ -20,6 +20,7 @@ VERSION = 4
 CONTINUATIONS = ("requeue", "successor", "never")
 EXAMINED_NODES = 16  # from this number of nodes, every node is examined before the first step by default
 FAILED_START_HOURS = 3.0  # hours × nodes that failed starts may use by default: 18 starts of ten minutes
+ROOMIER_PLAN_VARIABLE = "FRONTIER_LLM_ROOMIER_PLAN"  # 1 for ranks whose job has a roomier plan than theirs
 _FIX = "correct it, or delete the file: the next start then writes it again with the values of its script"
 
 

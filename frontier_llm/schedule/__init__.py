@@ -14,7 +14,7 @@ from frontier_llm.schedule.actions import (
     units,
 )
 from frontier_llm.schedule.check import check
-from frontier_llm.schedule.order import ScheduleError, posted_ahead, with_messages
+from frontier_llm.schedule.order import posted_ahead, with_messages
 from frontier_llm.schedule.peaks import peak_in_flight, peak_waiting
 from frontier_llm.schedule.registry import (
     ScheduleRule,
@@ -30,7 +30,7 @@ from frontier_llm.schedule.registry import (
     split_share,
 )
 from frontier_llm.schedule.render import render_text, timeline_chart, timeline_svg
-from frontier_llm.schedule.simulate import Timeline, simulate, simulate_one_in_flight
+from frontier_llm.schedule.simulate import ScheduleError, Timeline, simulate, simulate_one_in_flight
 from frontier_llm.schedule.zero_bubble import v_names
 
 __all__ = [

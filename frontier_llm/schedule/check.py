@@ -6,7 +6,7 @@ from collections import Counter
 
 from frontier_llm.errors import Problem
 from frontier_llm.schedule.actions import COMPUTES, FORWARD_ONLY, Action, Kind, Placement, Schedule, beside
-from frontier_llm.schedule.order import ScheduleError
+from frontier_llm.schedule.simulate import ScheduleError
 
 SPLIT_BACKWARD = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 

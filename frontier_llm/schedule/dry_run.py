@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from frontier_llm.errors import Problem
 from frontier_llm.schedule.actions import Action, Kind, Schedule
-from frontier_llm.schedule.order import ScheduleError
+from frontier_llm.schedule.simulate import ScheduleError
 
 Call = tuple[str, str]  # (axis or channel, operation), as in the ledger
 

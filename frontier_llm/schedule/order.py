@@ -30,16 +30,11 @@ from collections.abc import Sequence
 from math import inf
 from operator import itemgetter
 
-from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.schedule.actions import Action, Kind, Placement, units
 from frontier_llm.schedule.simulate import compute_times
 
 _LENGTH = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 _ARRIVES = {Kind.SEND_FORWARD: Kind.RECV_FORWARD, Kind.SEND_BACKWARD: Kind.RECV_BACKWARD}
-
-
-class ScheduleError(FrontierError):
-    """A schedule that cannot be executed, or that would compute a wrong result."""
 
 
 def with_messages(
@@ -56,17 +51,6 @@ def with_messages(
     """
     length = {**_LENGTH, Kind.BACKWARD: backward}
     starts, ends = compute_times(placement, orders, lambda rank, action: length[action.kind], pairs)
-    stuck = [(rank, orders[rank][len(times)]) for rank, times in enumerate(ends) if len(times) < len(orders[rank])]
-    if stuck:
-        raise ScheduleError(
-            [
-                Problem(
-                    where=f"stage {rank}",
-                    what=f"deadlock: {action} waits for another rank's action, and that action never starts",
-                )
-                for rank, action in stuck
-            ]
-        )
     routes = {
         (kind, position): _route(placement, kind, position)
         for kind in _LENGTH

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from traceback import extract_tb
 from typing import Any
 
 from frontier_llm.errors import LayoutError, Problem, nearest, suggest
@@ -19,6 +20,7 @@ from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Placement,
 from frontier_llm.schedule.order import with_messages
 
 Number = Any  # int, or a numpy array of ints: many layouts at once
+_COMPUTE_ACTIONS = "return a list of Action(kind, microbatch, position) with compute kinds (docs/extending.md)"
 Formula = Callable[[Number, Number, Number, Number], Number]  # of (stages, microbatches, chunks, stage)
 
 
@@ -117,7 +119,8 @@ def build(
     the package accepts any number of microbatches >= 1. Without `messages` the schedule can be simulated, but not
     executed. With `pairs`, the engine executes each pair of the schedule as one unit, if the schedule has pairs.
 
-    Raises LayoutError for an unknown name, a size below 1, or a number of chunks that the schedule does not accept.
+    Raises LayoutError for an unknown name, a size below 1, or a number of chunks that the schedule does not accept, and
+    if the order of a plugin fails or returns something else than compute actions. Raises ScheduleError for a deadlock.
     """
     wrong = [
         Problem(where=f"schedule {what}", what=f"{size} is below 1", fix="use 1 or more")
@@ -130,10 +133,31 @@ def build(
         raise LayoutError(wrong)
     chosen = rule(name)
     placement = chosen.placement(stages, chunks)
-    orders = [chosen.order(placement, microbatches, rank) for rank in range(stages)]
+    orders = [_order_of(name, placement, microbatches, rank) for rank in range(stages)]
     pairs = pairs and chosen.pairs
     actions = with_messages(placement, orders, chosen.backward_length, pairs) if messages else tuple(map(tuple, orders))
     return Schedule(name, placement, microbatches, actions, pairs)
+
+
+def _order_of(name: str, placement: Placement, microbatches: int, rank: int) -> list[Action]:
+    """Return a rank's compute actions. Raises LayoutError if the rule's function fails or returns something else."""
+    call = f"its order for rank {rank} of {placement.ranks} and {microbatches} microbatches"
+    try:
+        actions = rule(name).order(placement, microbatches, rank)
+    except Exception as error:
+        last = extract_tb(error.__traceback__)[-1]
+        what = f"{call} raises {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        raise _wrong_order(name, what, "repair the plugin") from error
+    if not isinstance(actions, Sequence) or not actions:
+        raise _wrong_order(name, f"{call} is {actions!r}", _COMPUTE_ACTIONS)
+    wrong = [action for action in actions if not isinstance(action, Action) or not action.kind.computes]
+    if wrong:
+        raise _wrong_order(name, f"{call} has {wrong[0]!r}", _COMPUTE_ACTIONS)
+    return list(actions)
+
+
+def _wrong_order(name: str, what: str, fix: str) -> LayoutError:
+    return LayoutError(what, fix, f"parallel.schedule={name}")
 
 
 def forward_only(schedule: Schedule) -> Schedule:

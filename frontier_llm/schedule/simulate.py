@@ -11,11 +11,16 @@ from itertools import pairwise, product
 from math import inf
 from typing import NamedTuple
 
+from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.schedule.actions import COMPUTES, Action, Kind, Placement, Schedule, is_pair, units
 
 Duration = Callable[[int, Action], float]
 Transfer = float | Callable[[int, int], float]
 Times = tuple[list[float], ...]
+
+
+class ScheduleError(FrontierError):
+    """A schedule that cannot be executed, or that would compute a wrong result."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +167,7 @@ def compute_times(
 ) -> tuple[Times, Times]:
     """Return (starts, ends) of the compute actions in `orders`, by rank. Messages take no time.
 
-    Both actions of a pair have the same start and end. If ranks wait for each other in a circle, the results lack the
-    actions that never begin.
+    Both actions of a pair have the same start and end. Raises ScheduleError if ranks wait for each other in a circle.
     """
     starts, ends = _Simulation(placement, orders, duration, 0.0, pairs).run()
     if not pairs:
@@ -233,10 +237,26 @@ class _Simulation:
         self.end_s: Times = tuple([] for _ in orders)
 
     def run(self) -> tuple[Times, Times]:
-        """Advance each runnable rank as far as possible, until no rank is runnable. Return (starts, ends)."""
+        """Advance each runnable rank as far as possible, until no rank is runnable. Return (starts, ends).
+
+        Raises ScheduleError if an action waits for an action that never starts.
+        """
         runnable = set(range(len(self.orders)))
         while runnable:
             self._advance(runnable.pop(), runnable)
+        stuck = [
+            (rank, order[place][0])
+            for rank, (order, place) in enumerate(zip(self.orders, self.place, strict=True))
+            if place < len(order)
+        ]
+        if stuck:
+            raise ScheduleError(
+                Problem(
+                    where=f"stage {rank}",
+                    what=f"deadlock: {action} waits for another rank's action, and that action never starts",
+                )
+                for rank, action in stuck
+            )
         return self.start_s, self.end_s
 
     def _advance(self, rank: int, runnable: set[int]) -> None:

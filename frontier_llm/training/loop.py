@@ -15,11 +15,11 @@ from torch import Tensor
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint.checkpoints import Checkpoints
 from frontier_llm.checkpoint.directory import is_there
-from frontier_llm.checkpoint.facts import JobFacts, checkpoints_folder
+from frontier_llm.checkpoint.facts import checkpoints_folder
 from frontier_llm.checkpoint.save import Saved
-from frontier_llm.comm import StragglerWatch, broadcast_json, maximum
+from frontier_llm.comm import StragglerWatch, maximum
 from frontier_llm.config import RunConfig, RunPhase, dump, phase_at, phases_of, plugins, resolved
-from frontier_llm.data.identity import Dataset, datasets_of, wanted
+from frontier_llm.data.identity import wanted
 from frontier_llm.data.loader import Batches, open_batches, open_run_batches
 from frontier_llm.data.summary import news
 from frontier_llm.errors import ConfigError, suggest
@@ -46,10 +46,11 @@ from frontier_llm.training.guard import (
     Skips,
     Watchdog,
 )
-from frontier_llm.training.guard.provenance import provenance
+from frontier_llm.training.guard.retries import RetryWatch, device_retries
 from frontier_llm.training.join import joined_state
+from frontier_llm.training.memory import MemoryCheck, StageBytes
 from frontier_llm.training.metrics import Metrics, metrics_of
-from frontier_llm.training.progress import AS_BEFORE, Resume, progress_of, restore
+from frontier_llm.training.progress import AS_BEFORE, Resume, job_facts, progress_of, restore, run_datasets
 from frontier_llm.training.step import StepResult, train_step
 from frontier_llm.training.tasks import evaluate_tasks, open_tasks
 from frontier_llm.units import strict_json
@@ -59,8 +60,14 @@ from frontier_llm.units import strict_json
 START_TIMEOUTS = 3
 
 
-def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = AS_BEFORE) -> int:
-    """Train this rank's part of the run to its end.
+def train(
+    config: RunConfig,
+    place: RankEnv | None,
+    signals: SignalWatcher,
+    resume: Resume = AS_BEFORE,
+    predict: StageBytes | None = None,
+) -> int:
+    """Train this rank's part of the run to its end. `predict` gives the memory beside which the measured one is logged.
 
     Returns 0 after the last step, and EXIT_INTERRUPTED if a signal or STOP ended the run after a save.
     The caller must enter the context of `signals` as early as possible, so that a signal during the start is handled.
@@ -77,7 +84,8 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
         with joined_state(config, place, draws) as state:
             watchdog = Watchdog(config.train, state.mesh)
             with watchdog.guarding():  # replaces the timer set above
-                return _Session(config, state, resume, watchdog, signals, draws).run()
+                session = _Session(config, state, resume, watchdog, signals, drawn=draws, predict=predict)
+                return session.run()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -92,7 +100,9 @@ class _Session:
         resume: Resume,
         watchdog: Watchdog,
         signals: SignalWatcher,
-        drawn: bool = True,
+        *,
+        drawn: bool,
+        predict: StageBytes | None,
     ) -> None:
         """`config` is the configuration of the complete run, and `state` is in one of its phases.
 
@@ -106,10 +116,9 @@ class _Session:
         self.run_dir = Path(self.config.train.run_dir)
         world = state.mesh.world
         self.is_first = world.rank == 0
-        self.validation = _validation(state)
         self.tasks = open_tasks(config)
         self.metrics: Metrics | None = None  # only on rank 0
-        self.datasets = _datasets(config, state)
+        self.datasets = run_datasets(config, state)
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute: Recompute | None = None
@@ -122,6 +131,8 @@ class _Session:
             longest_s=self.config.guard.straggler_seconds,
         )
         self.routers = RouterWatch(self.config.model)
+        self.predict = predict
+        self.retries = RetryWatch(world, state.device, device_retries(state.device))
         self.request_collector = RequestCollector(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / DECISIONS_FILE if self.is_first else None)
         facts = job_facts(config, state, self.datasets)
@@ -223,6 +234,11 @@ class _Session:
             ):
                 self._look_for_wrong_arithmetic(self.recompute)
             is_last = state.current_step >= train.steps
+            tight = None if is_last else self.retries.after_step(state.current_step)
+            if tight is not None:
+                if train.save_interval:
+                    self._finish_save()
+                self.retries.end(tight, self.run_dir)
             evaluates = is_last or _due(state.current_step, train.eval_interval, train.steps)
             if evaluates and not self._evaluate():  # before the save, which records the best evaluation
                 return False
@@ -261,6 +277,7 @@ class _Session:
         position = position.leave_out(left_out_samples)
         state.enter(phase, open_run_batches(phase.config, position, state.current_step, dp.rank, dp.size), position)
         self.validation = _validation(state)
+        self.memory = MemoryCheck(state, self.predict)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
         if self.metrics is not None:
             self.metrics.enter(state)
@@ -280,6 +297,9 @@ class _Session:
             self.metrics.step(
                 step, result, self.state.skipped_steps, self.state.position
             )  # record the step before any event, because an event restarts the step's clock
+        stages = self.memory.after_step(self.state)
+        if self.metrics is not None and stages:
+            self.metrics.memory(self.state.current_step, self.memory.steps, stages)
         for straggler in stragglers:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
@@ -417,30 +437,6 @@ def _validation(state: TrainState) -> dict[str, Batches]:
     """Return the batches of each held-out set by name."""
     dp = state.mesh.dp
     return {split: open_batches(state.config, dp.rank, dp.size, split) for split in state.config.data.held_out}
-
-
-def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
-    """Return the run's datasets by path, as read by rank 0. Collective over the world."""
-    found = datasets_of([config]) if state.mesh.world.rank == 0 else {}
-    found = broadcast_json(found, state.mesh.world, state.device)
-    return {path: Dataset(*dataset) for path, dataset in found.items()}
-
-
-def job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Dataset]) -> JobFacts:
-    """Return the facts of this job that every checkpoint records.
-
-    Only rank 0 records environment and plugins, because it writes the manifest.
-    """
-    is_first = state.mesh.world.rank == 0
-    return JobFacts(
-        config=config.model_dump(mode="json"),
-        environment=provenance(state.device, state.stages[0].context.ops) if is_first else {},
-        plugins=plugins.records_of(config.plugins) if is_first else (),
-        datasets=datasets,
-        job=environ("SLURM_JOB_ID", "") or "",
-        restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
-        incarnation=start_number(),
-    )
 
 
 def _due(step: int, interval: int, last: int) -> bool:

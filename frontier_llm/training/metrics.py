@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,9 +16,12 @@ from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
 from frontier_llm.data.position import Position
 from frontier_llm.machine.load import load_machine
+from frontier_llm.run import stage_memory
 from frontier_llm.run.run_dir import open_lines
+from frontier_llm.run.stage_memory import StageMemory
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.clock import PhaseClock
+from frontier_llm.training.memory import peak_resident_bytes
 from frontier_llm.training.observers import Observer
 from frontier_llm.training.step import StepResult
 from frontier_llm.units import GIB, TERA, format_seconds, strict_json
@@ -148,6 +150,12 @@ class Metrics:
             self._since = time.perf_counter()
             self._clock.take()
 
+    def memory(self, step: int, measured_steps: int, stages: Sequence[StageMemory]) -> None:
+        """Record and log the memory of each stage beside its prediction, after `measured_steps` steps."""
+        for line in stage_memory.describe(stages, measured_steps):
+            log.info(line)
+        self.event(stage_memory.KIND, step, stage_memory.as_row(stages))
+
     def go_back(self, step: int) -> None:
         """Record that the run has returned to the state after `step` steps."""
         self._write("rewind", step, {"layout": self._layout})
@@ -223,4 +231,4 @@ def memory_gib() -> float:
     """Return the peak memory of this rank in GiB: device memory on a GPU, otherwise memory of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    return peak_resident_bytes() / GIB

@@ -51,6 +51,8 @@ class Samples:
     tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)
     # as `steps`, but on all ranks with sharded weights (FSDP)
     sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)
+    # memory of the fullest rank that belongs to no tensor: runtime, communicators, and on a GPU the allocator's slack
+    surplus_bytes: float = 0.0
     # rows per expert, N, K, experts, time: the grouped products of experts; empty for a model without experts
     grouped: list[tuple[int, int, int, int, float]] = field(default_factory=list)
     weight_gradients: WeightGradients | None = None  # how the samples in `gemm` were added to their buffer
@@ -82,6 +84,7 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
         peak_flops=float(np.max(2 * M * N * K / seconds)),
         hbm_bytes_s=samples.copy[0] / samples.copy[1],
         memory_bytes=samples.memory_bytes,
+        reserve_bytes=samples.surplus_bytes,
         hbm_efficiency=1.0,
         kernel_s=samples.dispatch_s,
         launch_s=0.0,

@@ -13,18 +13,21 @@ import numpy as np
 import yaml
 
 from frontier_llm.config import RunConfig
+from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.calibration import Samples, calibrated_rates, whole_steps
+from frontier_llm.experiments.measure.run_record import RunRecord
 from frontier_llm.files import write_atomically
 from frontier_llm.machine.load import (
     OWN_STACK,
     PLACES,
     load_machine,
+    own_stack,
     rates,
 )
 from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.planner import uncertainty
 from frontier_llm.planner.costs.time import step_s
-from frontier_llm.units import TERA
+from frontier_llm.units import GIB, TERA
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
@@ -120,6 +123,7 @@ CALIBRATED = (
     "peak_flops",
     "hbm_bytes_s",
     "memory_bytes",
+    "reserve_bytes",
     "node_devices",
     "fabric_bytes_s",
 )
@@ -152,6 +156,25 @@ def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str,
         "device": device,
         "node": {**numbers["node"], **_together(fitted, samples, provenance)},
         "stacks": {OWN_STACK: stack},
+    }
+
+
+def memory_content(record: RunRecord, when: str) -> dict[str, Any]:
+    """Return the content of a machine file: the run's own machine, with the reserve that its first steps measured.
+
+    Raises DataError if the run has not measured it, or ran on CPUs, which do not count the memory of tensors.
+    """
+    surplus = [stage.surplus_bytes for stage in record.memory if stage.surplus_bytes is not None]
+    if not surplus:
+        what = "ran on CPUs, which do not count the memory of tensors" if record.memory else "has measured no memory"
+        raise DataError(what, fix="name a run that has taken its first steps on GPUs", where=str(record.directory))
+    machine = load_machine(record.config.machine)
+    source = f"first steps of {record.directory.resolve().name} ({record.name}), {when}"
+    reserve = {"value": rounded(max(surplus) / GIB), "tag": "measured", "source": source}
+    return {
+        "base": record.config.machine,
+        "title": f"{machine.title}, memory measured",
+        "stacks": {own_stack(machine): {"reserve_gib": reserve}},
     }
 
 
@@ -208,6 +231,7 @@ def report(samples: Samples, config: RunConfig) -> str:
         *_grouped_words(fitted, samples),
         f"memory {fitted.hbm_bytes_s / 1e9:.3g} GB/s per rank, elementwise ops reach "
         f"{100 * fitted.hbm_efficiency:.0f} % of it",
+        f"{fitted.reserve_bytes / GIB:.2f} GiB of the fullest rank belong to no tensor (reserve_gib)",
         f"one operation costs {fitted.kernel_s * 1e6:.1f} us to dispatch",
     ]
     for name, table in fitted.node_tables.items():

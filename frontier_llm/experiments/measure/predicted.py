@@ -9,7 +9,7 @@ from statistics import median
 
 from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.run_record import read_run
-from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.tables import aligned
@@ -24,6 +24,7 @@ class MeasuredRun:
     """Layout of a run with its measured median step time and its predicted step time."""
 
     directory: Path
+    machine: str
     layout: str
     measured_s: float
     predicted_s: float
@@ -34,10 +35,16 @@ class MeasuredRun:
         return self.predicted_s / self.measured_s - 1
 
 
-def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = ()) -> MeasuredRun:
+def beside_prediction(
+    directory: Path,
+    machine: str = "",
+    stack: str | None = None,
+    plugins: Sequence[str] = (),
+) -> MeasuredRun:
     """Return the measured and predicted step time of a run directory.
 
-    `plugins` is passed to `read_run`. Raises DataError if the directory holds no run or no step times.
+    The prediction is for `machine`, or for the machine that the run's file names. `plugins` is passed to `read_run`.
+    Raises DataError if the directory holds no run or no step times.
     """
     record = read_run(directory, plugins)
     last = record.parts[-1]  # the last span of steps with one layout, which record.config describes
@@ -46,9 +53,11 @@ def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = 
     ]
     if not times:
         raise DataError("has no step times", where=str(directory), fix=MISSING)
+    machine = machine or record.config.machine
+    numbers = rates(load_machine(machine), stack)
     layout = run_layout(record.config, last.plan.grid.world_size, numbers)
     plan = simulate_layout(record.config.model, layout, numbers, record.config.parallel.stage_layers)
-    return MeasuredRun(directory, layout_words(plan), median(times[1:] or times), plan.step_s)
+    return MeasuredRun(directory, machine, layout_words(plan), median(times[1:] or times), plan.step_s)
 
 
 def as_table(runs: Sequence[MeasuredRun]) -> str:
@@ -56,6 +65,7 @@ def as_table(runs: Sequence[MeasuredRun]) -> str:
     rows = (
         (
             run.directory.name,
+            run.machine,
             format_seconds(run.predicted_s),
             format_seconds(run.measured_s),
             f"{100 * run.error:+.1f} %",
@@ -63,4 +73,4 @@ def as_table(runs: Sequence[MeasuredRun]) -> str:
         )
         for run in runs
     )
-    return aligned(("run", ">predicted", ">measured", ">error", "layout"), rows)
+    return aligned(("run", "machine", ">predicted", ">measured", ">error", "layout"), rows)

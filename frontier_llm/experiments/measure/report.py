@@ -14,8 +14,8 @@ from frontier_llm.cluster.recorded import epochs_read, tokens_read
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
-from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page
+from frontier_llm.run import stage_memory
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import simulate, timeline_chart
 from frontier_llm.topology.grid import Grid
@@ -50,6 +50,7 @@ def write_report(
         _tiles(records),
         f"<h2>Curves</h2>{figures(_curves(records))}",
         _predicted(records, machine, plugins) if machine else "",
+        _memory(records),
         _experts(records),
         *(_layout(record, part) for record in records for part in record.parts),
         *(
@@ -109,8 +110,7 @@ def _tiles(records: Sequence[RunRecord]) -> str:
 
 def _predicted(records: Sequence[RunRecord], machine: str, plugins: Sequence[str]) -> str:
     """Return a table and a chart of the step times that the planner predicts and of the measured medians."""
-    numbers = rates(load_machine(machine))
-    runs = [beside_prediction(record.directory, numbers, plugins) for record in records]
+    runs = [beside_prediction(record.directory, machine, plugins=plugins) for record in records]
     rows = [
         (
             record.name,
@@ -128,6 +128,17 @@ def _predicted(records: Sequence[RunRecord], machine: str, plugins: Sequence[str
     ]
     chart = figure(Chart("Time of a step", "", "seconds", bars))
     return f"<h2>Predicted for {text(machine)} and measured</h2>{table(_PREDICTED_HEAD, rows)}{chart}"
+
+
+def _memory(records: Sequence[RunRecord]) -> str:
+    """Return a table of each run's predicted and measured memory by pipeline stage. '' if no run has measured it."""
+    parts = []
+    for record in records:
+        if record.memory:
+            head, rows = stage_memory.table(record.memory)
+            parts.append(f"<p>{text(record.name)}: {stage_memory.meaning(record.memory)}</p>")
+            parts.append(table([title.removeprefix(">") for title in head], rows))
+    return f"<h2>Memory after the first steps</h2>{''.join(parts)}" if parts else ""
 
 
 _PREDICTED_HEAD = ("run", "predicted", "measured", "error")

@@ -15,6 +15,7 @@ from frontier_llm.config.load import read_yaml
 from frontier_llm.config.plugins import import_recorded, recorded_names
 from frontier_llm.errors import DataError
 from frontier_llm.run import run_dir
+from frontier_llm.run.stage_memory import StageMemory, read_stage_memory
 from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 
 
@@ -46,6 +47,7 @@ class RunRecord:
     operations: dict[str, dict[str, Any]]  # of rank 0, in the last attempt that recorded them (Ledger.summary)
     moved_on: LayoutSpan  # layout of the attempt that recorded `operations`
     name: str  # name of the run in figures
+    memory: tuple[StageMemory, ...] = ()  # of each pipeline stage after the first steps of the newest start
 
 
 def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
@@ -81,6 +83,7 @@ def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
         operations=moved.get("operations", {}),
         moved_on=moved_on[-1],
         name=name,
+        memory=read_stage_memory(directory),
     )
 
 

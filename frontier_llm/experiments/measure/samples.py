@@ -16,7 +16,7 @@ from itertools import product
 import torch
 
 from frontier_llm.blueprint.items import WeightGradients
-from frontier_llm.comm import Mesh, all_reduce_, barrier, serial_mesh
+from frontier_llm.comm import Mesh, all_reduce_, barrier, maximum, serial_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.data.loader import open_batches
@@ -37,6 +37,7 @@ from frontier_llm.ops import AdamWUpdate, select_run_ops, working_dtype
 from frontier_llm.ops.torch_linear import weight_gradient_method
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
+from frontier_llm.training.memory import peak_resident_bytes, rank_bytes
 from frontier_llm.training.step import train_step
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
@@ -54,6 +55,8 @@ LONG_S = 0.06  # seconds of a loop; in this time a scheduler with time slices of
 def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: float, repeats: int = 5) -> Samples:
     """Return all samples of this rank. Collective over the world."""
     bench = _Bench(config, mesh, device, repeats)
+    on_cpu = device.type == "cpu"
+    bench.surplus_bytes = peak_resident_bytes() if on_cpu else 0  # before the first tensor of a model
     samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes, tensor=mesh.tp.size)
     samples.weight_gradients = bench.weight_gradients()
     samples.contention, bench.stretch = bench.contention()
@@ -79,6 +82,7 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
         together = replace(serial_mesh(), dp=replicas, replicas=replicas, world=mesh.world)
         parallel = ParallelConfig(data=mesh.world.size, data_mode="fsdp")
         samples.sharded_steps = [bench.step(parallel, together, share, m) for share, m in JOINT_STEPS]
+    samples.surplus_bytes = float(maximum([bench.surplus_bytes], mesh.world, device)[0])
     return samples
 
 
@@ -94,6 +98,7 @@ class _Bench:
         self.stretch = 1.0
         self.dtype = working_dtype(config.precision.dtype)
         self.ops = select_run_ops(config, device.type, attends_in_parts=False)
+        self.surplus_bytes = 0  # largest memory that belongs to no tensor
         self.by_cpu_time = device.type == "cpu" and torch.get_num_threads() == 1
 
     def microbatch(self, share: float) -> int:
@@ -216,7 +221,14 @@ class _Bench:
         """
         config = steps_config(self.config, parallel, self.microbatch(share), m)
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
+        if self.device.type == "cuda":  # the allocator's slack of this step only
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
         state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
         # A step waits for the GPU, so that its steps cannot be queued.
         clock = self.kernel_s if mesh.world.size == 1 and self.device.type == "cpu" else self.wall_s
-        return config.batch.micro_batch, m, clock(lambda: train_step(state))
+        seconds = clock(lambda: train_step(state))
+        if self.device.type == "cuda":
+            used, allocated, _ = rank_bytes(self.device)
+            self.surplus_bytes = max(self.surplus_bytes, used - allocated)
+        return config.batch.micro_batch, m, seconds

@@ -22,8 +22,11 @@ def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
     write_atomically(paths[1], as_json(rows))
     cells = [[show(row) for _, show in _COLUMNS] for row in rows]
     classes = ["simulated" if row.kind == "simulated" else "" if row.status == "ok" else "bad" for row in rows]
+    modes = {row.mode for row in rows}
     sources = "".join(
-        f"<li>{text(f'{point.label}: {point.efficiency:.2%}, {point.source}')}</li>" for point in PUBLISHED
+        f"<li>{text(f'{point.label}, {point.mode} scaling: {point.efficiency:.2%}, {point.source}')}</li>"
+        for point in PUBLISHED
+        if point.mode in modes
     )
     parts = [
         figures(charts(rows)),
@@ -34,9 +37,9 @@ def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
         f"<h2>Published points</h2><ul>{sources}</ul><p>{text(LEFT_OUT.capitalize())}.</p>",
     ]
     subtitle = (
-        "Solid lines are measured; dashed and dotted lines are simulated by the planner; black marks are published. "
-        "Efficiency is tokens/s per "
-        "device relative to the smallest measured point of the series; bars are 95 % intervals over repeats."
+        "Solid lines are measured; dashed and dotted lines are simulated by the planner; grey stars and diamonds are "
+        "published. Efficiency is tokens/s per device relative to the smallest measured point of the series; bars are "
+        "95 % intervals over repeats."
     )
     write_page(paths[2], "Scaling experiments", subtitle, parts)
     return paths

@@ -86,6 +86,7 @@ def default_batch(mode: Mode, config: RunConfig) -> int:
     if published is None:
         name = {"weak": "--batch-per-replica", "strong": "batch.global_batch"}[mode]
         fix = {"weak": "--batch-per-replica N", "strong": "batch.global_batch=N"}[mode]
+        fix += f", or a model with a published batch: {', '.join(PUBLISHED_BATCHES)}"
         raise ConfigError(f"no published {mode} batch for {config.model.name!r}", fix, name)
     return published[mode]
 

@@ -79,7 +79,7 @@ def write_report(search: Tuner, directory: Path) -> Path:
     subtitle = (
         f"{search.space.devices} devices of {config.machine}, {config.batch.global_batch} sequences of "
         f"{config.model.sequence_length} per step; "
-        f"{facts['layouts']} of {search.space.legal} legal layouts fit."
+        f"{facts['layouts']} of {search.space.legal} layouts that fit are searched."
     )
     parts = [_tiles(facts), f"<h2>Predicted and measured</h2>{figures(charts(search))}"]
     parts += [_importance(facts["importance"]), _constants(search), _trials(search)]
@@ -147,7 +147,7 @@ def _trials(search: Tuner) -> str:
 
 
 def charts(search: Tuner) -> Iterator[Chart]:
-    """Yield charts of predicted against measured steps, the progress of the search, and the importance of choices."""
+    """Yield charts of predicted against measured steps, and of the progress of the search."""
     done = [trial for trial in search.tried.values() if trial.ok]
     if not done:
         return
@@ -178,7 +178,3 @@ def charts(search: Tuner) -> Iterator[Chart]:
             )
         )
     yield Chart("Course of the search", "trial", "measured step, s", course, height_px=380)
-    shares = search.surrogate.importance(search.belief())
-    bars: dict[str, Any] = {"type": "bar", "orientation": "h", "x": [100 * share for share in shares.values()][::-1]}
-    bars |= {"y": [_keys_of(name) for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
-    yield Chart("What mattered", "% of the variance that the choice alone explains", "", [bars], height_px=380)

@@ -164,7 +164,11 @@ def run_search(
         expected_s = search.expected_s(proposal, steps)
         limit_s = search.limit_s(proposal, steps)
         if used + expected_s * limits.nodes / 3600 > limits.node_hours:
-            return f"a further trial of about {expected_s:.0f} s would exceed {limits.node_hours:.3g} node-hours"
+            needed = used + expected_s * limits.nodes / 3600
+            return (
+                f"a further trial of about {expected_s:.0f} s would exceed {limits.node_hours:.3g} node-hours; "
+                f"--max-node-hours {math.ceil(1000 * needed) / 1000:g} or more allows it"
+            )
         if (left_s := limits.time_left_s()) < expected_s:
             return f"{max(left_s, 0):.0f} s of walltime are left, but a trial takes about {expected_s:.0f} s; {AGAIN}"
         affordable_s = (limits.node_hours - used) * 3600 / limits.nodes

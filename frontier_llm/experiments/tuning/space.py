@@ -108,6 +108,9 @@ def make_space(
     legal = [layout for layout in best if not plan_problems(laid_out(config, layout), devices)][:most]
     plans = [simulate_layout(config.model, layout, rates) for layout in legal]
     plans = sorted((plan for plan in plans if plan.peak_bytes <= plan.limit_bytes), key=preference)
+    # the formula and the simulation differ
+    slowest_s = within * min((plan.step_s for plan in plans), default=0.0)
+    plans = [plan for plan in plans if plan.step_s <= slowest_s]
     return Space(config, devices, tuple(plans), len(fitting), fixed)
 
 

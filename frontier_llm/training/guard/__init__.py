@@ -8,6 +8,7 @@ Decisions     records the decisions of Skips in `decisions.jsonl`
 ReplicaCheck  compares copies of weights and state that must be bit-equal
 RouterWatch   reports a router that sends nearly all tokens to one expert
 Recompute     computes one step twice on every replica and compares
+RetryWatch    ends a start whose memory is too tight, if the job has a roomier plan (module `retries`)
 provenance    returns the versions of code and libraries, and the device, for checkpoints
 """
 

@@ -16,6 +16,7 @@ from frontier_llm.cli import main as cli
 from frontier_llm.cli.arguments import count_of, natural, positive
 from frontier_llm.cli.main import COMMANDS, main, parser_of
 from frontier_llm.config import available
+from frontier_llm.experiments.scaling.series import PUBLISHED_BATCHES
 
 # commands for a login node, which must not wait for the import of torch
 WITHOUT_TORCH = ("plan", "submit", "status", "doctor", "scaling", "data")
@@ -96,6 +97,13 @@ def test_the_models_and_runs_of_the_examples_are_shipped() -> None:
     }
     assert all(len(names) > 2 for names in named.values()), named
     assert [name for kind, names in named.items() for name in names if name and name not in available(kind)] == []
+
+
+def test_the_models_of_the_scaling_examples_have_a_published_batch() -> None:
+    """Otherwise the example fails: without --batch-per-replica or batch.global_batch there is no other batch."""
+    lines = [line for parser in PARSERS.values() for line in str(parser.epilog or "").splitlines()]
+    models = {m[1] for line in lines if (m := re.search(r"scaling (?:weak|strong) .*--model ([\w-]+)", line))}
+    assert models and models <= PUBLISHED_BATCHES.keys()
 
 
 def test_every_command_and_action_has_an_example_of_itself() -> None:

@@ -30,7 +30,16 @@ ANSWERS = {
     "train quickstart --learning-rate 1e-3": "fix: here: optimizer.lr (docs/coming_from.md)",
     "train quickstart optimizer.learning_rate=1e-3": "fix: here: optimizer.lr (docs/coming_from.md)",
     "train quickstart model.hidden_size=8": "fix: here: model.hidden (docs/coming_from.md)",
+    "train quickstart optimizer.learnig_rate=1e-3": "fix: here: optimizer.lr (docs/coming_from.md)",
     "train quickstart train.micro_batch=8": "fix: did you mean 'batch.micro_batch'?",
+    "train quickstart train.checkpoint_interval=8": "fix: did you mean 'save_interval'?",
+    "train quickstart train.steps 40": "train.steps: is not of the form key=value\n    fix: write train.steps=40\n",
+    "train {here}/mine.yml": "mine.yml\n    fix: did you mean {here}/mine.yaml?",
+    "tune quickstart": "fix: add --max-node-hours H (node-hours that all trials together may use",
+    "export-hf runs/x": "fix: frontier-llm checkpoint export-hf\n",
+    "report": "fix: add RUN_DIR (run directory; the curves of several runs share the axes)",
+    "train": "fix: add RUN (run file, or the name of one in configs/runs)",
+    "plan gpt-22b --fix schedule=dualpipev": "'dualpipev' is not a schedule\n    fix: did you mean 'dualpipe-v'?",
     "status --explain": "fix: --explain is an option of frontier-llm plan",
     "train quickstart train.steps=2parsecs": "with its unit: steps, tokens or epochs",
     "train quickstart --dry-run --allow-change lr": "'lr' is no key of a run\n    fix: did you mean 'optimizer.lr'?",
@@ -46,8 +55,9 @@ def test_a_wrong_command_is_answered(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text(json.dumps({"content": "words"}) + "\n")
+    (tmp_path / "mine.yaml").touch()
     assert main(typed.replace("{here}", str(tmp_path)).split()) == 2
-    assert ANSWERS[typed] in capsys.readouterr().err
+    assert ANSWERS[typed].replace("{here}", str(tmp_path)) in capsys.readouterr().err
 
 
 def test_an_error_of_an_action_names_the_action(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
+from frontier_llm.cluster.attempt import JobStep, Outcome, plan_variables, run_step
 from frontier_llm.cluster.attempt import diagnose as diagnose_record
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.rank_logs import prune
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
-from frontier_llm.run.failure import Evidence, Failure
-from frontier_llm.run.job import Job
+from frontier_llm.run.failure import OUT_OF_MEMORY, Evidence, Failure
+from frontier_llm.run.job import ROOMIER_PLAN_VARIABLE, Job
 from frontier_llm.run.rank_env import rank_python
+from frontier_llm.training.guard.retries import Tight
 from tests.harness.system import FullDisk
 
 
@@ -45,6 +46,21 @@ def step(log_dir: Path = Path("/logs"), deadline_s: float | None = None) -> JobS
         program=("-m", "p"),
     )
     return JobStep(run, run.allocation.nodes, log_dir, {}, deadline_s)
+
+
+def test_ranks_of_the_own_plan_know_that_there_is_a_roomier_one() -> None:
+    run = step().run
+    plans = (("parallel.tensor=2",), ("parallel.tensor=8",))
+    both = replace(run, job=replace(run.job, plans=plans))
+    assert plan_variables(run) == {}
+    assert plan_variables(replace(both, plan=plans[0])) == {ROOMIER_PLAN_VARIABLE: "1"}
+    assert plan_variables(replace(both, plan=plans[1])) == {}
+
+
+def test_allocator_retries_are_out_of_memory(tmp_path: Path) -> None:
+    record = Tight(retries=25, rank=1, host="n0", step=20).as_failure()
+    said = ["srun: error: n0: task 1: Exited with exit code 1"]
+    assert named(diagnose(1, said, tmp_path, record)) == (OUT_OF_MEMORY, 1, "n0", False)
 
 
 def test_srun_starts_one_task_per_gcd() -> None:

@@ -57,6 +57,7 @@ def test_a_healthy_allocation_has_no_findings() -> None:
         ({"interfaces_down": ("hsn2",)}, "network"),
         ({"provider_error": "no data"}, "libfabric"),
         ({"plugin_error": "librccl-net.so: cannot open"}, "RCCL plugin"),
+        ({"library_conflicts": ("librccl-net.so loads libfabric 2.3, but fi_info uses 1.22",)}, "network libraries"),
         ({"environment": {"python": "3.12", "HSA": "0"}}, "environment"),
         ({"environment": {"python": "3.12"}}, "environment"),
         ({"run_dir_error": "Read-only file system"}, "run directory"),
@@ -199,6 +200,12 @@ def test_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert provider_error("cxi") == "" and "efa" in provider_error("efa")
     monkeypatch.setenv("PATH", "/nonexistent")
     assert provider_error("cxi") == NO_FI_INFO
+
+
+def test_a_plugin_for_a_newer_libfabric_is_named() -> None:
+    error = "/opt/cray/lib64/libfabric.so.1: version `FABRIC_1.8' not found (required by librccl-net.so)"
+    (finding,) = judge(FRONTIER, {"n0": replace(healthy("n0"), plugin_error=error)}, {"n0": 0.0}, ["n0"], 0)
+    assert "built with a newer libfabric" in finding.remedy
 
 
 def test_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

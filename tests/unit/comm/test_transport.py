@@ -41,9 +41,28 @@ def test_older_plugins_spell_it_differently() -> None:
     assert read_transport(text) == TransportInUse("AWS Libfabric", "cxi", "1.3.0aws", 0, 0)
 
 
+# of plugin 1.21: libfabric's version, and a plugin that does not fit the provider (published log of a Slingshot system)
+NEWEST = GOOD.replace("1.19.2", "1.21.1\nNCCL INFO NET/OFI Using Libfabric version 2.3")
+MISFIT = """\
+NCCL INFO NET/Plugin: Loaded net plugin AWS Libfabric (v11)
+NCCL INFO NET/OFI Initializing aws-ofi-nccl 1.21.1
+NCCL INFO NET/OFI Using Libfabric version 2.3
+NCCL INFO NET/OFI No eligible providers were found
+n1:333:333 [0] int nccl_net_ofi_create_plugin(nccl_net_ofi_plugin_t**):418 NCCL WARN NET/OFI initialization failed
+NCCL INFO Using network Socket
+"""
+
+
+def test_the_newest_plugin_names_libfabric() -> None:
+    found = read_transport(NEWEST)
+    assert (found.plugin, found.libfabric, found.provider) == ("1.21.1", "2.3", "cxi")
+    check_transport(found, "n1")
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
+        (MISFIT, "the OFI plugin 1.21.1 accepts no provider of libfabric 2.3, so RCCL uses Socket"),
         (SOCKET, "RCCL uses Socket between nodes, not libfabric"),
         ("nothing of use", "its log does not name"),
         (GOOD.replace("provider is cxi", "provider is tcp"), "selected provider 'tcp', not 'cxi'"),

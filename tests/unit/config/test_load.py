@@ -161,6 +161,16 @@ def test_malformed_overrides_are_refused(word: str) -> None:
 def test_contradicting_overrides_are_refused() -> None:
     with pytest.raises(ConfigError, match="sets a key of 'train', which another argument sets"):
         parse_overrides(["train=3", "train.steps=4"])
+    with pytest.raises(ConfigError, match="train=3: sets 'train' to a value without keys, and another argument"):
+        parse_overrides(["train.steps=4", "train=3"])
+
+
+def test_a_section_that_is_set_after_one_of_its_keys_keeps_the_key() -> None:
+    words = ["train.run_dir=a", "train={steps: 3}", "model.layers=2", "model=llama-tiny", "train={steps: 4}"]
+    assert parse_overrides(words) == {
+        "train": {"run_dir": "a", "steps": 4},
+        "model": {"layers": 2, "base": "llama-tiny"},
+    }
 
 
 def test_all_malformed_overrides_are_reported() -> None:

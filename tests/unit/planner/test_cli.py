@@ -137,7 +137,7 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
     assert {event["tid"] for event in events} == set(range(best["pipeline"]))
     page = figures.read_text().split("<script>")[0]
     # pipeline, causes, memory and roofline; throughput, scaling, collectives
-    assert page.count("class=chart") == 4 + 3 + 2 + 2
+    assert page.count("class=chart") == 5 + 3 + 2 + 2
     assert "Where a step goes" in page and "why not FSDP: " in page
     assert '"name": "idle"' in page and "Report" in page
     assert "http" not in page.split("<pre>")[0]
@@ -312,6 +312,8 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     (row,) = json.loads(out)
     assert row["measured_s"] == 0.4
     assert row["error"] == pytest.approx(row["predicted_s"] / 0.4 - 1)
+    code, out, _ = run(capsys, "--measured", str(run_dir), "--json")
+    assert json.loads(out) == [row] and row["machine"] == "local", "without --machine the run's machine is used"
     code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir))
     assert "400 ms" in out
     # Steps of an attempt on another layout are not compared with the prediction.

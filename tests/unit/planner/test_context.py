@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from frontier_llm.blueprint.layout import Layout, context_way
@@ -14,9 +15,10 @@ from frontier_llm.cli.main import main
 from frontier_llm.config import load_run
 from frontier_llm.config.load import load_model
 from frontier_llm.machine.load import load_machine, rates
-from frontier_llm.planner.candidates import context_ways
+from frontier_llm.planner.candidates import context_ways, enumerate_layouts
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.time import step_s
+from frontier_llm.planner.rejected import other_contexts
 
 LONG = load_model("llama-3-8b", {"sequence_length": 65536})  # 8 key/value heads
 
@@ -106,3 +108,13 @@ def test_memory_knows_the_way() -> None:
         for way in ("gather", "ring", "heads")
     }
     assert len(set(peaks.values())) == 3
+
+
+def test_a_choice_without_context_parallelism_is_not_compared_with_itself() -> None:
+    """The choice comes from the simulation. By formula another layout, with context parallelism, may be the fastest."""
+    layouts = enumerate_layouts(LONG, 16, 64, 8, {"tp": 2, "recompute": "none"})
+    seconds = np.where(layouts.cp > 1, 1.0, 1.01)
+    split = int(np.argmax(layouts.cp > 1))
+    assert other_contexts(layouts, seconds, layouts.row(int(np.argmax(layouts.cp == 1)))) == []
+    lines = other_contexts(layouts, seconds, layouts.row(split))
+    assert "CP1" in lines[0] and "takes 1.0 % longer" in lines[0], lines

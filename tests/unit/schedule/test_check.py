@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frontier_llm.errors import FrontierError
+from frontier_llm.planner.candidates import parse_fixed
 from frontier_llm.schedule import (
     Action,
     Channel,
@@ -16,8 +18,13 @@ from frontier_llm.schedule import (
     Placement,
     Schedule,
     ScheduleError,
+    ScheduleRule,
     build,
+    register,
+    registry,
     round_robin,
+    rule,
+    simulate,
 )
 from tests.harness.dry_run import check
 from tests.unit.schedule.drawn import action, custom, drop, schedules, swap
@@ -125,3 +132,31 @@ def test_the_turn_of_a_v_needs_no_message() -> None:
     assert (
         v.channel(Kind.SEND_FORWARD, 0) is Channel.FORWARD and v.channel(Kind.SEND_FORWARD, 2) is Channel.FORWARD_WRAP
     )
+
+
+def _backward_first(placement: Placement, microbatches: int, rank: int) -> list[Action]:
+    usual = rule("1f1b").order(placement, microbatches, rank)
+    return usual if rank else sorted(usual, key=lambda action: action.kind is Kind.FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (lambda placement, microbatches, rank: placement.stages, r"raises AttributeError: .*test_check.py, line \d+"),
+        (lambda placement, microbatches, rank: None, "is None"),
+        (lambda placement, microbatches, rank: [], r"is \[\]"),
+        (lambda placement, microbatches, rank: [(Kind.FORWARD, rank)], r"has \(<Kind.FORWARD: 'F'>, 0\)"),
+        (lambda placement, microbatches, rank: [Action(Kind.SEND_FORWARD, 0, rank)], "compute kinds"),
+        (_backward_first, "deadlock: B0@0 waits"),
+    ],
+    ids=["fails", "nothing", "empty", "no action", "a message", "deadlock"],
+)
+def test_a_wrong_order_of_a_plugin_is_an_error_for_people(order, expected, monkeypatch):
+    """With and without messages: the engine needs them, the planner's simulation does not."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    register("Mine", ScheduleRule(order))
+    assert parse_fixed(["schedule=Mine"]) == {"schedule": "Mine"}, "plan --fix accepts a plugin's schedule"
+    for messages in (True, False):
+        with pytest.raises(FrontierError, match=expected):
+            simulate(build("Mine", 2, 4, messages=messages), lambda rank, action: 1.0)
+    build.cache_clear()

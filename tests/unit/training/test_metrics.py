@@ -19,11 +19,13 @@ from frontier_llm.config import load_run
 from frontier_llm.data.position import START
 from frontier_llm.run import run_dir
 from frontier_llm.run.signals import SignalWatcher
+from frontier_llm.run.stage_memory import read_stage_memory
 from frontier_llm.training import loop, observers
 from frontier_llm.training.clock import PhaseClock
-from frontier_llm.training.metrics import Metrics
+from frontier_llm.training.metrics import Metrics, memory_gib
 from frontier_llm.training.routing import CollapsedRouter
 from frontier_llm.training.step import StepResult, train_step
+from frontier_llm.units import GIB
 
 
 def metrics(directory: Path, incarnation: int, done_steps: int, *layout: str) -> Metrics:
@@ -128,9 +130,12 @@ def test_an_event_of_a_step_does_not_shorten_its_time(tmp_path: Path, monkeypatc
     monkeypatch.setattr(loop, "train_step", slow_step)
     monkeypatch.setattr(loop.RouterWatch, "step", lambda *_: [CollapsedRouter(layer=1, token_share=0.9)])
     with SignalWatcher() as signals:
-        assert loop.train(config, None, signals) == 0
+        assert loop.train(config, None, signals, predict=lambda phase, ranks: (1e9 * ranks,)) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum(row["kind"] == "collapsed router" for row in rows) == 3
+    (measured,) = read_stage_memory(tmp_path)  # on a CPU: the peak of the process
+    assert measured.predicted_bytes == 10**9 and measured.allocated_bytes is None
+    assert measured.used_bytes == pytest.approx(memory_gib() * GIB, rel=0.1)
     assert all(row["step_time_s"] >= step_s for row in rows if row["kind"] == "step")
 
 

@@ -29,6 +29,7 @@ from frontier_llm.planner.costs.seconds import by_cause
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import simulate_step
 from frontier_llm.topology.plan import make_plan
+from frontier_llm.units import GIB
 from tests.unit.experiments.recorded import assert_recorded
 
 CONFIG = load_run("bench", ["parallel.tensor=2"])
@@ -88,6 +89,7 @@ def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Samples:
         ],
         [(B, m, float(step_s(CONFIG.model, steps_layout(CONFIG, TENSOR, B, m), truth))) for B, m in STEPS[1:]],
         [(B, m, float(step_s(CONFIG.model, steps_layout(CONFIG, SHARDED, B, m), truth))) for B, m in STEPS[1:]],
+        surplus_bytes=0.5 * GIB,
     )
 
 
@@ -233,6 +235,7 @@ def test_the_file_loads_and_gives_back_every_calibrated_number(tmp_path: Path) -
     assert "2 ranks at once, cpu, bf16" in machine.device.peak_tflops.source
     loaded = rates(machine)
     assert loaded.host_executes
+    assert loaded.reserve_bytes == 0.5 * GIB
     assert loaded.contention == found.contention
     for ranks, B, m in ((1, 4, 2), (2, 4, 2)):
         w = steps_layout(CONFIG, ParallelConfig(tensor=ranks), B, m)

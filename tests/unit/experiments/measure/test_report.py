@@ -14,7 +14,6 @@ from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.report import _experts, write_report
-from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.run.complete import digest_line
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
@@ -117,7 +116,7 @@ def test_predicted_step_times_are_shown_beside_the_measured_ones(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         row = {"kind": "step", "step": 41, "step_time_s": 100.0, "loss": 4.0, "consumed_tokens": 1, "tokens_per_s": 1.0}
         file.write("\n" + json.dumps(row) + "\n")
-    predicted = beside_prediction(run, rates(load_machine("local")))
+    predicted = beside_prediction(run, "local")
     text = write_report([run], tmp_path / "report.html", machine="local").read_text()
     assert f"<td>{format_seconds(predicted.predicted_s)}</td><td>{format_seconds(100.0)}</td>" in text
     chart = next(json.loads(one) for one in re.findall(r"class=figure>(.*?)</script>", text) if '"measured"' in one)

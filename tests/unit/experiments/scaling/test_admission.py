@@ -246,7 +246,7 @@ def test_a_benchmark_that_is_stopped_saves_nothing_unless_it_saves_in_between(tm
 
     def saves(interval: int) -> bool:
         run = tmp_path / str(interval)
-        stop = threading.Thread(target=stop_after_a_step, args=(run,))
+        stop = threading.Thread(target=stop_after_a_step, args=(run,), daemon=True)
         stop.start()
         assert (
             main(["train", "train_small", *words, *layout, f"train.run_dir={run}", f"train.save_interval={interval}"])

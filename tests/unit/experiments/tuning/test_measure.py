@@ -83,8 +83,32 @@ def test_the_dry_run_lists_the_space_and_what_a_trial_costs(tmp_path: Path, caps
     text = capsys.readouterr()
     assert re.match(r" *step_s +gib +layout\n0\.\d+ +\d\.\d +TP\d PP\d", text.out) and "node-hours" in text.err
     assert main([*words, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == len(text.out.splitlines()) - 1
+    steps_s = [float(row["step_s"]) for row in json.loads(capsys.readouterr().out)]
+    assert len(steps_s) == len(text.out.splitlines()) - 1
     assert list(tmp_path.iterdir()) == []
+    # the announced range is that of the list, and no layout is slower than --within times the fastest
+    assert f"{len(steps_s)} of " in text.err
+    named = re.search(r"searched, (\S+) (m?)s to (\S+) (m?)s per step", text.err)
+    assert named
+    least_s, most_s = (float(named[place]) / (1000 if named[place + 1] else 1) for place in (1, 3))
+    assert (least_s, most_s) == pytest.approx((min(steps_s), max(steps_s)), rel=0.01)
+    assert max(steps_s) <= 2.0 * min(steps_s)
+
+
+def test_a_budget_below_one_trial_is_answered_with_the_budget_that_allows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The announced cost of a trial is the cost that the search compares with its budget."""
+    words = ["tune", "train_small", *TINY, *SPACE, "--output", str(tmp_path), "--max-node-hours"]
+    assert main([*words, "0.001"]) == 1
+    text = capsys.readouterr()
+    needed = re.search(r"--max-node-hours (\S+) or more allows it", text.err)
+    announced = re.search(r"measured\), (\S+) node-hours; 0 of", text.err)
+    assert needed and announced and float(needed[1]) == pytest.approx(float(announced[1]), abs=0.001)
+    assert "None" not in text.out
+
+
+def test_a_tune_inside_no_allocation_names_its_batch_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "train_22b", "--nodes", "16", "--max-node-hours", "1"]) == 2
     assert "sbatch --nodes=16 slurm/tune.sbatch" in capsys.readouterr().err
 
@@ -131,7 +155,7 @@ def test_the_report_and_the_fastest_layout_come_from_the_table(
     assert facts["best_step_s"] == pytest.approx(2.4) and facts["failures"] == {"hang": 1} and facts["trials"] == 6
     assert facts["faster_than_planner"] == pytest.approx(2.9 / 2.4 - 1)
     page = (tmp_path / "tune.html").read_text()
-    assert page.count("class=chart") == 3 and "What mattered" in page and "fitted" in page and "hang" in page
+    assert page.count("class=chart") == 2 and "What mattered" in page and "fitted" in page and "hang" in page
     best = load_run(str(tmp_path / "best.yaml"))
     assert best.model.name == "gpt-tiny" and best.batch.global_batch == 8
     assert yaml.safe_load((tmp_path / "machine.yaml").read_text())["base"] == "local"

@@ -1,0 +1,76 @@
+"""Rules for the layout of experts: which degrees a model with experts allows, and with which settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from frontier_llm.config import RunConfig
+from frontier_llm.errors import Problem, divisors, nearest
+
+
+def expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Yield a Problem for invalid expert-parallel degrees and for settings that models with experts do not support."""
+    model = config.model
+    parallel = config.parallel
+    moe = config.model.moe
+    if moe is None:
+        for key, degree in (("parallel.expert", parallel.expert), ("parallel.expert_tensor", parallel.expert_tensor)):
+            if degree > 1:
+                yield Problem(
+                    where=key,
+                    what=f"{degree}, but {model.name} has no experts",
+                    fix=f"set {key}=1, or add a section moe to the model",
+                )
+        return
+    plane = max(1, world_size // parallel.pipeline)
+    for key, what, size, degree in (
+        ("parallel.expert", "experts", moe.experts, parallel.expert),
+        ("parallel.expert_tensor", "an expert's width", model.expert_hidden, parallel.expert_tensor),
+    ):
+        if size % degree:
+            yield Problem(
+                where=key,
+                what=f"{degree} does not divide {what}, {size}",
+                fix=f"use one of {nearest(degree, divisors(size), 3)}",
+            )
+    ranks = parallel.expert * parallel.expert_tensor
+    cuts = parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed"
+    where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
+    for broken, key, what, fix in (
+        (
+            plane % ranks,
+            "parallel.expert",
+            f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the "
+            f"{plane} ranks of a stage (tensor x data)",
+            f"use one of "
+            f"{nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for "
+            f"expert, with expert_tensor=1",
+        ),
+        (
+            model.sequence_length % parallel.tensor,
+            "model.sequence_length",
+            f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part "
+            f"of the sequence",
+            f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}",
+        ),
+        (
+            cuts,
+            where,
+            f"{who} splits all weights over the same ranks, but experts are replicated over other ranks",
+            "use the native engine with data_mode=zero",
+        ),
+        (
+            ranks > 1 and config.guard.recompute_interval > 0,
+            "guard.recompute_interval",
+            "replicas have different experts if experts are split over them, so their gradients cannot be compared",
+            "set it to 0, or parallel.expert=1 and expert_tensor=1",
+        ),
+        (
+            model.bias,
+            "model.bias",
+            "is true, but experts have no biases",
+            "set model.bias=false (qkv_bias may be true)",
+        ),
+    ):
+        if broken:
+            yield Problem(where=key, what=what, fix=fix)
