@@ -16,8 +16,8 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.layouts import Layouts, as_table
 from frontier_llm.schedule import names, rule
 from frontier_llm.topology.expert_nodes import over_nodes
-from frontier_llm.topology.grid import AXIS_ORDERS
-from frontier_llm.topology.plan import tensor_groups_stay_in_nodes, tp_limit
+from frontier_llm.topology.grid import AXIS_ORDERS, tensor_groups_stay_in_nodes
+from frontier_llm.topology.plan import tp_limit
 
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8

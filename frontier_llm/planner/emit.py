@@ -35,7 +35,8 @@ from frontier_llm.planner.algorithms import uses_hierarchical
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import Plan, Search, search
-from frontier_llm.topology.plan import balanced, make_plan, tensor_groups_stay_in_nodes
+from frontier_llm.topology.grid import tensor_groups_stay_in_nodes
+from frontier_llm.topology.plan import balanced, make_plan
 from frontier_llm.units import GIB, plural, strict_json
 
 SITES = ("frontier", "lumi", "local")

@@ -150,3 +150,10 @@ def held_positions(length: int, cp: int, rank: int) -> tuple[range, ...]:
         return (range(length),)
     size = length // (2 * cp)
     return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * cp - 1 - rank))
+
+
+def tensor_groups_stay_in_nodes(tensor: int, node_devices: int, world_size: int) -> bool:
+    """Return whether the `tensor` neighbouring ranks of every tensor-parallel group are on one node."""
+    if tensor > node_devices:
+        return False
+    return world_size <= node_devices or node_devices % tensor == 0

@@ -17,7 +17,7 @@ from frontier_llm.machine.load import load_machine
 from frontier_llm.schedule import Placement, Schedule
 from frontier_llm.topology.engine_rules import engine_problems
 from frontier_llm.topology.expert_rules import expert_problems
-from frontier_llm.topology.grid import AXIS_ORDERS, Grid
+from frontier_llm.topology.grid import AXIS_ORDERS, Grid, tensor_groups_stay_in_nodes
 from frontier_llm.topology.streams import queue_problem
 from frontier_llm.units import plural
 
@@ -245,32 +245,22 @@ def _node_devices(machine: str) -> int:
     return load_machine(machine).devices_per_node
 
 
-def tensor_groups_stay_in_nodes(tensor: int, node_devices: int, world_size: int) -> bool:
-    """Return whether the `tensor` neighbouring ranks of every tensor-parallel group are on one node."""
-    if tensor > node_devices:
-        return False
-    return world_size <= node_devices or node_devices % tensor == 0
-
-
 def _node_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.tensor == 1 or parallel.cross_node_tensor:
         return
+    tp = parallel.tensor
     devices = _node_devices(config.machine)
-    if parallel.tensor > devices:
-        yield Problem(
-            where="parallel.tensor",
-            what=f"{parallel.tensor} tensor ranks span nodes: a node of machine {config.machine} has {devices} devices",
-            fix=f"set parallel.tensor={devices} or less, or parallel.cross_node_tensor=true to measure it",
-        )
-    elif not tensor_groups_stay_in_nodes(parallel.tensor, devices, world_size):
-        valid = nearest(parallel.tensor, divisors(devices))
-        yield Problem(
-            where="parallel.tensor",
-            what=f"some groups of {parallel.tensor} tensor ranks span nodes: {parallel.tensor} does not divide the "
-            f"{devices} devices of a node of machine {config.machine}",
-            fix=f"set parallel.tensor={' or '.join(map(str, valid))}, or parallel.cross_node_tensor=true to measure it",
-        )
+    if tensor_groups_stay_in_nodes(tp, devices, world_size):
+        return
+    if tp > devices:
+        what = f"{tp} tensor ranks span nodes: a node of machine {config.machine} has {devices} devices"
+        fix = f"{devices} or less"
+    else:
+        what = f"some groups of {tp} tensor ranks span nodes: {tp} does not divide the {devices} devices of a node"
+        fix = " or ".join(map(str, nearest(tp, divisors(devices))))
+    fix = f"set parallel.tensor={fix}, or parallel.cross_node_tensor=true to measure it"
+    yield Problem(where="parallel.tensor", what=what, fix=fix)
 
 
 def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
