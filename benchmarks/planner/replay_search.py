@@ -32,7 +32,8 @@ ORDERS = 2000  # number of random orders
 def measured_space(table: Path = TABLE) -> tuple[Space, np.ndarray]:
     """Return the layouts of the table as a space, and the seconds of each layout.
 
-    V-shaped schedules were added after the measurement, so the table does not contain them.
+    V-shaped schedules were added after the measurement, so the table does not contain them. The measured search limited
+    the times of the closed form alone, so the table has layouts whose simulated times lie beyond its limit.
     """
     config = load_run("train_22b", ["machine=local", *RUN])
     space = make_space(
@@ -41,7 +42,7 @@ def measured_space(table: Path = TABLE) -> tuple[Space, np.ndarray]:
         4,
         1,
         parse_fixed(list(FIXED)),
-        within=WITHIN,
+        within=2 * WITHIN,
     )
     seconds = {trial.layout: trial.step_s for trial in read_trials(table, space.plans[0].layout)}
     space = replace(space, plans=tuple(plan for plan in space.plans if plan.layout in seconds))
