@@ -87,7 +87,7 @@ def push(args: argparse.Namespace) -> int:
         remote_writer.release(place, writer)
         if pushed:
             record = replace(record, uploaded_step=pushed[0].step, uploaded_unix_s=time.time())
-        write_uploads(run_dir, replace(record, pending=(), problem=""))
+        write_uploads(run_dir, replace(record, pending=(), problem=damages[0] if damages else ""))
     if args.json:
         show(args, rows, str)
     elif damages:

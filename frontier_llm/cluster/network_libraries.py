@@ -24,7 +24,9 @@ from pathlib import Path
 
 from frontier_llm.units import strict_json
 
-LOAD_TIMEOUT_S = 20.0  # RCCL of a wheel has hundreds of megabytes, and `doctor` waits 45 s for a node
+# `doctor` waits 45 s for a node, and the check of the provider may take 30 s of them.
+LOAD_TIMEOUT_S = 7.0
+VERSION_TIMEOUT_S = 3.0
 _MANAGEMENT = re.compile(r"/lib(rocm_smi64|amd_smi)\.so[^/]*$")
 _HWLOC = re.compile(r"/libhwloc\.so[^/]*$")
 _FABRIC_VERSION = re.compile(r"^libfabric: (\d+\.\d+)", re.MULTILINE)  # line of fi_info --version
@@ -108,7 +110,7 @@ def conflicts(plugin: str, rccl: str, fi_info: str | None) -> Iterator[str]:
 def _site_libfabric(fi_info: str) -> str:
     """Return major.minor of the libfabric of the tool `fi_info`. '' if it does not print the version."""
     try:
-        version = _FABRIC_VERSION.search(_run([fi_info, "--version"], timeout_s=10.0).stdout)
+        version = _FABRIC_VERSION.search(_run([fi_info, "--version"], timeout_s=VERSION_TIMEOUT_S).stdout)
     except (OSError, subprocess.TimeoutExpired):  # the caller checks the tool itself (`probe.provider_error`)
         return ""
     return version[1] if version else ""

@@ -265,7 +265,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 )
                 target = {}
         earlier = target.get(leaf)
-        if isinstance(earlier, dict) and any(other.startswith(f"{key}.") for other in typed):
+        if isinstance(earlier, dict) and value is not None and any(other.startswith(f"{key}.") for other in typed):
             # such as model.layers=2 followed by model=NAME
             value = {"base": value} if isinstance(value, str) else value
             if isinstance(value, dict):

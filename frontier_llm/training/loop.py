@@ -237,7 +237,9 @@ class _Session:
             tight = None if is_last else self.retries.after_step(state.current_step)
             if tight is not None:
                 if train.save_interval:
-                    self._finish_save()
+                    # A failed save must not hide the reason of this end: the next start uses an older checkpoint.
+                    with self.checkpoints.tolerating_one_failure():
+                        self._finish_save()
                 self.retries.end(tight, self.run_dir)
             evaluates = is_last or _due(state.current_step, train.eval_interval, train.steps)
             if evaluates and not self._evaluate():  # before the save, which records the best evaluation

@@ -12,7 +12,6 @@ import torch
 from frontier_llm import log
 from frontier_llm.comm import maximum
 from frontier_llm.config import RunConfig
-from frontier_llm.errors import FrontierError
 from frontier_llm.run.stage_memory import StageMemory
 from frontier_llm.training.build import TrainState
 
@@ -68,12 +67,12 @@ class MemoryCheck:
         return tuple(stages)
 
     def _predicted(self, state: TrainState) -> Sequence[float] | None:
-        """Return the predicted bytes of each stage. None without a prediction, which does not end a run."""
+        """Return the predicted bytes of each stage, or None without a prediction. Its errors do not end a run."""
         if self._predict is None:
             return None
         try:
             return self._predict(state.config, state.mesh.world.size)
-        except FrontierError as error:
+        except Exception as error:
             log.info(f"the memory of this layout is not predicted: {error}")
             return None
 

@@ -293,6 +293,7 @@ def test_a_push_goes_on_after_a_damaged_checkpoint(run: Run, url: str, capsys: p
     assert [one.step for one in uploaded_checkpoints(RemoteFolder(url))] == [2]
     record = read_uploads(run_dir)
     assert record is not None and record.uploaded_step == 2
+    assert "step_00000004/shard_00000.safetensors" in record.problem, "`status` must show it"
     assert main(["checkpoint", "push", str(run_dir), url, "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
     assert "damaged" in rows[0] and rows[1]["step"] == 2

@@ -251,6 +251,10 @@ def test_naming_a_model_replaces_the_whole_model() -> None:
     assert load_run("bench", ["model.layers=2"]).model == load_model("bench-l8-h384", {"layers": 2})
 
 
+def test_a_later_null_removes_a_section_with_its_keys() -> None:
+    assert load_run("moe_small", ["model.moe.top_k=2", "model.moe=null"]).model.moe is None
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

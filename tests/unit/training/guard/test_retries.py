@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from frontier_llm.checkpoint.checkpoints import Checkpoints
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import load_run
+from frontier_llm.errors import CheckpointError
 from frontier_llm.run.failure import OUT_OF_MEMORY, read_failure
 from frontier_llm.run.job import ROOMIER_PLAN_VARIABLE
 from frontier_llm.run.run_dir import latest_step
@@ -51,21 +53,38 @@ def test_one_retry_per_step_over_a_window_is_too_much(
     assert ends(counter(retries_in_window), 3) == []  # without a roomier plan, another start would not help
 
 
-def test_the_run_saves_and_ends_as_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def train_with_tight_memory(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train a small run on this process's CPU, in which a counter reports 12 retries per window."""
     monkeypatch.setenv(ROOMIER_PLAN_VARIABLE, "1")
     made = iter(range(0, 1000, 12))
     monkeypatch.setattr(loop, "device_retries", lambda device: lambda: next(made))
     small = ["model=gpt-tiny", "parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=2"]
-    settings = ["train.steps=40", "train.save_interval=30", "optimizer.warmup_steps=0", f"train.run_dir={tmp_path}"]
+    settings = ["train.steps=40", "train.save_interval=30", "optimizer.warmup_steps=0", f"train.run_dir={run_dir}"]
     config = load_run("train_small", [*small, *settings])
     with SignalWatcher() as signals, pytest.raises(TightMemory, match="12 times in 10 steps"):
         loop.train(config, None, signals)
+
+
+def test_the_run_saves_and_ends_as_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_with_tight_memory(tmp_path, monkeypatch)
     assert latest_step(tmp_path) == WINDOW_STEPS
     failure = read_failure(tmp_path)
     assert failure is not None
     assert (failure.cause, failure.rank, failure.step) == (OUT_OF_MEMORY, 0, WINDOW_STEPS)
     assert not failure.host_suspect
     assert TightMemory.exit_code == 1  # neither a refusal nor a stop on request
+
+
+def test_a_failed_save_does_not_hide_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the failed save was recorded as a refusal, so the job was given up."""
+
+    def fails(checkpoints: Checkpoints, verify: bool = True) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(Checkpoints, "finish", fails)
+    train_with_tight_memory(tmp_path, monkeypatch)
+    failure = read_failure(tmp_path)
+    assert failure is not None and failure.cause == OUT_OF_MEMORY
 
 
 def test_the_record_names_the_rank() -> None:
