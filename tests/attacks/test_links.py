@@ -155,7 +155,9 @@ def test_a_run_directory_that_goes_away_under_the_supervisor(
         return attempt.Outcome(1)
 
     monkeypatch.setattr(attempt, "run_step", move_away)
-    job: Any = SimpleNamespace(directory=run, allocation=SimpleNamespace(job_id="7", batch_host="n0"))
+    job: Any = SimpleNamespace(
+        directory=run, allocation=SimpleNamespace(job_id="7", batch_host="n0"), job=SimpleNamespace(plans=())
+    )
     with pytest.raises(FrontierError, match="run: was moved or deleted during the run"):
         attempt.start_ranks(job, ("n0",), None)
     assert not run.exists() or list(run.iterdir()) == []  # a record here would start another run at step 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from frontier_llm.certificate import memory as certificate_memory
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.code import code_digest, snapshot
@@ -18,6 +19,7 @@ from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.cluster.submit import JobRequest, before_maintenance, start_problems, wanted_job
 from frontier_llm.cluster.warning_time import next_warning_s, save_seconds
 from frontier_llm.config import load_run
+from frontier_llm.errors import Problem
 from frontier_llm.planner.predict import START_S, PointPrediction, walltime_minutes
 from frontier_llm.run import run_dir
 from frontier_llm.run.holder import reserved, this_process
@@ -662,9 +664,13 @@ def test_a_section_that_is_not_checkable_here_is_submitted_only_by_force(
 
 
 def test_force_does_not_pass_a_refused_section(
-    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r", "--max-node-hours", "0.01"]
-    assert main([*words, "--force", "cost", "--force", "installation"]) == 1
+    words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r", "--force", "cost", "--force", "installation"]
+    assert main([*words, "--max-node-hours", "0.01"]) == 2
     assert "node-hours are too few" in capsys.readouterr().err
+    refusal = Problem(where="cost", what="is too high", fix="take fewer nodes")
+    monkeypatch.setattr(certificate_memory, "cost_problems", lambda *arguments: [refusal])
+    assert main(words) == 1
+    assert "cost: is too high" in capsys.readouterr().err
     assert "sbatch" not in fake_slurm.read_text()
