@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from frontier_llm.config.urls import is_url, packages_of, without_secrets
 from frontier_llm.errors import ConfigError, not_installed
 
 
@@ -56,6 +55,11 @@ def check_installed(words: Sequence[str]) -> None:
 
 def _of_urls(words: Sequence[str]) -> dict[str, str]:
     """Return package → URL for the URLs in the words at which checkpoints are kept."""
+    if not any("://" in word for word in words):
+        return {}
+    # The package `config` imports pydantic, which takes longer than all of `--help`.
+    from frontier_llm.config.urls import is_url, packages_of, without_secrets
+
     if words[:1] == ["checkpoint"]:
         urls = [word for word in words if is_url(word)]
     else:

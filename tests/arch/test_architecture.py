@@ -55,9 +55,10 @@ def test_torch_free_rooms_import_with_torch_blocked():
     assert done.returncode == 0, done.stderr
 
 
-def test_help_answers_in_under_300_ms():
-    best = min(_seconds("-m", "frontier_llm.cli.main", "--help") for _ in range(5))
-    assert best < 0.3
+def test_help_takes_at_most_six_starts_of_python():
+    """The times are compared with those of an empty program, because machines differ. Pydantic alone takes four."""
+    pairs = [(_seconds("-m", "frontier_llm.cli.main", "--help"), _seconds("-c", "pass")) for _ in range(5)]
+    assert min(help_s for help_s, _ in pairs) < 6 * min(empty_s for _, empty_s in pairs)
 
 
 def _seconds(*command):
