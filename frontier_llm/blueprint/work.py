@@ -89,7 +89,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
     # inputs of the norms, and the masks of the two dropouts
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
-    # kept for the activation: its input; GeGLU also keeps a copy of its gate before GELU and one after it
+    # The backward of the activation needs its input. GeGLU also keeps a copy of its gate before GELU and one after it.
     own += size * T * (1 + model.gated + 2 * (model.activation == "geglu_tanh")) * F / tp
     if software.linear_speedup != 1:
         own += size * T * model.heads * model.dim_per_head / tp  # attention's output, in addition to its 8-bit copy

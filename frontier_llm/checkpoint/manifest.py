@@ -33,7 +33,7 @@ FORMAT: Final = "frontier_llm checkpoint"
 VERSION: Final = 4
 READ_VERSIONS: Final = (3, VERSION)  # version 3 has a number of steps instead of a data position, and no plugins
 DtypeName = Literal["F32", "F64"]
-ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # By safetensors' names. Checkpoints use F32 and F64.
+ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # Key: safetensors' type. Checkpoints use F32 and F64.
 # A model of 1T parameters on 3072 ranks, with 72,087 pieces, needs less than half of these limits.
 MAX_MANIFEST_VALUES = 1 << 21  # Limit for the values in the text, counted by commas and brackets.
 MAX_CORNERS = 1 << 21  # Limit for all pieces (_coverage_problems).

@@ -15,7 +15,7 @@ from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.comm import Axis, all_gather_json, broadcast_json
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 
-MOST_PROBLEMS = 10  # most problems that one rank sends to the others
+MOST_PROBLEMS = 10  # largest number of problems that one rank sends to all ranks
 
 
 def from_rank_0(compute: Callable[[], Any], world: Axis, device: torch.device) -> Any:

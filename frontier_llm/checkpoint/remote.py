@@ -34,8 +34,8 @@ from frontier_llm.run.complete import MAX_MANIFEST_BYTES, digest_line, fault, na
 
 FILES_AT_ONCE = 4  # files that one process sends or receives at the same time; each needs one 50 MiB buffer of s3fs
 SENT_BYTES = 8 << 20  # bytes between two waits of the rate limit
-# Called with the number of bytes that were sent or received since the last call. The number is 0 if a local file was
-# read and compared with its digest.
+# Function that is called with the number of bytes that were sent or received since the last call. The number is 0 if a
+# local file was read and compared with its digest.
 OnBytes = Callable[[int], object]
 
 
@@ -86,7 +86,7 @@ class RemoteCheckpoint:
         return sum(entry.size_bytes for entry in self.entries().values())
 
     def is_uploaded(self) -> bool:
-        """Return whether the upload has ended: the last file is there."""
+        """Return whether the upload has ended: the manifest, which is uploaded last, exists."""
         return folder.MANIFEST in self.entries()
 
     def read_manifest(self) -> tuple[Manifest, bytes]:

@@ -199,7 +199,10 @@ class Save:
             checkpoints.uploads.wake()
 
     def _verify(self) -> None:
-        """Read back this rank's share of the checkpoints that remain. Raises DamagedCheckpoint."""
+        """Verify this rank's share of the checkpoints that will remain after old checkpoints are deleted.
+
+        Raises DamagedCheckpoint.
+        """
         checkpoints = self._checkpoints
         steps = folder.named_steps(checkpoints.directory)
         if not checkpoints.expired(steps):

@@ -74,7 +74,8 @@ def safetensors_layout(
     dtype: str,
     metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
-    """Return (header of a safetensors file with these tensors, start byte of each tensor followed by the file's size).
+    """Return the header of a safetensors file with these tensors, and a list: the start byte of each tensor, and the
+    size of the file as the last item.
 
     The header is a u64 length and padded JSON. With the padding the data is aligned to 8 bytes, as the format requires.
     """
@@ -87,7 +88,10 @@ def safetensors_layout(
 
 
 def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str) -> ShardLayout:
-    """Return the layout of a shard file with these pieces. Kinds are in the order in which the pieces name them."""
+    """Return the layout of a shard file with these pieces.
+
+    The kinds of tensors follow each other in the order in which they first occur in `pieces`.
+    """
     kinds = dict.fromkeys(kind for piece in pieces for kind in piece.kinds)
     held = [(kind, index, piece) for kind in kinds for index, piece in enumerate(pieces) if kind in piece.kinds]
     # The names contain the offset, because a rank may hold several rectangles of one tensor.

@@ -78,7 +78,10 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(words)}", fix)
 
     def selected(self, words: Sequence[str]) -> Parser:
-        """Return the parser of the command, and of its action, that the first words name. Otherwise this parser."""
+        """Return the parser of the command, or of its action, that the first words name.
+
+        Return this parser if they name none.
+        """
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and words and words[0] in action.choices:
                 inner: Parser = action.choices[words[0]]
@@ -150,8 +153,8 @@ def one_of(*options: Option) -> Option:
 class Command:
     """A command or one of its actions: arguments and function. A command with `actions` has no function of its own.
 
-    `line` is its line in the list of actions. As a sentence it is also the description if `about` is empty. Users must
-    be able to run the examples unchanged.
+    `line` is the command's line in the list of commands. If `about` is empty, it is also the description, written as a
+    sentence. Users must be able to run the examples unchanged.
     """
 
     work: Callable[[argparse.Namespace], int] | None = None

@@ -89,7 +89,7 @@ class Outcome:
 
     exit_code: int
     failure: Failure | None = None  # None: finished or stopped on request
-    peers_only: bool = False  # only surviving ranks reported: a node may be dead, unnoticed by Slurm
+    peers_only: bool = False  # only ranks that survived sent reports: a node may be dead without Slurm's notice
 
     @property
     def cause(self) -> str:

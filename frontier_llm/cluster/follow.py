@@ -61,7 +61,7 @@ def is_running(directory: Path) -> bool:
 
 
 class WalltimeReached(Exception):
-    """The rest of the walltime is too short. The next job continues."""
+    """The walltime left is too short for another evaluation. The next job continues."""
 
 
 class Follower:
@@ -80,7 +80,8 @@ class Follower:
     def run(self, poll_s: float = POLL_S) -> None:
         """Evaluate each checkpoint that has no result, newest first, until the run has ended.
 
-        Raises WalltimeReached. Raises FrontierError at the end if evaluations failed, or after FAILURES of them.
+        Raises WalltimeReached. Raises FrontierError at the end if evaluations failed, or at once after FAILURES failed
+        evaluations.
         """
         while True:
             is_last_look = not is_running(self._directory)  # asked first, so that the look includes the last checkpoint

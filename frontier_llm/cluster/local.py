@@ -54,7 +54,10 @@ class RankExit:
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal from outside ended the rank. Not SIGABRT: torch raises it after any error."""
+        """Whether a signal from outside ended the rank.
+
+        SIGABRT does not count, because torch raises it after any error.
+        """
         return self.signal not in (None, "SIGABRT") and not self.stopped_by_us
 
     @property
@@ -301,7 +304,9 @@ class _Ranks:
 
 
 def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
-    """Copy a rank's output line by line to the terminal and into its log. An error of one does not stop the other.
+    """Copy a rank's output line by line to the terminal and into its log.
+
+    If one of the two destinations has an error, the other still gets all output.
 
     The rank would block if its pipe were not read.
     """

@@ -42,7 +42,8 @@ def rank_logs(log_dir: Path) -> list[Path]:
 def failure_lines(log: Path) -> list[str]:
     """Return the last Python traceback of a log with its chained exceptions.
 
-    Without a traceback, return the last refusal, or else the last lines of the log.
+    Without a traceback, return the last error message of a `frontier-llm` command. If there is none, return the last
+    lines of the log.
     """
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))

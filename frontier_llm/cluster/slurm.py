@@ -116,7 +116,7 @@ def call(
 def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
     """Run `call` for the supervisor of a running job. Retry while the controller does not respond.
 
-    Only for commands that can safely run twice.
+    The command must be one that can safely run twice.
     """
     started_s = time.monotonic()
     warned = False

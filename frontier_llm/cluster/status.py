@@ -70,13 +70,13 @@ class Status:
     last_failure: str | None
     epochs: dict[str, float] = field(default_factory=dict)  # path of each source → epochs at the newest checkpoint.
     job: Job | None = None  # the record: nodes, spares, continuation, budget.
-    node_hours: float = 0.0  # of all jobs of the run, as Slurm charges them.
-    node_hours_left: float | None = None  # rest of the budget.
-    node_hours_needed: float | None = None  # for training until the last step, without starts and saves.
+    node_hours: float = 0.0  # node-hours used by all jobs of the run, as Slurm charges them.
+    node_hours_left: float | None = None  # node-hours of the budget that are not used yet.
+    node_hours_needed: float | None = None  # node-hours to train until the last step, without starts and saves.
     expected_end_unix_s: float | None = None  # end of the run if its job is running, without time in the queue.
     switch: PlanSwitch | None = None  # the change to the job's roomier plan, if the next start uses it.
     uploads: UploadRecord | None = None  # copies at train.remote.
-    memory: tuple[StageMemory, ...] = ()  # of each pipeline stage after the first steps of the newest start.
+    memory: tuple[StageMemory, ...] = ()  # memory of each pipeline stage after the newest start's first steps.
     evaluated: Evaluated | None = None  # newest result of `evaluate --follow`.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
@@ -238,7 +238,7 @@ def _nodes(fields: Mapping[str, str], living: Holder | None) -> str | None:
 
 
 def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Problem]]:
-    """Return the statuses of the readable runs and the problems of the others."""
+    """Return the status of each readable run, and the problems of the runs that cannot be read."""
     statuses: list[Status] = []
     problems: list[Problem] = []
     for directory in directories:
@@ -275,7 +275,7 @@ def _note_lines(parts: RunParts, name: str, is_sound: Callable[[Mapping[str, Any
 def _job_ids(parts: RunParts) -> list[str]:
     """Return the ids of the job that started last and of the job that was queued last.
 
-    A damaged file of one does not hide the other.
+    If the file with one of the two ids is damaged, the other id is still returned.
     """
     started = parts.read(lambda directory: str(last_start(directory).get("job_id", "")), "")
     queued = parts.read(run_dir.queued_job, "")

@@ -300,7 +300,8 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
     Collective over the axis. All ranks must make these calls in the same order. The ledger does not count the
     communication of such a group. In a single process without a default group, a default group is created first.
     """
-    # torch 2.13 warns at every call of a collective's old name. Only the libraries could change these calls.
+    # torch 2.13 warns at every call of a collective's old name. The calls are in FSDP and DeepSpeed, so this package
+    # cannot change them.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not dist.is_initialized():
         assert axis.size == 1, f"axis {axis.name} of {axis.size} ranks without a default group"
@@ -330,7 +331,7 @@ def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
     try:
         mesh.ledger.dump(path, reason)
         if dist.is_initialized():
-            # torch has two recorders of collectives. Only the NCCL recorder has the calls on a GPU.
+            # torch has two recorders of collectives. On a GPU only the NCCL recorder contains the collectives.
             recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
             if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
                 write_replaced(path.with_name(path.stem + "_torch.json"), recorded)

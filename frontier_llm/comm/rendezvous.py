@@ -52,7 +52,7 @@ class Meeting:
     """Address of a job's rendezvous, the secret of its ranks, and this rank's node."""
 
     address: str  # Address of rank 0's node.
-    port: int  # Port of the store. Not used by TCPStore if all ranks are on one node and have a `folder`.
+    port: int  # Port of the store. TCPStore does not use it if all ranks are on one node and have a `folder`.
     first: int  # Global rank of this node's first rank.
     per_node: int
     # returns the secret; called at each attempt to connect; the secret may be empty if all ranks are on one node

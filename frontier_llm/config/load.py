@@ -159,8 +159,8 @@ def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 
 
 class _Whole(dict[str, Any]):
-    """Mapping that replaces the value below it instead of merging. Otherwise a named model would keep keys of another
-    model.
+    """Mapping that `merge` does not merge: it replaces the base's value. Otherwise a named model would keep keys of the
+    model that it replaces.
     """
 
 

@@ -163,7 +163,10 @@ class PackedSamples:
         tokens_S1: NDArray[np.int64],
         learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """Write sample k into `tokens_S1`. Return the lengths of its pieces, with padding as the last piece."""
+        """Write sample k into `tokens_S1`.
+
+        Return the lengths of the sample's pieces of documents. Padding counts as the last piece.
+        """
         number, sequence = self.locate(k)
         window = self._window(number)
         filled = 0

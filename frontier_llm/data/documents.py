@@ -217,7 +217,7 @@ def _read_whole(piece: InputPiece, content: IO[bytes]) -> Iterator[Text | Damage
 
 
 def _chunks(content: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield pairs (about CHUNK_BYTES of the content, whether they are the last).
+    """Yield pairs: a chunk of about CHUNK_BYTES of the content, and whether it is the last chunk.
 
     The content is cut at newlines, or between characters if a chunk has no newline.
     """

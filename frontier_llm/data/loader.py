@@ -245,7 +245,9 @@ def _batches(
 
 
 def prepare_indices(run: RunConfig, position: Position = START) -> None:
-    """Build the sample indices of the rest of the run before it starts. Ranks then only map them.
+    """Build the sample indices for all steps after `position`, before the ranks start.
+
+    The ranks then only map the index files.
 
     One process on any node does this.
     """

@@ -100,7 +100,7 @@ class Stream(_Record):
 
     @property
     def samples_left_out(self) -> int:
-        """Number of samples that were taken without training on them."""
+        """Number of samples of this stream that rewinds and `--leave-out` have left out of training."""
         return sum(count for _, count in self.left_out)
 
     @property
@@ -149,7 +149,10 @@ class Position(_Record):
 
     @property
     def samples(self) -> int:
-        """Number of samples of the run so far, including left-out ones. Also the number of the next sample."""
+        """Number of samples of the run so far, including left-out ones.
+
+        The next sample has this number, because samples are numbered from 0.
+        """
         return sum(stream.taken for stream in self.streams)
 
     @property

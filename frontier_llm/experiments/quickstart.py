@@ -43,8 +43,8 @@ START = "import frontier_llm.training.loop"  # the imports of a rank
 TEXTS_PER_DATA = 8.0  # `data stdlib`, in times of `count_words`
 STARTS_PER_PLAN = 0.4  # the planner imports no torch
 STARTS_PER_TRAINING = 1.4  # the launcher's checks, and the start of the ranks
-STARTS_PER_REPORT = 0.7  # comparison, sample and report: three commands on one rank
-FORWARD_SHARE = 1 / 3  # of a step's time: an evaluation runs no backward pass
+STARTS_PER_REPORT = 0.7  # three commands on one rank: comparison, sample and report
+FORWARD_SHARE = 1 / 3  # time of an evaluation relative to a step: no backward pass
 SAVE_S = 1.5
 
 

@@ -239,7 +239,7 @@ _LARGE_NODES = 512
 
 
 def rccl_log_variables(rank: int) -> list[Variable]:
-    """Return the variables with which RCCL logs to a file which network it uses. One rank per node needs them."""
+    """Return the variables with which RCCL logs to a file which network it uses. Set them for one rank per node."""
     reason = "rank 0 of each node reads which network RCCL uses"
     return [
         Variable("NCCL_DEBUG", "INFO", reason, NCCL),
@@ -259,7 +259,7 @@ def flight_record_variable(run_dir: str) -> Variable:
 
 _SLINGSHOT_MACHINES = tuple(_OWN)
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
-# "eos" and "selene" are the former names of h100 and a100. Older files contain them.
+# "eos" and "selene" are the former names of h100 and a100. Older run and machine files contain these names.
 _NVIDIA_MACHINES = ("a100", "h100", "h200", "eos", "selene")
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 

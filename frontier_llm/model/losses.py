@@ -26,8 +26,9 @@ from frontier_llm.parallel.tensor import mean_over_global_batch
 # Names of the losses of models with experts. The model file sets their weights.
 BALANCE = "router-balance"
 ROUTER_Z = "router-z"
-# Not a loss: for each layer with experts, E + 2 numbers of the tokens that this rank has routed. They are the rows of
-# each expert, the entropy of the scores summed over tokens, and the number of dropped rows.
+# Name of a statistic that is summed with the losses: E + 2 numbers for each layer with experts, over the tokens that
+# this rank has routed. The numbers are the rows of each of the E experts, the entropy of the scores summed over tokens,
+# and the number of dropped rows.
 LOAD = "router-load"
 
 

@@ -99,7 +99,7 @@ class DifferentiableOps(ABC):
 
     @abstractmethod
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
-        """Return the output and the other tensors for the backward."""
+        """Return the output, and the further tensors that the backward needs."""
 
     @abstractmethod
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:

@@ -91,7 +91,7 @@ def _slow_preference(plan: Plan) -> float:
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans, the choice first and the others by `preference`.
+    """Return the plans in order: first the chosen plan, then all other plans by `preference`.
 
     A plan is robust if its loss is at most RESOLUTION. If no plan is robust, the one with the smallest loss is chosen.
     Otherwise the choice is one of the robust plans that are within TIE of the fastest robust plan: one within

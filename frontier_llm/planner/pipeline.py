@@ -192,8 +192,8 @@ def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tupl
 def _in_flight(layout: Layout, rates: Rates) -> str:
     """Return how many messages a rank may have in flight: "many", "one", or "waiting" (one, and compute waits for it).
 
-    Compute waits if it contains collectives, because a message and a collective cannot be in flight together. It also
-    waits on a CPU, which executes both.
+    Compute waits if it contains collectives, because a message and a collective cannot be in flight together. Compute
+    also waits on a CPU, which executes the message and the compute.
     """
     if not rates.one_in_flight or rates.blocking_messages or layout.pp == 1:
         return "many"

@@ -1,7 +1,8 @@
 """Search for the parallel layouts with the shortest training step.
 
 The search enumerates the legal layouts and drops those that exceed the device's memory. It computes the step time of
-the others in closed form. The fastest of them are the finalists. Their pipelines are simulated action by action.
+the remaining layouts in closed form. The layouts with the shortest times are the finalists. Their pipelines are
+simulated action by action.
 """
 
 from __future__ import annotations

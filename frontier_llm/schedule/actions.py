@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ranks that hold the embedding and the head. Only one rank if it holds both."""
+        """The ranks that hold the embedding and the head. The tuple has one rank if that rank holds both."""
         return tuple(dict.fromkeys((self.rank_of[0], self.rank_of[-1])))
 
     def positions_of(self, rank: int) -> tuple[int, ...]:

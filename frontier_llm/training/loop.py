@@ -324,7 +324,8 @@ class _Session:
             restore(self.state, back)
             self._count_durations()
             phase = self._next_phase()
-            # Also leave out again the samples that earlier rewinds have left out after the loaded checkpoint.
+            # The loaded checkpoint does not record the samples that earlier rewinds have left out since then. Leave
+            # them out again.
             samples = earlier - self.state.position.samples_left_out
             samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
             if self.metrics is not None:

@@ -381,7 +381,7 @@ def _line_of(ranks: Sequence[RankRecord], axis: str) -> str:
 
 
 def _line_of_sync(record: RankRecord) -> str:
-    """Return the line of the last gradient sum, or ''."""
+    """Return the line in optim/sync.py that made the last gradient sum. '' if there is none."""
     lines = [visible(event.site) for event in record.recorder.events if event.summed]
     inside = [line for line in lines if line is not None and line[0].co_filename.endswith("optim/sync.py")]
     return text_of(inside[-1]) if inside else ""

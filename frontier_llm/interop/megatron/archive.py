@@ -281,7 +281,7 @@ class _Unpickler(pickle.Unpickler):
         raise self._refusal(full)
 
     def _member(self, record: Any, name: str) -> Opaque:
-        """Return an enum's member by its name. Python 3.11.0 to 3.11.3 pickle members this way."""
+        """Return an enum's member by its name. Python 3.11.0 to 3.11.3 pickle members as a call of getattr."""
         if isinstance(record, type) and issubclass(record, Opaque):
             return record(name)
         raise self._refusal("builtins.getattr")

@@ -222,7 +222,10 @@ class _RowCounts:
         return self._here_2RE[1]
 
     def read(self) -> list[list[int]]:
-        """Return [rows to each rank, rows from each rank]. The host waits for them."""
+        """Return [number of rows to each rank, number of rows from each rank].
+
+        The host waits until it has these numbers.
+        """
         if self._read is None:
             if self._copied is not None:
                 self._copied.synchronize()

@@ -68,8 +68,8 @@ def gradient_reduction_s(
 
     With ZeRO these are a reduce-scatter (`all_reduces_gradients`: an all-reduce) and an all-gather, otherwise an
     all-reduce and 0. The collectives run bucket by
-    bucket. `parameters` and `experts` are numbers of elements. Experts are reduced after the others, over the experts'
-    replicas.
+    bucket. `parameters` and `experts` are numbers of elements. The gradients of experts are reduced after those of all
+    other parameters, over the experts' replicas.
     """
     place = ranks_per_node(layouts, rates)
     node = rates.node_devices
@@ -137,7 +137,7 @@ def overlap_windows(layouts: Layout) -> Number:
 
     The result is in backwards of one microbatch over all chunks of a rank. Without interleaving it is 1, the backward
     of the last microbatch. With interleaving it is the last round: the backwards of pp microbatches through all chunks
-    but one, and of one microbatch through the remaining chunk.
+    but one, and the backward of one microbatch through the chunk that was left out.
     """
     pp = layouts.pp
     v = layouts.chunks

@@ -73,7 +73,7 @@ class RetryWatch:
     def after_step(self, step: int) -> Tight | None:
         """Return the rank whose retries exceed the limit, after `step` steps of the run.
 
-        The last step of a window is collective over the world, and all ranks return the same.
+        In the last step of a window this call is collective over the world. All ranks return the same result.
         """
         self._steps += 1
         if self._count is None or self._steps % WINDOW_STEPS:

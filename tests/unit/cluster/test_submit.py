@@ -538,7 +538,10 @@ def test_a_run_directory_off_the_scratch_is_pointed_out(
 
 
 def request_of_10_hours(directory: Path) -> JobRequest:
-    """Return a request on 384 nodes of Frontier. The rest of the run takes ten hours, a step ten minutes."""
+    """Return a request on 384 nodes of Frontier.
+
+    It needs ten hours: 60 steps of 400 s, times the safety factor of 1.5.
+    """
     config = load_run("pretrain_1t", [f"train.run_dir={directory}", "train.steps=60"])
     site = load_site("frontier")
     predicted = PointPrediction(
