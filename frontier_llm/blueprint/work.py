@@ -246,8 +246,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     """Yield the communication of context-parallel attention, and the copies that it needs.
 
     "gather" gathers all keys and values, in two halves. "ring" sends blocks of keys and values from neighbour to
-    neighbour. "heads" is an all-to-all: a rank has all heads of some tokens before it and some heads of all tokens
-    after it.
+    neighbour. "heads" is an all-to-all: before it a rank has all heads of its tokens, and after it some heads of all
+    tokens.
     """
     if layout.cp == 1:
         return
@@ -295,7 +295,7 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
             packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # packing by rank, and unpacking in order
             yield Item(phase, EXCHANGE, packed, ANY if phase is Phase.F else ())
-        # attention's output before the all-to-all, in addition to the one after it
+        # Keep attention's output before the all-to-all. The output after the all-to-all is kept too, by another item.
         yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))
 
 

@@ -278,8 +278,9 @@ class Checkpoints:
     ) -> Progress | None:
         """Load the intact checkpoint of the highest step, local before remote.
 
-        Damage is added to `damage`, or raised with `strict`. If a remote checkpoint cannot be copied, only local ones
-        are tried after it. Raises CheckpointError if none of them is intact, and always with `strict`.
+        Damage is added to `damage`, or raised with `strict`. Returns None if no checkpoint is intact. If a remote
+        checkpoint cannot be copied, only local checkpoints are tried after it. CheckpointError is raised if then no
+        local checkpoint is intact, and with `strict` at once.
         """
         candidates = [(step, False) for step in steps] + [(step, True) for step in remote_steps]
         copy_problems: list[Problem] = []
@@ -309,10 +310,11 @@ class Checkpoints:
         return None
 
     def _remote_steps(self, has_local: bool) -> list[int]:
-        """Claim `train.remote` and return the steps that are complete there. Collective.
+        """Claim `train.remote` and return the steps whose checkpoints are complete at this URL. Collective.
 
-        If the store cannot be reached, a run with local checkpoints continues from them. Raises CheckpointError if
-        another run directory writes to the URL, or if the store cannot be reached and there is no local checkpoint.
+        If the store cannot be reached, a run with local checkpoints continues from its local checkpoints. Raises
+        CheckpointError if another run directory writes to the URL, or if the store cannot be reached and there is no
+        local checkpoint.
         """
         if self._train.remote is None:
             return []

@@ -1,4 +1,4 @@
-"""The file `writer.json` at a URL: the only run directory that may write checkpoints there.
+"""The file `writer.json` at a URL names the only run directory that may write checkpoints to this URL.
 
 Two runs that write to one URL would replace each other's checkpoints. The rule:
 
@@ -89,7 +89,7 @@ def taken_by(place: RemoteFolder, mine: Writer) -> Writer | None:
 def claim(place: RemoteFolder, mine: Writer, take_over: bool = False) -> None:
     """Make `mine` the writer of this URL. Raises TakenUrl if another run directory writes there.
 
-    With `take_over` the other one loses the URL, and its next upload fails.
+    With `take_over` the other run directory loses the URL, and its next upload fails.
     """
     other = taken_by(place, mine)
     if other is not None and not take_over:
@@ -107,7 +107,10 @@ def check(place: RemoteFolder, mine: Writer) -> None:
 
 
 def renew(place: RemoteFolder, mine: Writer) -> None:
-    """Record the time of this sign of `mine`. Raises TakenUrl if another run directory has taken the URL."""
+    """Write the record of `mine` again, with the present time.
+
+    Raises TakenUrl if another run directory has taken the URL.
+    """
     check(place, mine)
     place.write(WRITER, _as_bytes(mine))
 

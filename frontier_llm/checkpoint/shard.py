@@ -136,7 +136,7 @@ def block_digests(data: memoryview, block_bytes: int = BLOCK_BYTES) -> bytes:
 def on_threads(work: Callable[[int], T], count: int, workers: int = WORKERS) -> list[T]:
     """Return [work(0), …, work(count - 1)], computed on `workers` threads.
 
-    Raises the first exception. No new call starts after it.
+    Raises the first exception. No new call starts after an exception.
     """
     with ThreadPoolExecutor(workers, "checkpoint-block") as pool:
         return list(pool.map(work, range(count)))

@@ -35,7 +35,10 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with this project's help layout. A mistyped option or choice is answered with the nearest one."""
+    """argparse with this project's help layout.
+
+    The error for a mistyped option or choice suggests the most similar one.
+    """
 
     def __init__(self, **settings: Any) -> None:
         # an abbreviation would make a new option change the meaning of old commands
@@ -95,8 +98,8 @@ class Parser(argparse.ArgumentParser):
         return [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
 
     def move_settings(self, parsed: argparse.Namespace) -> None:
-        """If a positional argument such as RUN was left out, move the key=value word that argparse took for it to the
-        settings.
+        """If the user left out a positional argument such as RUN, argparse takes a key=value word for it. Move this
+        word to the settings.
         """
         for action in self._actions:
             value = getattr(parsed, action.dest, None)

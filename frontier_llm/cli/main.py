@@ -73,7 +73,7 @@ def _usage() -> str:
 
 
 def parser_of(*names: str) -> Parser:
-    """Return the parser of the program with these commands only."""
+    """Return the program's parser, which knows only the commands `names`."""
     parser = Parser(prog="frontier-llm")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name in names:
@@ -82,7 +82,9 @@ def parser_of(*names: str) -> Parser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the words of a command. The result's `typed` has the words, which local ranks receive again.
+    """Parse the words of a command.
+
+    The result's field `typed` has the words as typed, which are also passed to local ranks.
 
     key=value words can also follow options, although argparse's `*` does not accept them there. Unknown options are
     reported before missing arguments.

@@ -31,9 +31,10 @@ def free_space(directory: Path) -> FreeSpace:
 
 
 def first_checkpoints(config: RunConfig) -> int:
-    """Return the number of checkpoints for which a start needs space: two, or one if an old one expires after it.
+    """Return the number of checkpoints for which a start needs space: two, or one if the first save makes an old
+    checkpoint expire.
 
-    Checkpoints that stay because of `keep_every`, and the best one, make no space.
+    Checkpoints that `keep_every` keeps, and the best checkpoint, are not deleted and free no space.
     """
     train = config.train
     steps = named_steps(Path(train.run_dir) / "checkpoints")

@@ -208,7 +208,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         message = complaints.read().strip()[-500:]
     if not facts:
         raise FrontierError(f"no node responded: {message}", f"try srun {python} -V on the nodes", "doctor")
-    middle = statistics.median(offsets.values())  # common to all: output delay and the error of this host's clock
+    middle = statistics.median(offsets.values())  # part of all offsets: output delay, this host's clock error
     return facts, {host: offset - middle for host, offset in offsets.items()}
 
 

@@ -160,7 +160,7 @@ class _Ranks:
             return 0
         if self.forwarded is not None and first.signal == self.forwarded.name:
             print(f"ranks ended by {first.signal}", file=sys.stderr, flush=True)
-        elif first.exit_code != EXIT_INTERRUPTED:  # a save at a signal is no failure, and rank 0 has reported it
+        elif first.exit_code != EXIT_INTERRUPTED:  # a save after a signal is no failure; rank 0 has reported the save
             refuse_moved(self.run_dir, self.place)
             self._report(first)
         return first.exit_code
@@ -319,7 +319,10 @@ def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if the process has ended. Its exit code is left to the thread that waits for it."""
+    """Return True if the process has ended.
+
+    The exit code is not collected here, because another thread waits for it.
+    """
     if process.returncode is not None or sys.platform != "linux":
         return process.returncode is not None
     try:

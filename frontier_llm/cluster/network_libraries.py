@@ -80,9 +80,11 @@ def find_rccl() -> str:
 
 
 def conflicts(plugin: str, rccl: str, fi_info: str | None) -> Iterator[str]:
-    """Yield the conflicts of the libraries. `fi_info` is the path of libfabric's tool, None without it.
+    """Yield the conflicts of the libraries.
 
-    Yields nothing if the plugin cannot be loaded, because the caller reports this.
+    `fi_info` is the path of libfabric's tool of this name. None if the tool is not installed.
+
+    Yields nothing if the plugin cannot be loaded, because the caller reports this fault.
     """
     command = [sys.executable, "-m", "frontier_llm.cluster.network_libraries", plugin, rccl]
     try:

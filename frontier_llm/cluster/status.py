@@ -57,7 +57,7 @@ class Status:
     step_time_s: float | None
     eta_s: float | None  # time of training until the last step.
     walltime_left_s: float | None
-    slices_left: int | None  # number of further jobs of this length that the run needs.
+    slices_left: int | None  # number of further jobs that the run needs, if each has the same walltime.
     checkpoint_step: int
     checkpoint_age_s: float | None
     restarts: int
@@ -296,7 +296,10 @@ def _note_clock(parts: RunParts, living: Holder | None) -> None:
 
 
 def _checkpoint(parts: RunParts) -> tuple[int, float | None]:
-    """Return (step, Unix time of writing) of the newest complete checkpoint. Record newer incomplete ones."""
+    """Return (step, Unix time of writing) of the newest complete checkpoint.
+
+    Note the problems of newer checkpoints that are incomplete.
+    """
 
     def newest(directory: Path) -> tuple[int, float | None]:
         folder = directory / "checkpoints"
@@ -359,7 +362,7 @@ def _blocked(directory: Path) -> dict[str, dict[str, int]]:
 
 
 def _job(ids: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Return the job that holds the run, or else the job that is queued for it, with its fields."""
+    """Return the job that trains the run, with its fields. If there is none, return the queued job of the run."""
     with suppress(FrontierError):  # without Slurm the directory still gives the other facts
         for job_id in ids:
             fields = slurm.job_fields(job_id)

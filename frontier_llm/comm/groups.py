@@ -174,8 +174,8 @@ class _Groups:
     def warm_up(self) -> None:
         """Run the first collective of every group, in the same order on all ranks.
 
-        The axis pp is left out, because training uses no collectives on it. RCCL need not create its communicator.
-        Pipeline messages use the channels, which `open_channels` opens.
+        The axis pp is left out, because training uses no collectives on it. RCCL then creates no communicator for this
+        axis. Pipeline messages use the channels, which `open_channels` opens.
         """
         for name, ranks, group in self._made:
             if name.split(".")[0] != "pp":
@@ -314,8 +314,8 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
 def end_communication(mesh: Mesh, device: torch.device) -> None:
     """With one communication in flight, wait until all communication that this rank has queued has ended.
 
-    FSDP and DeepSpeed have communicators of their own. They call this function wherever their communication follows
-    this package's, or precedes it. On a CPU each communication ends before the next begins anyway.
+    FSDP and DeepSpeed have communicators of their own. This function is called between communication of FSDP or
+    DeepSpeed and communication of this package. On a CPU each communication ends before the next begins anyway.
     """
     if mesh.one_in_flight and device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -140,8 +140,8 @@ def forget_stores() -> None:
 def limit_answer_time() -> None:
     """Set a time limit for answers on all of this process's TCPStore connections, including those that torch opened.
 
-    torch has no time limit for requests that the server answers at once. With a socket option for time-outs, such a
-    request fails with "Socket Timeout".
+    torch has no time limit for requests that the server answers at once. This function sets a socket option for
+    time-outs, so that such a request fails with "Socket Timeout".
     """
     address = store_address()
     if address is None:

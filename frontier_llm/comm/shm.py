@@ -158,7 +158,10 @@ class ShmGroup:
         received: Sequence[int],
         sent: Sequence[int],
     ) -> Pending:
-        """Send the rows as messages. They are copied into the shared memory at once, and out of it in `wait`."""
+        """Send the rows as messages.
+
+        This call copies the rows to the shared memory. The receiver's `wait` copies them from there.
+        """
         outgoing = x.split(list(sent))
         incoming = arriving.split(list(received))
         others = [(self._rank + step) % len(self._ranks) for step in range(1, len(self._ranks))]

@@ -118,7 +118,7 @@ class StragglerDetector:
         return usual
 
     def _pace(self, busy_s: list[float]) -> float:
-        """Return the median ratio of this interval's busy times to past busy times.
+        """Return the median over ranks of the ratio of this interval's busy time to past busy times.
 
         Expected times are multiplied by this ratio, so that longer batches or a busy machine, which slow all ranks, do
         not make a rank a straggler.

@@ -60,7 +60,10 @@ class Damage:
 
 
 class _Unpacked(io.RawIOBase):
-    """Content of a compressed file. At damage the content ends, and `damage` describes it."""
+    """Content of a compressed file.
+
+    If the file is damaged, the content ends at the damage, and `damage` describes the fault.
+    """
 
     damage = ""
 
@@ -242,8 +245,8 @@ def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[by
     """Yield the lines whose first byte lies in the piece, newline included. A line longer than `max_bytes` is cut to
     `max_bytes` + 1 bytes.
 
-    If a line of a packed file continues for PASSED_BYTES more bytes, reading ends there. One packed megabyte can unpack
-    to a gigabyte, which takes 3.4 CPU seconds.
+    If such a line of a compressed file continues for PASSED_BYTES more bytes, the function reads no further. One packed
+    megabyte can unpack to a gigabyte, which takes 3.4 CPU seconds.
     """
     if piece.start:
         content.seek(piece.start - 1)

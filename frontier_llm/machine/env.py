@@ -59,7 +59,7 @@ class Setting:
     value: str
     origin: str  # the file that sets the variable, a module, or the user
     reason: str = ""
-    machine_value: str = ""  # the machine's own value, if an exported value replaces it
+    machine_value: str = ""  # value that the machine sets, if the user's exported value replaces it
 
     def describe(self) -> str:
         """Return 'NCCL_NET=Socket (frontier_llm/machine/env.py: one node …)' for rank 0's log and `doctor`."""
@@ -123,8 +123,8 @@ _NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
 CK_ATTENTION = "TORCH_ROCM_FA_PREFER_CK"  # torch's attention uses CK instead of AOTriton
 QUEUES = "GPU_MAX_HW_QUEUES"
 DEFAULT_QUEUES = 8  # for runs with one communication in flight, which are safe with any number of queues
-# gfx9 GPUs have 4 pipes with 8 compute queues each (32), and the kernel driver keeps 8 of them. More queues are
-# multiplexed in software, and a queue that waits can then block the others.
+# gfx9 GPUs have 4 pipes with 8 compute queues each (32), and the kernel driver keeps 8 of these queues for itself. More
+# queues are multiplexed in software, and a queue that waits can then block the others.
 MOST_QUEUES = 24
 
 _ROCM = (
@@ -189,8 +189,8 @@ _SLINGSHOT = (
 # libfabric's default monitor of registered memory (memhooks) deadlocks on both machines.
 # LUMI does not set FI_CXI_RDZV_PROTO: it needs the job option `--network=disable_rdzv_get`, which LUMI does not
 # document. Without this option libfabric silently keeps its default protocol.
-# LUMI does not set NCCL_NET_GDR_LEVEL: RCCL finds GPU RDMA without it. With it the first collective between nodes hung
-# (ROCm 7.0 image, laifs-container-recipes issues 28 and 30).
+# LUMI does not set NCCL_NET_GDR_LEVEL: RCCL finds GPU RDMA without this variable. With the variable the first
+# collective between nodes hung (ROCm 7.0 image, laifs-container-recipes issues 28 and 30).
 _OWN = {
     "frontier": (
         Variable(

@@ -180,7 +180,7 @@ SHARES = ("gemm_efficiency", "flash_efficiency", "fabric_share", "dp_overlap", "
 
 
 def _slow_values(machine: Machine, stack: Stack) -> dict[str, float]:
-    """Return field → value of the stack `slow_as`, for estimated shares that are lower there."""
+    """Return field → value of the stack `slow_as`, for estimated shares that are lower in that stack."""
     if not stack.slow_as:
         return {}
     other = machine.stacks[stack.slow_as]

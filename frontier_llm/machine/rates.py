@@ -86,8 +86,8 @@ class Rates(Software):
     one_in_flight: bool = False  # each communication of a rank ends before the next begins (comm.in_flight)
     # time of the collectives of sharded weights, which torch executes, relative to the times in the tables
     sharded_slowdown: float = 1.0
-    # Field → value of the stack `slow_as`, for estimated shares of a peak and of overlap that are lower there. The
-    # search checks its choice with these values too (planner/choice.py).
+    # Field → value of the stack `slow_as`, for estimated shares of a peak and of overlap that are lower in that stack.
+    # The search checks its choice with these values too (planner/choice.py).
     slow: Mapping[str, float] = field(default_factory=dict)
 
 

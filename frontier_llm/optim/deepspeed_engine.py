@@ -113,9 +113,9 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
 
     class Engine(DeepSpeedEngine):
         def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-            """Select the ZeRO optimizer for bf16 at stage 1 too.
+            """Select DeepSpeed's ZeRO optimizer, also for bf16 with stage 1.
 
-            DeepSpeed would select an optimizer that all-reduces complete gradients.
+            DeepSpeed itself would select an optimizer that all-reduces complete gradients.
             """
             return ZERO_OPTIMIZATION
 

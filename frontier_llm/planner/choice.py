@@ -1,8 +1,8 @@
 """Choice of one plan among the simulated finalists of a search.
 
-The choice must be good with the predicted constants and with the slow ones (`Rates.slow`). Among nearly equal plans it
-is the simplest. If it needs more memory than plans are known to run with, the best plan within that memory is named
-too.
+The chosen plan must be good with the predicted constants and with the slow constants (`Rates.slow`). Among nearly equal
+plans the simplest is chosen. If it needs more memory than any plan that has run, the best plan within that memory is
+reported too.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def refuse_moved(run_dir: Path, before: tuple[int, int]) -> None:
 def share_with_group(run_dir: Path) -> bool:
     """Let the group write the files that this process and its children make, if it may write the run directory.
 
-    Another member of the group can then continue the run. Returns whether the run directory is shared in this way.
+    Another member of the group can then continue the run. Returns whether the group may write the run directory.
     """
     try:
         is_shared = bool(run_dir.stat().st_mode & stat.S_IWGRP)

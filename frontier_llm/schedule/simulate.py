@@ -78,7 +78,10 @@ def simulate_one_in_flight(schedule: Schedule, duration: Duration, send_s: Trans
 
 
 class _Meeting:
-    """Messages of one kind between neighbouring positions. A message begins when both its ranks have reached it."""
+    """Messages of one kind between neighbouring positions.
+
+    A message begins when its sender and its receiver have reached it.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -122,7 +125,10 @@ class _OneInFlight:
         return self.start_s, self.end_s
 
     def _advance(self, rank: int, runnable: set[int]) -> None:
-        """Advance one rank until a message whose other rank has not reached it. Mark ranks that can continue."""
+        """Advance one rank until it reaches a message that the other rank of the message has not reached.
+
+        Mark ranks that can continue.
+        """
         actions = self.orders[rank]
         meetings = self.meetings
         place = self.place[rank]

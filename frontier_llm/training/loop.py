@@ -362,7 +362,10 @@ class _Session:
         return True
 
     def _keep_if_best(self, losses: Mapping[str, float]) -> None:
-        """Save this step at once if its held-out loss is the lowest so far. The file BEST then names it."""
+        """Save a checkpoint of this step if its held-out loss is the lowest so far.
+
+        The file BEST then has the name of this checkpoint.
+        """
         state = self.state
         name = self.config.train.keep_best
         loss = losses.get("loss" if name == "validation" else name or "")

@@ -153,7 +153,8 @@ def _steps(progress: Path) -> int:
 
 
 def in_flight_of(verdicts: Sequence[Verdict]) -> str | None:
-    """Return the value of `comm.in_flight` for this machine: "many" if it is safe, otherwise "one", otherwise None.
+    """Return the value of `comm.in_flight` for this machine: "many" if that mode is safe, otherwise "one" if that mode
+    is safe, otherwise None.
 
     "many" must be safe with overlap, because runs overlap messages and gradients.
     """

@@ -367,8 +367,8 @@ class _Combine(Function):
         travel = leave(grads[0], ctx.plan)
         _let_other_half_run(ctx.plan.axis)
         rows = arrived(travel, ctx.plan)
-        # While the device sorts these rows, the other one of a paired forward and backward reads its numbers of rows
-        # and sends its rows. With this call forward and backward yield three times each.
+        # While the device sorts these rows, the forward that is paired with this backward reads its numbers of rows and
+        # sends its rows. With this call, forward and backward switch three times each.
         _let_other_half_run(ctx.plan.axis)
         return rows, None
 

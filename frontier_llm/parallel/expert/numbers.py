@@ -62,5 +62,5 @@ def _numbers(count: int, device: torch.device) -> Tensor:
 
 @cache
 def expert_numbers(experts: int, ranks: int, device: torch.device) -> Tensor:
-    """Return the numbers of a rank's experts, once for each rank that sends rows to them."""
+    """Return the indices 0, 1, … of a rank's experts, repeated for each rank that sends rows to these experts."""
     return torch.arange(experts, device=device).repeat(ranks)

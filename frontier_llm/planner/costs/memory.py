@@ -30,9 +30,10 @@ from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
-# copies of gathered keys and values in backward: the complete sequence, its gradients, and a reordered half of each
+# Number of tensors of the size of all gathered keys and values in backward: the keys and values, their gradients, and a
+# reordered half of both.
 EXCHANGE_COPIES = 3
-BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight at 40 M parameters each
+BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight, of 40 M parameters each
 
 
 def kept_bytes(items: Iterable[Item], recompute: str, phase: Phase = Phase.F) -> float:

@@ -115,8 +115,9 @@ def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates:
     """Return the seconds that a collective adds to its product if both are cut in pieces (parallel/tensor/linear.py).
 
     Each piece of the collective overlaps the next piece of the product, or the reverse. But n small products and n
-    small collectives take longer than one large one of each. The share `chunk_overlap` of the shorter of the two is
-    hidden n - 1 times. In addition the rows are copied into their final order, for a reduce-scatter before the product.
+    small collectives take longer than one large product and one large collective. The share `chunk_overlap` of the
+    shorter of the two is hidden n - 1 times. In addition the rows are copied into their final order, for a
+    reduce-scatter before the product.
     """
     pieces = layout.tensor_chunks
     product_part_s = product_s(replace(product, m=product.m // pieces), rates)

@@ -169,8 +169,8 @@ def tail(
     parameters = parameters + (whole.padding if whole else 0)
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
-    # With one communication in flight the next collective of a layer waits for a gradient sum, so that the sum is
-    # hardly hidden: 95 % of it are exposed in benchmarks/planner/reduction_in_flight.py.
+    # With one communication in flight the next collective of a layer waits for a gradient sum, so that hardly any of
+    # the sum is hidden: 95 % of its time is exposed in benchmarks/planner/reduction_in_flight.py.
     hides_sums = np.where(rates.one_in_flight & meets_inside(layouts), 0.0, windows)
     owned = parameters / np.where(cut(layouts, 1), layouts.shards, 1) + experts / np.where(
         cut(layouts, 1),
