@@ -174,9 +174,9 @@ class Checkpoints:
     def close(self, verify: bool = True, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Finish the save in progress as `finish` does, and release the run directory.
 
-        With `verify` also wait for the uploads, at most `train.remote_wait_s`, and until the collective function
-        `is_stopped` returns True. Without `verify` the run was interrupted, its nodes are needed or lost soon, and the
-        next start continues the uploads.
+        With `verify` also wait for the uploads: at most `train.remote_wait_s`, and at most until the collective
+        function `is_stopped` returns True. Without `verify` the run was interrupted, its nodes are needed or lost soon,
+        and the next start continues the uploads.
         """
         try:
             self.finish(verify)
@@ -191,7 +191,10 @@ class Checkpoints:
                     self._lock.release()
 
     def _wait_for_uploads(self, until_s: float, is_stopped: Callable[[], bool]) -> None:
-        """Wait until all uploads have ended, or until a time of rank 0. No rank waits in one collective for long."""
+        """Wait until all uploads have ended, or until a deadline by rank 0's clock.
+
+        No rank waits in one collective for long.
+        """
 
         def must_wait() -> bool:
             assert self.uploads is not None
@@ -353,7 +356,9 @@ class Checkpoints:
         return []
 
     def _patiently(self, compute: Callable[[], Any]) -> Any:
-        """Call `compute` on rank 0 only, as `from_rank_0`, but in a thread. It may take longer than a collective may.
+        """Call `compute` on rank 0 only, as `from_rank_0`, but in a thread.
+
+        `compute` may take longer than the time limit of a collective.
 
         Collective. Every rank returns its JSON value or raises its error.
         """

@@ -33,7 +33,10 @@ from frontier_llm.run.complete import fault
 
 
 def find(path: Path) -> list[Path]:
-    """Return the checkpoints at `path` (`directory.checkpoints_at`), oldest first. Raises CheckpointError for none."""
+    """Return the checkpoints at `path` (`directory.checkpoints_at`), oldest first.
+
+    Raises CheckpointError if there is none.
+    """
     checkpoints = folder.checkpoints_at(path)
     if not checkpoints:
         raise CheckpointError(

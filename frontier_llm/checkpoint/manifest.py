@@ -66,7 +66,7 @@ class _Record(BaseModel):
 
 
 class Progress(_Record):
-    """Scalars of a run. Together with the tensors of the checkpoint, a run needs nothing else to continue.
+    """Scalars of a run. To continue, a run needs only these scalars and the tensors of the checkpoint.
 
     There is no random-number state. Initial weights are a pure function of the seed, and `position` determines the
     order of samples.
@@ -125,7 +125,7 @@ class Manifest(_Record):
     block_bytes: Count  # block size of the shards' digests (shard.py)
     incarnation: Count  # number of the run's start that wrote the checkpoint
     progress: Progress
-    layout: dict[str, int]  # parallel degrees of the run that wrote it; loading does not depend on them
+    layout: dict[str, int]  # parallel degrees of the run that wrote the checkpoint; loading ignores them
     config: dict[str, Any]
     config_sha256: Digest
     environment: dict[str, str]

@@ -53,7 +53,7 @@ def encoded(error: BaseException | None) -> dict[str, Any] | None:
 
 
 def joined(failures: Iterable[dict[str, Any]]) -> CheckpointError:
-    """Return one error for several encoded ones, without repeated problems.
+    """Return one error for several encoded errors, without repeated problems.
 
     The error is Superseded if any of the errors is, and DamagedCheckpoint if all errors are.
     """

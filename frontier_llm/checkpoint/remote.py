@@ -1,4 +1,4 @@
-"""Checkpoints at a URL, copied there and back. Does not import torch.
+"""Copies checkpoints to a URL and back. Does not import torch.
 
 A remote checkpoint has the same files as a local one, so that every tool for object stores can copy it:
 
@@ -118,12 +118,12 @@ class RemoteCheckpoint:
         return content
 
     def missing(self, manifest: Manifest, entries: dict[str, RemoteEntry]) -> list[str]:
-        """Return the names of shards that are not there in their full size."""
+        """Return the names of shards that are missing at the URL, or have another size there."""
         sizes = {name: entry.size_bytes for name, entry in entries.items() if not entry.is_folder}
         return [entry.file for entry in manifest.shards if sizes.get(entry.file) != entry.bytes]
 
     def is_copy_of(self, content: bytes) -> bool:
-        """Return whether the files here belong to the checkpoint with this manifest."""
+        """Return whether the files at the URL belong to the checkpoint with this manifest."""
         return self.place.read(folder.MANIFEST_DIGEST, len(content)) == digest_line(content)
 
     def read_shard(self, manifest: Manifest, entry: Shard, consume: Callable[[bytes], object]) -> None:
@@ -231,7 +231,8 @@ def pull(source: RemoteCheckpoint, directory: Path, incarnation: int, on_bytes: 
     """Copy a remote checkpoint into a `checkpoints` folder, check every digest, and rename it to its place.
 
     A local checkpoint of this step is replaced. Raises DamagedCheckpoint if the remote files are damaged,
-    CheckpointError if they cannot be written here, and UnreachableError. After an error nothing is left here.
+    CheckpointError if the local files cannot be written, and UnreachableError. After an error no part of the copy is
+    left in the folder.
     """
     manifest, content = source.read_manifest()
     needed_bytes = manifest.total_bytes + len(content)

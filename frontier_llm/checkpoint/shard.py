@@ -59,7 +59,7 @@ class ShardLayout:
     """Header of a shard file and the position of each piece. The layout is a pure function of the manifest."""
 
     head: bytes  # all bytes before the data
-    entries: tuple[Extent, ...]  # in file order
+    entries: tuple[Extent, ...]  # in the order of their bytes in the file
     total_bytes: int
     item_bytes: int  # bytes of an element
 

@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lift_bounds(environ(LIFT_VARIABLE))
         limit_instruction_set()  # before a command imports torch
         parsed = parse(arguments)
-        called = parsed.parser.prog  # with the action, as in `frontier-llm data tokenize`
+        called = parsed.parser.prog  # command with its action, for example `frontier-llm data tokenize`
         return int(parsed.work(parsed))
     except FrontierError as error:
         print(f"{called}: error\n{error}", file=sys.stderr)

@@ -287,7 +287,10 @@ def _next_job(job: Job, history: History, now: Now, reason: str) -> Decision:
 
 
 def _start(job: Job, history: History, now: Now) -> Decision:
-    """Return a start on the best nodes, in the allocation's order. If too few are left, continue in the next job."""
+    """Return a start on the best nodes, in the allocation's order.
+
+    If too few nodes are left, continue in the next job.
+    """
     avoid = (*now.unhealthy, *now.failed_preflight, *now.slow_hosts)
     unusable = {*now.unhealthy, *now.failed_preflight, *history.untrusted_hosts} & {*now.nodes}
     usable = [node for node in now.nodes if node not in unusable]

@@ -17,7 +17,7 @@ LOG_BYTES = 2**20  # space for logs
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """Free space of a file system. `files` is None if their number is not limited, or was not measured."""
+    """Free space of a file system. `files` is None if the number of files is not limited, or was not measured."""
 
     bytes: int
     files: int | None = None

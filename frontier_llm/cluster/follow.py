@@ -1,7 +1,7 @@
 """Evaluates each checkpoint of a run beside the run: `frontier-llm evaluate RUN --follow`.
 
 A result is a file `step_NNNNNNNN.json` in the folder of results. A checkpoint with a result is not evaluated again, so
-a job that was killed or requeued continues. A checkpoint that the run deletes first is left out.
+a job that was killed or requeued continues. A checkpoint that the run deletes before its evaluation is left out.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class SlurmEvaluator:
     """Runs `frontier-llm evaluate` with one srun over all nodes of this job, one rank per task of a node."""
 
     words: tuple[str, ...]  # arguments of `evaluate` after the checkpoint
-    config: RunConfig  # of the run, for the variables of its ranks
+    config: RunConfig  # configuration of the run; determines the variables of the ranks
     site: Site
     allocation: slurm.Allocation
 

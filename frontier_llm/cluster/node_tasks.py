@@ -39,8 +39,8 @@ def node_command(site: Site, allocation: slurm.Allocation, nodes: Sequence[str],
 def run_on_nodes(words: Sequence[str]) -> None:
     """Run `frontier-llm WORDS` once on every healthy node of this job, and wait for all of them.
 
-    If a node fails, the command runs again on the other nodes. It must skip the work that is done. Raises FrontierError
-    outside of a job, if no node is left, or if the command fails on a healthy node.
+    If a node fails, the command runs again on the other nodes. The command must skip work that is already done. Raises
+    FrontierError outside of a job, if no node is left, or if the command fails on a healthy node.
     """
     allocation = slurm.Allocation.from_environment()
     site = load_site()

@@ -361,7 +361,7 @@ def _frozen(request: JobRequest, code: Path) -> RunConfig:
 
 def sbatch_command(directory: Path, options: Mapping[str, str | None]) -> tuple[str, ...]:
     """Return the sbatch command for the script of a run directory. Options without a value are left out."""
-    # with chdir, relative paths of the configuration stay valid
+    # The job starts in the present directory (chdir), so that relative paths of the configuration stay valid.
     own = {"output": str(directory / "job-%j.out"), "chdir": os.getcwd()}
     words = (f"--{name}={value}" for name, value in {**options, **own}.items() if value)
     return ("sbatch", "--parsable", *words, str(directory / SCRIPT))

@@ -290,7 +290,7 @@ def build_mesh(
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)
-    limit_answer_time()  # also covers the connections that RCCL's groups have opened
+    limit_answer_time()  # called last, so that it covers the connections of RCCL's groups too
     return mesh
 
 

@@ -71,7 +71,7 @@ class Blend:
         self._source = np.zeros(self.period, np.uint16)
         if len(counts) > 1:
             call("fl_blend", np.array(self.counts, np.uint64), len(self.counts), self.period, self._source)
-        # for each source, the positions of its samples within the period, in ascending order
+        # One array per source: the positions of its samples in the period, in ascending order.
         self._slots = [np.flatnonzero(self._source == source).astype(np.uint32) for source in range(len(counts))]
 
     def before(self, k: int, source: int) -> int:

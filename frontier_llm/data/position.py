@@ -141,8 +141,8 @@ class Stretch(_Record):
 class Position(_Record):
     """Samples that the run has read, and the blend that assigns the next ones. Saved in every checkpoint."""
 
-    streams: Annotated[tuple[Stream, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of first use
-    blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of `streams`
+    streams: Annotated[tuple[Stream, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # order of first use
+    blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # same order as `streams`
     dealt: Count = 0  # Number of samples that this blend has assigned.
     # The steps done. Consecutive steps of equal size form one entry.
     stretches: Annotated[tuple[Stretch, ...], Field(max_length=1 << 16)] = ()

@@ -30,7 +30,7 @@ from frontier_llm.tables import aligned
 from frontier_llm.units import format_seconds, strict_json
 
 RANKS = 4
-BUDGET_S = 10.0  # of `calibrate`, without the start of the ranks
+BUDGET_S = 10.0  # budget of `calibrate`, without the start of the ranks
 RUN_DIR = Path("runs/quickstart")
 OTHER_RUN_DIR = Path("runs/quickstart-tp2-pp2")
 MACHINE = RUN_DIR / "machine.yaml"
@@ -136,7 +136,7 @@ def training_s(config: RunConfig, state: State) -> float:
         return state.training_start_s
     step_s = predict(config, RANKS, str(MACHINE)).step_time_s
     evaluation_s = FORWARD_SHARE * step_s * config.train.eval_samples / config.batch.global_batch
-    evaluations = 2  # before the first step, and after the last
+    evaluations = 2  # one before the first step, one after the last step
     saves = steps // config.train.save_interval + 1
     work_s = steps * step_s + evaluations * evaluation_s + saves * SAVE_S
     return state.training_start_s + work_s * state.step_error()

@@ -42,7 +42,7 @@ class Variable:
         return PRIVATE in self.value or LOCAL_RANK in self.value
 
 
-PRIVATE = "{private folder of the job}"  # on the node's local disk
+PRIVATE = "{private folder of the job}"  # placeholder; the folder is on the node's local disk
 LOCAL_RANK = "{local rank}"
 THIS_FILE = "frontier_llm/machine/env.py"
 EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell.
@@ -122,7 +122,7 @@ _NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
 
 CK_ATTENTION = "TORCH_ROCM_FA_PREFER_CK"  # torch's attention uses CK instead of AOTriton
 QUEUES = "GPU_MAX_HW_QUEUES"
-DEFAULT_QUEUES = 8  # for runs with one communication in flight, which are safe with any number of queues
+DEFAULT_QUEUES = 8  # for one communication in flight, which is safe with any number of queues
 # gfx9 GPUs have 4 pipes with 8 compute queues each (32), and the kernel driver keeps 8 of these queues for itself. More
 # queues are multiplexed in software, and a queue that waits can then block the others.
 MOST_QUEUES = 24

@@ -24,7 +24,7 @@ _ARM_BF16 = frozenset({"bf16"})
 class InstructionSet:
     """One CPU instruction set, with its name in each library."""
 
-    name: str  # of the C++ ops, and the value of VARIABLE
+    name: str  # name in the C++ ops, and value of VARIABLE
     flags: frozenset[str]  # the CPU must have these flags of /proc/cpuinfo
     aten: str  # ATEN_CPU_CAPABILITY
     torch: str  # torch.backends.cpu.get_cpu_capability()

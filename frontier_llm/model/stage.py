@@ -88,7 +88,7 @@ class Stage(nn.Module):
         wide = statistics_dtype(self.context.dtype)
         self.model = model
         held = held_positions(model.sequence_length, context.cp.size, context.cp.rank)
-        # with context parallelism: positions of this rank's tokens in the sequence
+        # positions of this rank's tokens in the sequence; None without context parallelism
         self._held_S = torch.tensor(list(chain(*held)), device=device) if context.cp.size > 1 else None
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
         self._alibi_slopes_a = (

@@ -44,7 +44,7 @@ class NormKind(NamedTuple):
 class Normed(NamedTuple):
     """Tensors that a norm saves for its backward. The weight has the input's type."""
 
-    total: Tensor  # the input, with the residual if there was one
+    total: Tensor  # the input, or input + residual if there was a residual
     weight: Tensor
     mean: Tensor  # one per row; empty unless centred
     scale: Tensor  # one per row: 1 / sqrt(variance + eps)

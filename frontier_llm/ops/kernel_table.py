@@ -30,7 +30,7 @@ class Architecture:
     core_shared_bytes: int
     block_overhead_bytes: int  # shared memory per block that the driver reserves
     max_waves: int  # per SIMD
-    options: tuple[tuple[str, int], ...] = ()  # for Triton's compiler
+    options: tuple[tuple[str, int], ...] = ()  # options of Triton's compiler
 
     def waves_per_simd(self, warps: int, registers: int, shared_bytes: int) -> float:
         """Return the number of waves of one kernel that fit on a SIMD.

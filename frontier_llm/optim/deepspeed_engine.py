@@ -46,7 +46,10 @@ class PartitionOptimizer(torch.optim.Optimizer):
         self._formula = formula
 
     def allocate(self) -> None:
-        """Allocate the optimizer states. DeepSpeed has replaced the parameters by its flat partitions before."""
+        """Allocate the optimizer states.
+
+        Before this call, DeepSpeed must have replaced the parameters by its flat partitions.
+        """
         for group in self.param_groups:
             for flat in group["params"]:
                 self.state[flat] = {name: torch.zeros_like(flat) for name in group["states"]}

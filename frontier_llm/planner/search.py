@@ -55,7 +55,7 @@ class Plan:
     layout: Layout
     stages: tuple[StageSpec, ...]
     simulated: SimulatedStep
-    memory: tuple[dict[str, float], ...]  # for each pipeline rank: purpose → bytes
+    memory: tuple[dict[str, float], ...]  # one mapping per pipeline rank: purpose → bytes
     limit_bytes: float
     closed_form_s: float
     binding: str = ""

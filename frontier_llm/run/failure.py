@@ -77,7 +77,7 @@ class Failure:
     section: str = ""  # part of the program: train, evaluate, save …
     host_suspect: bool = False  # the host may have caused the failure; after two such failures the run avoids the host
     message: tuple[str, ...] = ()  # the rank's traceback or last lines of output
-    suspects: tuple[Suspect, ...] = ()  # only for wrong results
+    suspects: tuple[Suspect, ...] = ()  # set only if results were wrong
     excluded_hosts: tuple[str, ...] = ()  # hosts that the run no longer uses because of this failure
     unix_s: float = field(default_factory=time.time)
 

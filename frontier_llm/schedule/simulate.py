@@ -98,8 +98,8 @@ class _OneInFlight:
         self.waits = waits
         placement = schedule.placement
         seconds = send_s if callable(send_s) else lambda source, target: send_s
-        # for a send or receive: the meeting of its message; for a compute action: the meeting of the message that it
-        # needs
+        # For a send or receive this is the meeting of its message. For a compute action it is the meeting of the
+        # message that the action needs.
         self.meetings: dict[tuple[Kind, int], _Meeting | None] = {}
         for kind, (position, rank) in product((Kind.FORWARD, Kind.BACKWARD), enumerate(placement.rank_of)):
             if send := placement.sent_by(kind, position):
@@ -198,7 +198,7 @@ class _Stream:
 class _Wire(NamedTuple):
     """Input and output of the compute actions of one kind and position: microbatch → arrival time of the data."""
 
-    arrivals_s: dict[int, float] | None  # of the input; None: the actions need no input
+    arrivals_s: dict[int, float] | None  # arrival of the input; None: the actions need no input
     handed_s: dict[int, float]  # arrival of the output at the neighbouring position
     stream: _Stream | None  # None: the neighbouring position is on the same rank, or there is none
 

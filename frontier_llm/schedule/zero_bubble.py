@@ -44,8 +44,8 @@ class Pattern:
     """Time unit of each position's three passes for microbatch 0. Microbatch i runs PERIOD · i units later."""
 
     forward: tuple[int, ...]  # by position
-    backward: tuple[int, ...]  # input gradient, by position
-    weight: tuple[int, ...]  # weight gradient, by position
+    backward: tuple[int, ...]  # time of the input gradient, by position
+    weight: tuple[int, ...]  # time of the weight gradient, by position
 
     @cached_property
     def lifetimes(self) -> tuple[int, ...]:

@@ -67,7 +67,9 @@ def train(
     resume: Resume = AS_BEFORE,
     predict: StageBytes | None = None,
 ) -> int:
-    """Train this rank's part of the run to its end. `predict` gives the memory beside which the measured one is logged.
+    """Train this rank's part of the run to its end.
+
+    `predict` returns the predicted memory, which is logged beside the measured memory.
 
     Returns 0 after the last step, and EXIT_INTERRUPTED if a signal or STOP ended the run after a save.
     The caller must enter the context of `signals` as early as possible, so that a signal during the start is handled.
@@ -117,7 +119,7 @@ class _Session:
         world = state.mesh.world
         self.is_first = world.rank == 0
         self.tasks = open_tasks(config)
-        self.metrics: Metrics | None = None  # only on rank 0
+        self.metrics: Metrics | None = None  # None on all ranks except rank 0
         self.datasets = run_datasets(config, state)
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
@@ -240,7 +242,7 @@ class _Session:
                     self._finish_save()
                 self.retries.end(tight, self.run_dir)
             evaluates = is_last or _due(state.current_step, train.eval_interval, train.steps)
-            if evaluates and not self._evaluate():  # before the save, which records the best evaluation
+            if evaluates and not self._evaluate():  # evaluate before the save, which records the best loss
                 return False
             if requests.save or _due(state.current_step, train.save_interval, train.steps):
                 self._begin_save()
@@ -419,7 +421,7 @@ class _Session:
 def _local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:
     """Run forward and backward of the current step over `feed`. Returns this rank's unsummed gradients by parameter.
 
-    Changes only the gradient buffers. Only the native engine supports it.
+    Changes only the gradient buffers. Only the native engine supports this function.
     """
     sync = state.sync
     assert isinstance(sync, GradientSync)

@@ -68,7 +68,7 @@ class MemoryCheck:
         return tuple(stages)
 
     def _predicted(self, state: TrainState) -> Sequence[float] | None:
-        """Return the predicted bytes of each stage. None without a prediction, which does not end a run."""
+        """Return the predicted bytes of each stage. None if there is no prediction, which is no error."""
         if self._predict is None:
             return None
         try:

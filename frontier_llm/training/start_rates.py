@@ -114,7 +114,7 @@ def _is_wanted(guard: GuardConfig, nodes: int) -> bool:
 def judge_rates(slow: Mapping[str, SlowNode], hosts: set[str]) -> Failure | None:
     """Return the failure that names the slow nodes. None if there are none.
 
-    If they are half of all hosts or more, the median is no reference, and only a warning is logged.
+    If half of all hosts or more are slow, the median is no reference, and only a warning is logged.
     """
     if not slow:
         return None

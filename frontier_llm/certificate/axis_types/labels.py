@@ -29,7 +29,7 @@ VARYING = "V"
 PARTIAL = "P"
 Label = tuple[str, ...]  # one letter for each of AXES; R on an axis of one rank
 UNKNOWN: Label = ("?",)  # comparable, but no label holds
-NONE: Label = ()  # without a counterpart in the serial run
+NONE: Label = ()  # label of a value without a counterpart in the serial run
 Parts = Mapping[tuple[int, ...], Tensor]  # values by coordinates on AXES
 
 _TOLERANCE = 1e-8  # relative to the largest element; all values are fp64

@@ -137,7 +137,7 @@ def watch(
                     break
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # also kills the ranks, which are in its process group
+                os.killpg(process.pid, signal.SIGKILL)  # kills the ranks too: they are in the process group
     steps = max(_steps(progress), 0)
     if process.returncode and not fault:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

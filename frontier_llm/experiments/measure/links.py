@@ -80,9 +80,9 @@ class Pair:
 class CommunicatorMemory:
     """Device memory outside torch's allocator: the maximum over the ranks, in bytes."""
 
-    before_bytes: int  # before the first use of a group
-    warm_bytes: int  # after the first use of every group
-    measured_bytes: int  # after the measurements, for which communicators allocate more
+    before_bytes: int  # memory before the first use of a group
+    warm_bytes: int  # memory after the first use of every group
+    measured_bytes: int  # memory after the measurements, for which communicators allocate more
     communicators: int  # number of groups of the rank with most groups
 
     @property

@@ -47,7 +47,7 @@ class RunRecord:
     operations: dict[str, dict[str, Any]]  # Ledger.summary of rank 0 in the last attempt that recorded it
     moved_on: LayoutSpan  # layout of the attempt that recorded `operations`
     name: str  # name of the run in figures
-    memory: tuple[StageMemory, ...] = ()  # of each pipeline stage after the first steps of the newest start
+    memory: tuple[StageMemory, ...] = ()  # memory of each pipeline stage after the newest start's first steps
 
 
 def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:

@@ -79,7 +79,7 @@ class ShortRun:
 class RunEnd:
     """How a short run ended."""
 
-    seconds: float  # from the start of the ranks to their end
+    seconds: float  # time from the start of the ranks to their end
     exit_code: int
     failure: Failure | None  # None if the run ended normally or was requested to stop
     in_time: bool  # False if it was ended at its time limit

@@ -20,7 +20,7 @@ SPREAD_TRIALS = 3
 # layout differ by about this share.
 WORTH = 0.003
 LEAST_TRIALS = 8
-MOST_NODE_FAILURES = 3  # in a row
+MOST_NODE_FAILURES = 3  # the search ends after this number of trials in a row with failed nodes
 SLOWER = 2.5  # A trial is stopped if its step takes more than this factor times the best measured step.
 PATIENCE = 4.0  # Factor on the predicted step, used instead of SLOWER until a step is measured.
 AGAIN = "run the same command again to continue"

@@ -52,9 +52,10 @@ class Held(NamedTuple):
     """Bytes that a block and the head keep for one microbatch: numbers for one layout, or columns for many."""
 
     block: Number
-    # of a block between its input and weight gradients: the operands of its products, but nothing of the attention core
+    # Bytes that a block keeps from its input gradients to its weight gradients: the operands of its products, but
+    # nothing of the attention core.
     block_waiting: Number
-    block_working: Number  # of a block while it is recomputed
+    block_working: Number  # bytes of a block while it is recomputed
     logits: Number
     logits_waiting: Number
     exchanged: Number  # gathered keys and values of the complete sequence (context parallelism)
@@ -63,7 +64,8 @@ class Held(NamedTuple):
 def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Held:
     """Return the bytes that a block and the head keep per microbatch. `layers` is passed to `mode_shares`.
 
-    They agree with Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) bytes per block, with the two masks of dropout.
+    The bytes agree with Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) bytes per block, with the two masks of
+    dropout.
     """
 
     @cache

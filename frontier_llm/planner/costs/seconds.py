@@ -214,7 +214,8 @@ def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) 
     """Return the hidden and the exposed seconds of sending token rows to experts and back, as [forward, backward] each.
 
     The compute of the shared expert hides the hidden seconds. The exposed seconds include the host's wait for row
-    counts. If the schedule runs pairs of microbatches, the other microbatch hides a part of them (`costs.time.pair_s`).
+    counts. If the schedule runs pairs of microbatches, the other microbatch hides a part of the exposed seconds
+    (`costs.time.pair_s`).
     """
     ways = {under: [0.0, 0.0] for under in (Under.SHARED, Under.OTHER)}
     shared_s = [0.0, 0.0]
@@ -277,8 +278,8 @@ class Times(NamedTuple):
 class Parts(NamedTuple):
     """Times of the parts of which stages consist."""
 
-    block: Times  # with the schedule's share of split backwards
-    split: Times  # if every backward is split
+    block: Times  # times with the schedule's share of split backwards
+    split: Times  # times of a block if every backward is split
     embedding: Times
     head: Times
 

@@ -34,7 +34,7 @@ class TightMemory(FrontierError):
 
 @dataclass(frozen=True)
 class Tight:
-    """The rank with the most retries in a window, in which they exceeded the rate."""
+    """The rank with the most retries in a window in which the retries exceeded the limit."""
 
     retries: int
     rank: int
@@ -63,7 +63,7 @@ class RetryWatch:
     """Compares the retries of all ranks with the limit, once per window, if the job has a roomier plan."""
 
     def __init__(self, world: Axis, device: torch.device, count: Callable[[], int] | None) -> None:
-        """`count` returns this rank's retries since its start. None: they are not watched, on all ranks."""
+        """`count` returns this rank's retries since its start. If it is None on all ranks, retries are not watched."""
         self._world = world
         self._device = device
         self._count = count if environ(ROOMIER_PLAN_VARIABLE) else None

@@ -72,7 +72,7 @@ class Watchdog:
         self._stacks = os.fdopen(stacks, "w", encoding="utf-8")
 
     def at(self, step: int, section: str) -> None:
-        """Record the main thread's step and section. It is fast enough to call at every step."""
+        """Record the main thread's step and section. This call is cheap enough for every step."""
         if step != self._step:
             done = self._collectives()
             self._per_step = done - self._step_began_at
