@@ -259,7 +259,7 @@ def build_mesh(
 
     `placement` maps virtual stages to pipeline ranks (None: one stage per rank, in order). RCCL runs the point-to-point
     calls between two ranks in order on one stream, so messages of opposite directions could block each other. Therefore
-    every channel of the placement has its own communicator. Of two ranks, only one sends on a channel.
+    every channel of the placement has its own communicator. Between two ranks, only one of them sends on a channel.
 
     With `tied_embeddings` the first and last stage share the axis `tied`. With `experts` the mesh has the axes `ep`,
     `etp` and `edp`. With `by_node`, tokens are sent to experts in two stages if the experts span nodes.

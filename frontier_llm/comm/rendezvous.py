@@ -80,7 +80,9 @@ _starting: list[StoreProcess] = []
 
 
 def start_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> None:
-    """On rank 0, start the process that serves TCPStore, and return at once. It loads torch while rank 0 continues.
+    """On rank 0, start the process that serves TCPStore, and return at once.
+
+    The process loads torch while rank 0 continues.
 
     Raises OSError if the port is taken.
     """
@@ -130,7 +132,10 @@ def store_address() -> tuple[str, int] | None:
 
 
 def forget_stores() -> None:
-    """Close this rank's connections to the store, and on rank 0 the server. Call it after the groups are destroyed."""
+    """Close this rank's connections to the store, and on rank 0 the server.
+
+    Call this function after the groups are destroyed.
+    """
     _joined.clear()
     _starting.clear()
     while _closing:

@@ -1,9 +1,9 @@
 """Collectives and messages between CPU ranks of one host through shared memory (csrc/shm/, loaded with ctypes).
 
 gloo sends every byte through a loopback socket, and its threads occupy cores that should compute. With shared memory, a
-rank copies its data into its own slot, and reads the slots of its peers. docs/benchmarks/communication.md compares the
-two. If a peer dies or stops responding, the error names the axis and the rank. The memory has no name, and the kernel
-frees it after its last process has ended.
+rank copies its data into its own slot, and reads the slots of its peers. docs/benchmarks/communication.md compares both
+transports. If a peer dies or stops responding, the error names the axis and the rank. The memory has no name, and the
+kernel frees it after its last process has ended.
 """
 
 from __future__ import annotations

@@ -92,11 +92,12 @@ def read(
     """Yield the documents of a piece and its damage, in order. `text_key` is the JSON field or parquet column of the
     text.
 
-    `prompt_key` is a JSON field whose text comes first and is read but not learnt. With it, a piece that is not JSONL
-    is damage.
+    `prompt_key` is a JSON field whose text comes first and is read but not learnt. With a `prompt_key`, a piece that is
+    not JSONL is damage.
 
-    A line, a parquet value, or a decompressed MDS shard of more than `max_bytes` is damage. At most this much of it is
-    held in memory. A parquet page or row group of more than GROUP_OF_LARGEST times `max_bytes` is damage too.
+    A line, a parquet value, or a decompressed MDS shard of more than `max_bytes` is damage. At most `max_bytes` of such
+    a value are held in memory. A parquet page or row group of more than GROUP_OF_LARGEST times `max_bytes` is damage
+    too.
     """
     if prompt_key is not None and piece.kind != "jsonl":
         yield Damage(_name(piece), f"is not JSONL, so it has no field {prompt_key!r} for --prompt-key")
@@ -164,7 +165,9 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _field(record: dict[str, Any] | None, text_key: str, flag: str) -> str:
-    """Return the text of a JSONL record, or '' for a blank line. Raises a DataError with the reason for no text.
+    """Return the text of a JSONL record, or '' for a blank line.
+
+    Raises a DataError with the reason if the record has no text.
 
     `flag` is the option that names the key.
     """
@@ -308,7 +311,7 @@ def _line_name(piece: InputPiece, number: int) -> str:
 @functools.lru_cache(maxsize=1)
 def _lines_before(piece: InputPiece) -> int:
     """Return the number of lines that begin before the piece. Called only for damage, because it reads the file up to
-    there.
+    the piece.
     """
     if piece.start == 0:
         return 0

@@ -369,7 +369,8 @@ def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
 
 
 def _tokenizer_problems(run: RunConfig) -> list[Problem]:
-    """Return Problems for datasets of any phase or held-out set that were made by another tokenizer than the first one.
+    """Return Problems for datasets of any phase or held-out set that were made by another tokenizer than the first
+    dataset.
 
     If data.tokenizer is set, `_mismatch` compares the datasets with it instead.
     """

@@ -87,8 +87,8 @@ def router_losses(
     """Return the losses of a stage's routers and their load, by name.
 
     `routed` maps layer to `Routed`. `sequences` and `tokens` are the step's numbers of sequences and tokens. Each loss
-    is a mean over these, summed over layers. The load (fp64) has one row for each layer with experts of the complete
-    model. Rows of layers on other stages are zero.
+    is a mean over the step's sequences or tokens, summed over layers. The load (fp64) has one row for each layer with
+    experts of the complete model. Rows of layers on other stages are zero.
     """
     assert model.moe is not None
     balance = torch.stack([one.balance for one in routed.values()]).sum() / sequences

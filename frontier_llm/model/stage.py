@@ -50,7 +50,7 @@ class Stage(nn.Module):
         *,
         terms: Mapping[str, losses.LossTerm],
     ) -> None:
-        """`declared` maps names to parameters. It contains all parameters of this stage, and may contain more.
+        """`declared` maps names to parameters. `declared` contains all parameters of this stage, and may contain more.
 
         `terms` are the further losses of the run, by name.
         """

@@ -232,7 +232,7 @@ def is_pair(first: Action, second: Action) -> bool:
 
 
 def units(actions: Sequence[Action], pairs: bool) -> Iterator[tuple[Action, ...]]:
-    """Yield the actions as tuples of one. With `pairs`, the two actions of a pair are one tuple."""
+    """Yield each action as a tuple of one action. With `pairs`, the two actions of a pair are one tuple."""
     if not pairs:
         yield from zip(actions)
         return

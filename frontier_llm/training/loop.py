@@ -326,8 +326,7 @@ class _Session:
             restore(self.state, back)
             self._count_durations()
             phase = self._next_phase()
-            # The loaded checkpoint does not record the samples that earlier rewinds have left out since then. Leave
-            # them out again.
+            # Leave out again the samples of earlier rewinds that the loaded checkpoint does not record.
             samples = earlier - self.state.position.samples_left_out
             samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
             if self.metrics is not None:
@@ -364,10 +363,7 @@ class _Session:
         return True
 
     def _keep_if_best(self, losses: Mapping[str, float]) -> None:
-        """Save a checkpoint of this step if its held-out loss is the lowest so far.
-
-        The file BEST then has the name of this checkpoint.
-        """
+        """Save this step if its held-out loss is the lowest so far, and write the checkpoint's name to the file BEST."""
         state = self.state
         name = self.config.train.keep_best
         loss = losses.get("loss" if name == "validation" else name or "")
