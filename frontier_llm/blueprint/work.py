@@ -120,8 +120,8 @@ def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
 def _row_scaling(T: int, outputs: int, inputs: int) -> Iterator[Item]:
     """Yield the passes that scale and convert the operands of a linear layer's three products to FP8, row by row.
 
-    Along contiguous rows a pass reads 2 bytes and writes 1 byte per element. Across them it reads the element twice:
-    for the largest value of a row, and for the conversion.
+    Along contiguous rows a pass reads 2 bytes and writes 1 byte per element. Across contiguous rows it reads each
+    element twice: for the largest value of a row, and for the conversion.
     """
     x = T * inputs
     w = outputs * inputs

@@ -1,8 +1,9 @@
 """Announces how long each part of scripts/quickstart.sh takes on this machine, and prints the measured seconds.
 
 `measure` is the first measurement: it starts as many processes as the quickstart has ranks, and counts the words of
-the Python standard library. The other parts' seconds follow from it, from the budget of `calibrate`, and from the step
-time that the planner predicts with the calibrated machine file. Results that exist already cost nothing.
+the Python standard library. The seconds of all other parts follow from this measurement, from the budget of
+`calibrate`, and from the step time that the planner predicts with the calibrated machine file. Results that exist
+already cost nothing.
 
     python -m frontier_llm.experiments.quickstart measure
     python -m frontier_llm.experiments.quickstart begin PART     # ends the part before it
@@ -86,7 +87,11 @@ class State:
 
 
 def measure() -> State:
-    """Return the first measurement. One start before it reads torch's files from the disk and is not counted."""
+    """Return the first measurement.
+
+    The processes are first started once without counting the time, because that start reads torch's files from the
+    disk.
+    """
     command = [sys.executable, "-c", START]
     subprocess.run(command, check=True)  # noqa: S603 our own interpreter, no shell
     begin_s = time.monotonic()

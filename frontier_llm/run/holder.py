@@ -156,7 +156,7 @@ def last_start(run_dir: Path) -> dict[str, Any]:
 
 
 def jobs(run_dir: Path) -> list[str]:
-    """Return the ids of the job that started last and of the job that was queued last. Missing ones are left out."""
+    """Return the ids of the job that started last and of the job that was queued last. Missing ids are left out."""
     ids = (str(last_start(run_dir).get("job_id", "")), queued_job(run_dir))
     return list(dict.fromkeys(filter(None, ids)))
 

@@ -5,7 +5,7 @@
   an older checkpoint). Lines of starts and rewinds contain the layout.
 * `attempts.jsonl`: one line per start of the ranks: nodes, steps and how the start ended.
 * `incarnation.json`: the newest start and its job (`holder.py`).
-* `bad_nodes.json`: hosts that failed. The next submission excludes them. They are used only if no other is left.
+* `bad_nodes.json`: hosts that failed. The next submission excludes them. They are used only if no other host is left.
 * `successor`: id of the job that was queued last.
 * `untrusted_nodes.json`: hosts that computed wrong results or differed from the others at a start. They are never used
   again until the file is deleted.

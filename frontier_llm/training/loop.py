@@ -363,7 +363,7 @@ class _Session:
         return True
 
     def _keep_if_best(self, losses: Mapping[str, float]) -> None:
-        """Save this step if its held-out loss is the lowest so far, and write the checkpoint's name to the file BEST."""
+        """Save this step if its held-out loss is the lowest so far, and write the checkpoint's name to BEST."""
         state = self.state
         name = self.config.train.keep_best
         loss = losses.get("loss" if name == "validation" else name or "")

@@ -56,7 +56,7 @@ class Scenarios:
         self._done[name].result()
 
     def stop(self) -> None:
-        """Start no further scenarios, and wait for the running ones."""
+        """Start no further scenarios, and wait for the running scenarios."""
         self._pool.shutdown(cancel_futures=True)
 
 

@@ -135,7 +135,7 @@ class Labels:
         return max((self.order(self.events[source]) for source in event.sources[-1:]), default=0)
 
     def named(self, event: Event) -> Event:
-        """Return the event, or the one that has written its input if a message cannot name its line."""
+        """Return the event. If a message cannot name its line, return the event that has written its input."""
         while visible(event.site) is None and not event.forward_site and event.sources:
             event = self.events[event.sources[-1]]
         return event

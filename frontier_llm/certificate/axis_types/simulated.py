@@ -22,11 +22,11 @@ from frontier_llm.topology.grid import Grid
 
 
 class Aborted(Exception):
-    """Ends a simulated rank after another one has failed."""
+    """Ends a simulated rank after another rank has failed."""
 
 
 class Deadlock(Exception):
-    """All simulated ranks wait for each other. The message has the place at which each one waits."""
+    """All simulated ranks wait for each other. The message has the place at which each rank waits."""
 
 
 @dataclass(frozen=True)

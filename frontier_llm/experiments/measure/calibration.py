@@ -64,7 +64,7 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
     Products: measured shapes keep their measured times. For other shapes, the best measured rate is the peak, and
     efficiency and k-half are fitted by least squares.
 
-    Grouped products of experts: one factor beside the rate of other products, for the sum of all samples.
+    Grouped products of experts: one factor relative to the rate of other products, fitted to the sum of all samples.
 
     Attention, elementwise ops and optimizer: the efficiency is chosen so that the planner's formula gives the measured
     time.

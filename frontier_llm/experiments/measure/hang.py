@@ -2,7 +2,7 @@
 
 Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Only a test shows whether they
 hang on this machine. For each mode (settings of comm.in_flight and overlap) separate processes train a model of one
-layer per virtual stage. They are killed if no step ends within the time limit.
+layer per virtual stage. These processes are killed if no step ends within the time limit.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
 
 
 def blend_changes(rows: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Return the steps after which a record of the data names other weights than the record before."""
+    """Return the steps after which a record of the data names other weights than the previous record."""
     blends = []
     for row in rows:
         if row.get("kind") == "data" and (position := position_of(row)):

@@ -156,7 +156,7 @@ class AllocationRanks:
 
     @contextmanager
     def borrow(self, count: int) -> Iterator[tuple[str, ...]]:
-        """Reserve `count` healthy nodes for the caller. Raises FrontierError if too few are left."""
+        """Reserve `count` healthy nodes for the caller. Raises FrontierError if too few nodes are left."""
         with self._lock:
             nodes = self._choose(count)
             self._lent |= set(nodes)

@@ -68,8 +68,8 @@ def make_space(
 ) -> Space:
     """Return the space of legal layouts that fit into memory.
 
-    It has at most `most` layouts. Their predicted steps take at most `within` times the best one. Raises ConfigError
-    if there is none.
+    It has at most `most` layouts. Their predicted steps take at most `within` times the shortest predicted step. Raises
+    ConfigError if there is none.
     """
     fixed = {"gradient_wire": config.precision.gradient_wire, **fixed}
     shared = {

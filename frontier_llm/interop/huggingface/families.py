@@ -393,6 +393,6 @@ FAMILIES = [
 def register_family(family: Family) -> None:
     """Add an architecture. Its models can then be read.
 
-    A model that no earlier family computes is written as this architecture if it computes the model.
+    A model that no earlier family computes is written as this architecture, if this architecture computes the model.
     """
     FAMILIES.append(family)
