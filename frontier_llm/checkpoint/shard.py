@@ -74,8 +74,9 @@ def safetensors_layout(
     dtype: str,
     metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
-    """Return the header of a safetensors file with these tensors, and a list: the start byte of each tensor, and the
-    size of the file as the last item.
+    """Return (header of a safetensors file with these tensors, list of each tensor's start byte).
+
+    The file's size is the last item of the list.
 
     The header is a u64 length and padded JSON. With the padding the data is aligned to 8 bytes, as the format requires.
     """

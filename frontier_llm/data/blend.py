@@ -29,7 +29,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers in the proportion of `weights`, with a sum of at most 2^22.
 
     A decimal has exactly its written value (0.1 is one tenth). Raises DataError for a weight that is not a positive
-    number, and for a weight that is so small relative to the other weights that it would get no sample.
+    number. The same error is raised for a weight that is too small, relative to the other weights, to get a sample.
     """
     bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
     if bad or not weights:

@@ -94,8 +94,8 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans in order: first the chosen plan, then all other plans by `preference`.
 
     A plan is robust if its loss is at most RESOLUTION. If no plan is robust, the one with the smallest loss is chosen.
-    Otherwise the choice is one of the robust plans that are within TIE of the fastest robust plan: plans within
-    `Plan.safe_bytes` are preferred, and then the simplest plan.
+    Otherwise the choice is a robust plan within TIE of the fastest robust plan. Plans within `Plan.safe_bytes` are
+    preferred, and then the simplest plan.
     """
     if not plans:
         return []

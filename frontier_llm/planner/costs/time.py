@@ -136,8 +136,8 @@ def overlap_windows(layouts: Layout) -> Number:
     """Return how much backward work can hide the gradient sum: the work that follows the first complete gradients.
 
     The result is in backwards of one microbatch over all chunks of a rank. Without interleaving it is 1, the backward
-    of the last microbatch. With interleaving it is the last round: the backwards of pp microbatches through all chunks
-    but one, and the backward of one microbatch through the chunk that was left out.
+    of the last microbatch. With interleaving it is the last round. This round has the backwards of pp microbatches
+    through all chunks but one, and the backward of one microbatch through the chunk that was left out.
     """
     pp = layouts.pp
     v = layouts.chunks
@@ -170,7 +170,7 @@ def tail(
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
     # With one communication in flight the next collective of a layer waits for a gradient sum, so that hardly any of
-    # the sum is hidden: 95 % of its time is exposed in benchmarks/planner/reduction_in_flight.py.
+    # the sum is hidden. 95 % of its time is exposed in benchmarks/planner/reduction_in_flight.py.
     hides_sums = np.where(rates.one_in_flight & meets_inside(layouts), 0.0, windows)
     owned = parameters / np.where(cut(layouts, 1), layouts.shards, 1) + experts / np.where(
         cut(layouts, 1),
