@@ -76,9 +76,8 @@ def safetensors_layout(
 ) -> tuple[bytes, list[int]]:
     """Return (header of a safetensors file with these tensors, list of each tensor's start byte).
 
-    The file's size is the last item of the list.
-
-    The header is a u64 length and padded JSON. With the padding the data is aligned to 8 bytes, as the format requires.
+    The file's size is the last item of the list. The header is a u64 length and padded JSON. With the padding the data
+    is aligned to 8 bytes, as the format requires.
     """
     ends = list(accumulate((prod(shape) * ITEM_BYTES[dtype] for shape in shapes.values()), initial=0))
     places = zip(shapes.items(), pairwise(ends), strict=True)
