@@ -1,4 +1,4 @@
-"""Manages the checkpoints of a run: saves them, deletes old ones, and loads the one from which a run continues."""
+"""Manages the checkpoints of a run: saves them, deletes old ones, and loads one to continue the run."""
 
 from __future__ import annotations
 

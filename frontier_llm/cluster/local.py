@@ -270,7 +270,7 @@ class _Ranks:
         self._signal_all(signal.Signals(number))
 
     def _report(self, first: RankExit) -> None:
-        """Print the failures, the first one last, because users read the end of the output.
+        """Print the failures, the first failure last, because users read the end of the output.
 
         If rank 0 has already printed a refusal, nothing is added. The ranks' record (failure.json) names the rank that
         failed first. The rank that ended first is named instead if there is no record, or if the record only reports

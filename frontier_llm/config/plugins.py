@@ -96,7 +96,7 @@ def recorded_names(config: Mapping[str, Any]) -> tuple[PluginRecord, ...]:
 def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], own: Sequence[str], where: str) -> None:
     """Import the plugins that a saved run was trained with, from files that the user named.
 
-    `given` are the plugins named with --plugin. A file that differs from the recorded one is used, with a warning.
+    `given` are the plugins named with --plugin. A file that differs from the recorded file is used, with a warning.
     `own` are the plugins in the run file of the user's own run directory. Their digests must equal the recorded
     digests.
 

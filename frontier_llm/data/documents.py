@@ -368,7 +368,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
 
 
 def _read_mds(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
-    """Yield a shard's texts. Samples after a damaged one are not read."""
+    """Yield a shard's texts. Samples after a damaged sample are not read."""
     try:
         yield from (Text(text) for text in mds.read_texts(piece.path, text_key, max_bytes) if text)
     except DataError as error:

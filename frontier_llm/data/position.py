@@ -139,7 +139,7 @@ class Stretch(_Record):
 
 
 class Position(_Record):
-    """Samples that the run has read, and the blend that assigns the next ones. Saved in every checkpoint."""
+    """Samples that the run has read, and the blend that assigns the next samples. Saved in every checkpoint."""
 
     streams: Annotated[tuple[Stream, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # order of first use
     blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # same order as `streams`
@@ -189,8 +189,8 @@ class Position(_Record):
         """Return the position that continues with these sources.
 
         A source continues the stream of its dataset, length and packing. If the blend names a dataset several times,
-        its n-th mention continues the n-th such stream. A source without such a stream starts a new one. A blend with
-        the streams and weights of the current blend continues at its present place.
+        its n-th mention continues the n-th such stream. A source without such a stream starts a new stream. A blend
+        with the streams and weights of the current blend continues at its present place.
         """
         streams = list(self.streams)
         while streams and not streams[-1].taken:  # a stream without samples has not begun

@@ -344,7 +344,7 @@ PIECE_BYTES = 1 << 20
 def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_bytes: int) -> Iterator[str]:
     """Yield documents of the inputs. With more than `limit_bytes` of input, pieces come in a fixed pseudo-random order.
 
-    Raises DataError for missing inputs and, unless they are to be skipped, at the first damaged one.
+    Raises DataError for missing inputs and, unless they are to be skipped, at the first damaged input.
     """
     pieces = [piece for path in find_inputs(inputs) for piece in cut(path, options.documents, PIECE_BYTES)]
     if sum(piece.size_bytes for piece in pieces) > limit_bytes:

@@ -83,7 +83,7 @@ def supported_sets() -> list[InstructionSet]:
 
 
 def chosen_set() -> InstructionSet:
-    """Return the instruction set that this process uses: the one in VARIABLE, otherwise the CPU's best.
+    """Return the instruction set that this process uses: the set in VARIABLE, otherwise the CPU's best set.
 
     Raises FrontierError if the variable has an unknown value, or if this CPU lacks the set.
     """

@@ -93,7 +93,7 @@ def _slow_preference(plan: Plan) -> float:
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans in order: first the chosen plan, then all other plans by `preference`.
 
-    A plan is robust if its loss is at most RESOLUTION. If no plan is robust, the one with the smallest loss is chosen.
+    A plan is robust if its loss is at most RESOLUTION. If no plan is robust, the plan with the smallest loss is chosen.
     Otherwise the choice is a robust plan within TIE of the fastest robust plan. Plans within `Plan.safe_bytes` are
     preferred, and then the simplest plan.
     """

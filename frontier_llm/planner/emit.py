@@ -286,7 +286,7 @@ def plan_overrides(config: RunConfig, roomier: Plan) -> tuple[tuple[str, ...], t
 def _phases_with(layout: Layout, config: RunConfig) -> list[dict[str, Any]]:
     """Return the phases of a run with microbatches for `layout`, if they have microbatches of their own.
 
-    The microbatch is the layout's, or the largest smaller one that divides the samples of a replica.
+    The microbatch is the layout's, or the largest smaller microbatch that divides the samples of a replica.
     """
     phases = []
     for phase in config.train.phases:

@@ -15,7 +15,7 @@ def in_flight(config: RunConfig, architecture: str | None = None) -> str:
     """Return 'one' or 'many': how many communications a rank may have in flight at a time.
 
     With `comm.in_flight=auto` the machine file and the device decide (`Machine.in_flight_on`). `architecture` is the
-    architecture of this rank's GPU. None means the one in the machine file.
+    architecture of this rank's GPU. None means the architecture in the machine file.
     """
     chosen = config.comm.in_flight
     if chosen != "auto":

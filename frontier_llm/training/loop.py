@@ -257,7 +257,7 @@ class _Session:
         return phase_at(self.state.phases, self.state.current_step)
 
     def _follow_phase(self) -> None:
-        """If the next step belongs to another phase than the current one, enter that phase."""
+        """If the next step belongs to another phase than the current phase, enter that phase."""
         phase = self._next_phase()
         if self.state.config is not phase.config:
             self._announce(phase)

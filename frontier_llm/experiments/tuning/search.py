@@ -13,8 +13,8 @@ from frontier_llm.experiments.tuning.surrogate import Belief, Surrogate
 from frontier_llm.experiments.tuning.trials import RETRIED, Trial
 from frontier_llm.planner.predict import START_S
 
-# Number of trials after the first one (the planner's choice) whose layouts are far from the measured ones. One trial
-# alone shows no differences between layouts.
+# Number of trials after the first trial (the planner's choice) whose layouts are far from the measured layouts. One
+# trial alone shows no differences between layouts.
 SPREAD_TRIALS = 3
 # The search ends if no untried layout is expected to shorten the step by more than this share. Two runs of the same
 # layout differ by about this share.

@@ -24,7 +24,7 @@ def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, chosen_E: Tensor, ro
 def slots(experts_Nk: Tensor, dropped_Nk: Tensor | None, ranks: int, local: int, etp: int) -> Tensor:
     """Return for each choice the index of (rank, expert of the rank).
 
-    Groups of etp consecutive ranks hold the same experts. Dropped choices get the index after the last one.
+    Groups of etp consecutive ranks hold the same experts. Dropped choices get the index after the last valid index.
     """
     if etp == 1:
         slot_A = experts_Nk.flatten()

@@ -140,7 +140,7 @@ def stage_memory(
     gradient_bytes = rates.gradient_bytes + rates.further_gradient_bytes
     gradients = parameters * gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
     # Buffers of sharded weights (FSDP): the gradients of one layer, and the gathered weights of this layer and the next
-    # one. A rank keeps its own shard of the weights only as the fp32 master copy. With "weights-gathered-once" the
+    # layer. A rank keeps its own shard of the weights only as the fp32 master copy. With "weights-gathered-once" the
     # gathered 16-bit weights exist from forward to backward.
     twice = layouts.sharding == "weights"
     gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))
