@@ -93,7 +93,7 @@ def run_ranks(
     """Start `serve(rank, port, *arguments, queue)` in `ranks` processes and return the items of the queue.
 
     `results` is the number of items that all ranks together put there. `preload` is a module that is imported once, and
-    the ranks are forked afterwards. Without it each rank starts a new interpreter.
+    the ranks are forked afterwards. Without `preload` each rank starts a new interpreter.
     """
     context: Any = multiprocessing.get_context("forkserver" if preload else "spawn")
     if preload:

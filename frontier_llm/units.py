@@ -76,7 +76,7 @@ def strict_json(content: Any, indent: int | None = 1, ensure_ascii: bool = True,
 
     `indent=None` writes one line.
     """
-    import json  # not imported at the top, so that `--help` starts faster
+    import json  # imported here, so that `--help` starts faster
 
     options: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
     return json.dumps(_without_nan(content), allow_nan=False, default=os.fspath, **options)

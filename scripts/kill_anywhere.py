@@ -183,7 +183,7 @@ class Different(Exception):
 
 
 class Campaign:
-    """Disturbed runs, each compared with an undisturbed one."""
+    """Disturbed runs, each compared with an undisturbed run."""
 
     def __init__(self, base: Path, ranks: int, seed: int, lag: int, faults: list[str], in_save_share: float) -> None:
         self.base = base

@@ -43,7 +43,7 @@ def expected_files() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write the files. With --check compare them only."""
+    """Write the files. With --check, only compare the files with the expected text."""
     stale = [(path, text) for path, text in expected_files().items() if path.read_text(encoding="utf-8") != text]
     for path, text in stale:
         if "--check" in sys.argv[1:]:

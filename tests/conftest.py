@@ -37,8 +37,8 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """Libraries leave variables behind (DeepSpeed: LOCAL_RANK, which then looks like a launcher's); the next test
-    must not see them.
+    """Restore the environment after each test. Libraries set variables, for example DeepSpeed LOCAL_RANK, which would
+    look like a launcher's variable to the next test.
     """
     before = dict(os.environ)
     yield

@@ -92,11 +92,11 @@ class LinkedGroup:
         return self._collective(self._group.start_all_to_all_rows_into(arriving, x, received, sent), self._share(x))
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
-        """Not delayed, because a training step contains no broadcast."""
+        """Start the broadcast without a simulated delay, because a training step contains no broadcast."""
         return self._group.start_broadcast_(x, source)
 
     def start_barrier(self) -> Pending:
-        """Not delayed."""
+        """Start the barrier without a simulated delay."""
         return self._group.start_barrier()
 
     def send(self, x: Tensor, to: int) -> Sending:

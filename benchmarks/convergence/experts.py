@@ -68,7 +68,7 @@ def rung(name: str, optimizer: str, options: argparse.Namespace) -> Rung:
     mixture = mixture_of(dense)
     assert mixture.moe is not None
     keys = mixture.moe.model_dump(exclude_unset=True)
-    # One large microbatch gives experts more rows at once. Gradients do not depend on it.
+    # One large microbatch gives experts more rows at once. Gradients do not depend on the size of microbatches.
     overrides = {"dense": [], "experts": [f"model.moe={json.dumps(keys)}", f"batch.micro_batch={chosen.global_batch}"]}
     runs = {
         kind: [

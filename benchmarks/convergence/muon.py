@@ -62,7 +62,7 @@ class Trained:
 
 
 def train(chosen: Recipe, optimizer: str, factor: float, seed: int, options: argparse.Namespace) -> Trained | None:
-    """Run `frontier-llm train` unless the run is finished. Returns None if no time is left for it."""
+    """Run `frontier-llm train` unless the run is finished. Returns None if no time is left for the run."""
     folder = options.directory / f"{chosen.model}-{optimizer}-lr{factor:g}-seed{seed}"
     rows = read(folder)
     if final(rows, chosen) is None:

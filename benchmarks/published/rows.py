@@ -36,8 +36,8 @@ def number_of(text: str | None, default: float = 0.0) -> float:
 def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
     """Return a model of these sizes.
 
-    Columns state activation, bias, tied_head, position and experts. Without them, Llama models get Llama's settings,
-    and all others get the settings of Megatron's GPT: GELU, biases, and a head that shares the embedding.
+    Columns state activation, bias, tied_head, position and experts. Without these columns, Llama models get Llama's
+    settings, and all others get the settings of Megatron's GPT: GELU, biases, and a head that shares the embedding.
     """
     llama = "lama" in row["model"]
     gated = row["activation"] in GATED if row["activation"] else llama

@@ -146,7 +146,7 @@ def drop(speeds: list[float]) -> float:
 
 
 def test_from_4_to_128_mi250() -> None:
-    """The rate falls from 166 to 159 TFLOP/s with one batch for all sizes. The planner explains part of it."""
+    """The rate falls from 166 to 159 TFLOP/s with one batch for all sizes. The planner explains a part of this loss."""
     now = cluster_rates(*NOW)
     even = replace(now, speed_variation=0.0)
     speeds = series(now)

@@ -1,5 +1,5 @@
-// RoPE, SwiGLU, and GELU with its bias. SwiGLU and GELU can have a weight for each row. Also sums of rows with given
-// indices.
+// RoPE, SwiGLU, GELU with its bias, and sums of the rows that have given indices. SwiGLU and GELU can have a weight for
+// each row.
 #pragma once
 
 #include "vec.h"

@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     """
 
     sent: float
-    received: float  # with a capacity limit all received rows are kept until backward, not only `computed`
+    received: float  # rows that arrive; with a capacity limit all of them are kept until backward
     computed: float
     # two-stage all-to-all: number of nodes, and rows of the first stage, between nodes
     nodes: int = 1

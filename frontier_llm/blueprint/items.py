@@ -24,7 +24,7 @@ ATTENTION = "attention"
 PASSES = "norms, activation, residual"
 SENDING = "tp communication"
 EXCHANGE = "cp communication"
-ADDING = "adding weight gradients"  # in every microbatch of a step except the first, which overwrites the buffers
+ADDING = "adding weight gradients"  # work of every microbatch except the first, which overwrites the buffers
 EMBEDDING = "embedding"
 HEAD = "head"
 LOSS = "cross-entropy"
@@ -69,8 +69,8 @@ class SoftwareOptions:
     weight_gradients: WeightGradients | None = None
     optimizer_bytes: NonNegativeFloat = 30.0  # Bytes of memory traffic per owned parameter in the optimizer step.
     p2p_split: bool = False  # Pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
-    # Experts over etp ranks: False sends each row to all of them. True sends it once over ep, gathers it over tp, and
-    # sums the outputs with a reduce-scatter.
+    # Communication of experts that are split over etp ranks. False sends each row to all of these ranks. True sends it
+    # once over ep, gathers it over tp, and sums the outputs with a reduce-scatter.
     expert_rows_gathered: bool = False
     # FP8 with one scale per row: each operand of a product is scaled and converted in a pass of its own, for each dim
     # along which it is multiplied. False: one scale per tensor, whose conversions are part of `linear_speedup`.
@@ -159,7 +159,7 @@ class FlashCore:
     def moved_bytes(self) -> float:
         """Bytes of queries, outputs, keys and values, moved once in 16 bit; in backward also of their gradients.
 
-        Every query head counts its own keys and values, even if heads share them.
+        Keys and values count once for every query head, even if query heads share them.
         """
         return (8.0 if self.backward else 4.0) * self.batch * self.heads * (self.queries + self.keys) * self.head_dim
 

@@ -36,7 +36,10 @@ class Matrices:
 
     @property
     def transposed(self) -> bool:
-        """True if there are more rows than columns. In a square matrix the side that tp cuts counts as longer."""
+        """True if there are more rows than columns.
+
+        In a square matrix the side that tp splits counts as the longer one.
+        """
         if self.rows == self.columns:
             return self.split == 1
         return self.rows > self.columns

@@ -95,7 +95,7 @@ class Parameter:
     uses: int = 1
     grouped: bool = False  # The index of dim 0 is the key/value head, with its query heads in dim 1.
     wide: bool = False  # Always kept in fp32 (in fp64 if the model computes in fp64).
-    of_training: bool = False  # Used only in training. Outputs do not depend on it, and other formats lack it.
+    of_training: bool = False  # Used only in training; no effect on outputs, absent in other formats.
 
     @property
     def tensor_axis(self) -> str:

@@ -89,7 +89,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
     # inputs of the norms, and the masks of the two dropouts
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
-    # kept for the activation: its input; GeGLU also keeps a copy of its gate before GELU and one after it
+    # The backward of the activation needs its input. GeGLU also keeps a copy of its gate before GELU and one after it.
     own += size * T * (1 + model.gated + 2 * (model.activation == "geglu_tanh")) * F / tp
     if software.linear_speedup != 1:
         own += size * T * model.heads * model.dim_per_head / tp  # attention's output, in addition to its 8-bit copy
@@ -120,8 +120,8 @@ def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
 def _row_scaling(T: int, outputs: int, inputs: int) -> Iterator[Item]:
     """Yield the passes that scale and convert the operands of a linear layer's three products to FP8, row by row.
 
-    Along contiguous rows a pass reads 2 bytes and writes 1 byte per element. Across them it reads the element twice:
-    for the largest value of a row, and for the conversion.
+    Along contiguous rows a pass reads 2 bytes and writes 1 byte per element. Across contiguous rows it reads each
+    element twice: for the largest value of a row, and for the conversion.
     """
     x = T * inputs
     w = outputs * inputs
@@ -246,8 +246,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     """Yield the communication of context-parallel attention, and the copies that it needs.
 
     "gather" gathers all keys and values, in two halves. "ring" sends blocks of keys and values from neighbour to
-    neighbour. "heads" is an all-to-all: a rank has all heads of some tokens before it and some heads of all tokens
-    after it.
+    neighbour. "heads" is an all-to-all: before it a rank has all heads of its tokens, and after it some heads of all
+    tokens.
     """
     if layout.cp == 1:
         return
@@ -295,7 +295,7 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
             packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # packing by rank, and unpacking in order
             yield Item(phase, EXCHANGE, packed, ANY if phase is Phase.F else ())
-        # attention's output before the all-to-all, in addition to the one after it
+        # Keep attention's output before the all-to-all. The output after the all-to-all is kept too, by another item.
         yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))
 
 

@@ -17,7 +17,10 @@ NAME = "installation"
 
 
 def check_installation(subject: Subject) -> CertificateSection:
-    """Refuse an interpreter that lacks something: at the site as its jobs start it, otherwise the active one."""
+    """Refuse an interpreter that lacks something that the run needs.
+
+    At a site this is the interpreter that jobs use, otherwise the active interpreter.
+    """
     if subject.elsewhere:
         return not_checkable(NAME, f"{subject.elsewhere}. `submit` on the site checks {CHECKED}")
     if subject.request is not None:

@@ -56,7 +56,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Write the page. With --check compare it only."""
+    """Write the page. With --check, only compare the text with the file."""
     text = page()
     if "--check" not in sys.argv[1:]:
         write_atomically(PAGE, text)

@@ -83,7 +83,7 @@ class Subject:
 
     @cached_property
     def cost(self) -> Cost:
-        """The predicted cost of the rest of the run."""
+        """The predicted cost of the remaining steps of the run."""
         if self.request is not None:
             return cost_of(self.request)
         return Cost(

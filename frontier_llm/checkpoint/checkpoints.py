@@ -1,4 +1,4 @@
-"""Manages the checkpoints of a run: saves them, deletes old ones, and loads the one from which a run continues."""
+"""Manages the checkpoints of a run: saves them, deletes old ones, and loads one to continue the run."""
 
 from __future__ import annotations
 
@@ -174,9 +174,9 @@ class Checkpoints:
     def close(self, verify: bool = True, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Finish the save in progress as `finish` does, and release the run directory.
 
-        With `verify` also wait for the uploads, at most `train.remote_wait_s`, and until the collective function
-        `is_stopped` returns True. Without `verify` the run was interrupted, its nodes are needed or lost soon, and the
-        next start continues the uploads.
+        With `verify` also wait for the uploads: at most `train.remote_wait_s`, and at most until the collective
+        function `is_stopped` returns True. Without `verify` the run was interrupted, its nodes are needed or lost soon,
+        and the next start continues the uploads.
         """
         try:
             self.finish(verify)
@@ -191,7 +191,10 @@ class Checkpoints:
                     self._lock.release()
 
     def _wait_for_uploads(self, until_s: float, is_stopped: Callable[[], bool]) -> None:
-        """Wait until all uploads have ended, or until a time of rank 0. No rank waits in one collective for long."""
+        """Wait until all uploads have ended, or until a deadline by rank 0's clock.
+
+        No rank waits in one collective for long.
+        """
 
         def must_wait() -> bool:
             assert self.uploads is not None
@@ -278,8 +281,9 @@ class Checkpoints:
     ) -> Progress | None:
         """Load the intact checkpoint of the highest step, local before remote.
 
-        Damage is added to `damage`, or raised with `strict`. If a remote checkpoint cannot be copied, only local ones
-        are tried after it. Raises CheckpointError if none of them is intact, and always with `strict`.
+        Damage is added to `damage`, or raised with `strict`. Returns None if no checkpoint is intact. If a remote
+        checkpoint cannot be copied, only local checkpoints are tried after it. CheckpointError is raised if then no
+        local checkpoint is intact, and with `strict` at once.
         """
         candidates = [(step, False) for step in steps] + [(step, True) for step in remote_steps]
         copy_problems: list[Problem] = []
@@ -309,10 +313,11 @@ class Checkpoints:
         return None
 
     def _remote_steps(self, has_local: bool) -> list[int]:
-        """Claim `train.remote` and return the steps that are complete there. Collective.
+        """Claim `train.remote` and return the steps whose checkpoints are complete at this URL. Collective.
 
-        If the store cannot be reached, a run with local checkpoints continues from them. Raises CheckpointError if
-        another run directory writes to the URL, or if the store cannot be reached and there is no local checkpoint.
+        If the store cannot be reached, a run with local checkpoints continues from its local checkpoints. Raises
+        CheckpointError if another run directory writes to the URL, or if the store cannot be reached and there is no
+        local checkpoint.
         """
         if self._train.remote is None:
             return []
@@ -351,7 +356,9 @@ class Checkpoints:
         return []
 
     def _patiently(self, compute: Callable[[], Any]) -> Any:
-        """Call `compute` on rank 0 only, as `from_rank_0`, but in a thread. It may take longer than a collective may.
+        """Call `compute` on rank 0 only, as `from_rank_0`, but in a thread.
+
+        `compute` may take longer than the time limit of a collective.
 
         Collective. Every rank returns its JSON value or raises its error.
         """

@@ -76,7 +76,9 @@ def leftovers(directory: Path) -> list[Path]:
 
 
 def clean(directory: Path) -> list[Path]:
-    """Remove the rest of interrupted saves and deletions. Restore a checkpoint whose replacement was interrupted.
+    """Remove the files and folders that remain from interrupted saves and deletions.
+
+    Restore a checkpoint whose replacement was interrupted.
 
     Returns the removed paths. A failed deletion is only logged as a warning.
     """

@@ -353,7 +353,7 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
             ways.append(f"add {' '.join(remedies)} to keep the rates of all trained steps (docs/train_longer.md)")
         if all(change.allowable for change in refused):
             ways.append(f"add {flags}")
-        fix = f"{', '.join(ways)}, or start a new run with another train.run_dir"  # shown once, with the last problem
+        fix = f"{', '.join(ways)}, or start a new run with another train.run_dir"  # printed once, after all problems
         raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
     # Accept allowed keys that have not changed, because the last save may already have the changed value.
     check_allowable(allowed)

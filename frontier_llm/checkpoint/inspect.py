@@ -33,7 +33,10 @@ from frontier_llm.run.complete import fault
 
 
 def find(path: Path) -> list[Path]:
-    """Return the checkpoints at `path` (`directory.checkpoints_at`), oldest first. Raises CheckpointError for none."""
+    """Return the checkpoints at `path` (`directory.checkpoints_at`), oldest first.
+
+    Raises CheckpointError if there is none.
+    """
     checkpoints = folder.checkpoints_at(path)
     if not checkpoints:
         raise CheckpointError(
@@ -47,7 +50,7 @@ def find(path: Path) -> list[Path]:
 def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -> None:
     """Raise CheckpointError if a run with `config` could not continue from the checkpoints in `directory`.
 
-    The error is the one that the run itself would raise. This check runs before any rank starts.
+    The run itself would raise the same error. This check runs before any rank starts.
     """
     for step in folder.named_steps(directory):
         path = directory / folder.step_name(step)

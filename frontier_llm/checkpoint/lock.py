@@ -76,7 +76,7 @@ class RunLock:
                     os.link(building, self._path(mine))
                 except FileExistsError:
                     continue  # another start created the file first; check that holder
-                # Keep the last two files, which show which start replaced which.
+                # Keep the newest two files. They show which start replaced which earlier start.
                 for older in incarnations(self._folder):
                     if older < newest:
                         self._path(older).unlink(missing_ok=True)

@@ -33,7 +33,7 @@ FORMAT: Final = "frontier_llm checkpoint"
 VERSION: Final = 4
 READ_VERSIONS: Final = (3, VERSION)  # version 3 has a number of steps instead of a data position, and no plugins
 DtypeName = Literal["F32", "F64"]
-ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # By safetensors' names. Checkpoints use F32 and F64.
+ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # Key: safetensors' type. Checkpoints use F32 and F64.
 # A model of 1T parameters on 3072 ranks, with 72,087 pieces, needs less than half of these limits.
 MAX_MANIFEST_VALUES = 1 << 21  # Limit for the values in the text, counted by commas and brackets.
 MAX_CORNERS = 1 << 21  # Limit for all pieces (_coverage_problems).
@@ -66,7 +66,7 @@ class _Record(BaseModel):
 
 
 class Progress(_Record):
-    """Scalars of a run. Together with the tensors of the checkpoint, a run needs nothing else to continue.
+    """Scalars of a run. To continue, a run needs only these scalars and the tensors of the checkpoint.
 
     There is no random-number state. Initial weights are a pure function of the seed, and `position` determines the
     order of samples.
@@ -125,7 +125,7 @@ class Manifest(_Record):
     block_bytes: Count  # block size of the shards' digests (shard.py)
     incarnation: Count  # number of the run's start that wrote the checkpoint
     progress: Progress
-    layout: dict[str, int]  # parallel degrees of the run that wrote it; loading does not depend on them
+    layout: dict[str, int]  # parallel degrees of the run that wrote the checkpoint; loading ignores them
     config: dict[str, Any]
     config_sha256: Digest
     environment: dict[str, str]

@@ -15,7 +15,7 @@ from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.comm import Axis, all_gather_json, broadcast_json
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 
-MOST_PROBLEMS = 10  # most problems that one rank sends to the others
+MOST_PROBLEMS = 10  # largest number of problems that one rank sends to all ranks
 
 
 def from_rank_0(compute: Callable[[], Any], world: Axis, device: torch.device) -> Any:
@@ -53,7 +53,7 @@ def encoded(error: BaseException | None) -> dict[str, Any] | None:
 
 
 def joined(failures: Iterable[dict[str, Any]]) -> CheckpointError:
-    """Return one error for several encoded ones, without repeated problems.
+    """Return one error for several encoded errors, without repeated problems.
 
     The error is Superseded if any of the errors is, and DamagedCheckpoint if all errors are.
     """

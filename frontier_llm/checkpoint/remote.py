@@ -1,4 +1,4 @@
-"""Checkpoints at a URL, copied there and back. Does not import torch.
+"""Copies checkpoints to a URL and back. Does not import torch.
 
 A remote checkpoint has the same files as a local one, so that every tool for object stores can copy it:
 
@@ -34,8 +34,8 @@ from frontier_llm.run.complete import MAX_MANIFEST_BYTES, digest_line, fault, na
 
 FILES_AT_ONCE = 4  # files that one process sends or receives at the same time; each needs one 50 MiB buffer of s3fs
 SENT_BYTES = 8 << 20  # bytes between two waits of the rate limit
-# Called with the number of bytes that were sent or received since the last call. The number is 0 if a local file was
-# read and compared with its digest.
+# Function that is called with the number of bytes that were sent or received since the last call. The number is 0 if a
+# local file was read and compared with its digest.
 OnBytes = Callable[[int], object]
 
 
@@ -86,7 +86,7 @@ class RemoteCheckpoint:
         return sum(entry.size_bytes for entry in self.entries().values())
 
     def is_uploaded(self) -> bool:
-        """Return whether the upload has ended: the last file is there."""
+        """Return whether the upload has ended: the manifest, which is uploaded last, exists."""
         return folder.MANIFEST in self.entries()
 
     def read_manifest(self) -> tuple[Manifest, bytes]:
@@ -118,12 +118,12 @@ class RemoteCheckpoint:
         return content
 
     def missing(self, manifest: Manifest, entries: dict[str, RemoteEntry]) -> list[str]:
-        """Return the names of shards that are not there in their full size."""
+        """Return the names of shards that are missing at the URL, or have another size there."""
         sizes = {name: entry.size_bytes for name, entry in entries.items() if not entry.is_folder}
         return [entry.file for entry in manifest.shards if sizes.get(entry.file) != entry.bytes]
 
     def is_copy_of(self, content: bytes) -> bool:
-        """Return whether the files here belong to the checkpoint with this manifest."""
+        """Return whether the files at the URL belong to the checkpoint with this manifest."""
         return self.place.read(folder.MANIFEST_DIGEST, len(content)) == digest_line(content)
 
     def read_shard(self, manifest: Manifest, entry: Shard, consume: Callable[[bytes], object]) -> None:
@@ -231,7 +231,8 @@ def pull(source: RemoteCheckpoint, directory: Path, incarnation: int, on_bytes: 
     """Copy a remote checkpoint into a `checkpoints` folder, check every digest, and rename it to its place.
 
     A local checkpoint of this step is replaced. Raises DamagedCheckpoint if the remote files are damaged,
-    CheckpointError if they cannot be written here, and UnreachableError. After an error nothing is left here.
+    CheckpointError if the local files cannot be written, and UnreachableError. After an error no part of the copy is
+    left in the folder.
     """
     manifest, content = source.read_manifest()
     needed_bytes = manifest.total_bytes + len(content)

@@ -1,15 +1,15 @@
-"""The file `writer.json` at a URL: the only run directory that may write checkpoints there.
+"""The file `writer.json` at a URL names the only run directory that may write checkpoints to this URL.
 
 Two runs that write to one URL would replace each other's checkpoints. The rule:
 
-* A run directory is identified by its path and by the random name in its `remote.json`. A copy of it has another path,
-  and a directory of another machine with the same path has another name.
+* A run directory is identified by its path and by the random name in its `remote.json`. A copy of a run directory has
+  another path, and a directory of another machine with the same path has another name.
 * A start may `claim` the URL if there is no claim, if the claim is its own, or if the claim was released. The last job
   of a run directory releases the claim when it ends in order.
 * A claim never expires by time, because a job may wait in the queue for days. If a run directory ended without a
   release, the user takes over: `frontier-llm checkpoint pull URL RUN_DIR --take-over`.
 * A process that has claimed the URL may write while the claim names its run directory (`check`). It stops for good if
-  the claim names another one, even if that one has released it: its checkpoints may be there now.
+  the claim names another run directory, even a released claim: that directory may have written checkpoints.
 
 Object stores have no atomic comparison. Two claims at the same time can therefore both succeed, and the check before a
 manifest is written stops the first of them.
@@ -89,7 +89,7 @@ def taken_by(place: RemoteFolder, mine: Writer) -> Writer | None:
 def claim(place: RemoteFolder, mine: Writer, take_over: bool = False) -> None:
     """Make `mine` the writer of this URL. Raises TakenUrl if another run directory writes there.
 
-    With `take_over` the other one loses the URL, and its next upload fails.
+    With `take_over` the other run directory loses the URL, and its next upload fails.
     """
     other = taken_by(place, mine)
     if other is not None and not take_over:
@@ -107,7 +107,10 @@ def check(place: RemoteFolder, mine: Writer) -> None:
 
 
 def renew(place: RemoteFolder, mine: Writer) -> None:
-    """Record the time of this sign of `mine`. Raises TakenUrl if another run directory has taken the URL."""
+    """Write the record of `mine` again, with the present time.
+
+    Raises TakenUrl if another run directory has taken the URL.
+    """
     check(place, mine)
     place.write(WRITER, _as_bytes(mine))
 

@@ -82,7 +82,9 @@ class Save:
         return self._stage is SaveStage.OVER
 
     def advance(self, steps_done: int) -> Saved | None:
-        """Start the next stage if all ranks have finished the current one. Call this method after every training step.
+        """Start the next stage if all ranks have finished the current stage.
+
+        Call this method after every training step.
 
         If the run has done `train.save_lag_steps` steps since the copy, wait for the commit. The time of a save must be
         limited, because a kill loses all steps since the newest checkpoint.
@@ -199,7 +201,10 @@ class Save:
             checkpoints.uploads.wake()
 
     def _verify(self) -> None:
-        """Read back this rank's share of the checkpoints that remain. Raises DamagedCheckpoint."""
+        """Verify this rank's share of the checkpoints that will remain after old checkpoints are deleted.
+
+        Raises DamagedCheckpoint.
+        """
         checkpoints = self._checkpoints
         steps = folder.named_steps(checkpoints.directory)
         if not checkpoints.expired(steps):
@@ -213,7 +218,8 @@ class Save:
                     shard.verify(path / entry.file, manifest, entry, drop_cache=True)
 
     def _prune(self) -> None:
-        """On rank 0, delete the expired checkpoints except the best one and the one that is being uploaded.
+        """On rank 0, delete the expired checkpoints, except the best checkpoint and a checkpoint that is being
+        uploaded.
 
         A failed deletion is only logged.
         """

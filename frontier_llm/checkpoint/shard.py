@@ -59,7 +59,7 @@ class ShardLayout:
     """Header of a shard file and the position of each piece. The layout is a pure function of the manifest."""
 
     head: bytes  # all bytes before the data
-    entries: tuple[Extent, ...]  # in file order
+    entries: tuple[Extent, ...]  # in the order of their bytes in the file
     total_bytes: int
     item_bytes: int  # bytes of an element
 
@@ -74,9 +74,10 @@ def safetensors_layout(
     dtype: str,
     metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
-    """Return (header of a safetensors file with these tensors, start byte of each tensor followed by the file's size).
+    """Return (header of a safetensors file with these tensors, list of each tensor's start byte).
 
-    The header is a u64 length and padded JSON. With the padding the data is aligned to 8 bytes, as the format requires.
+    The file's size is the last item of the list. The header is a u64 length and padded JSON. With the padding the data
+    is aligned to 8 bytes, as the format requires.
     """
     ends = list(accumulate((prod(shape) * ITEM_BYTES[dtype] for shape in shapes.values()), initial=0))
     places = zip(shapes.items(), pairwise(ends), strict=True)
@@ -87,7 +88,10 @@ def safetensors_layout(
 
 
 def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str) -> ShardLayout:
-    """Return the layout of a shard file with these pieces. Kinds are in the order in which the pieces name them."""
+    """Return the layout of a shard file with these pieces.
+
+    The kinds of tensors follow each other in the order in which they first occur in `pieces`.
+    """
     kinds = dict.fromkeys(kind for piece in pieces for kind in piece.kinds)
     held = [(kind, index, piece) for kind in kinds for index, piece in enumerate(pieces) if kind in piece.kinds]
     # The names contain the offset, because a rank may hold several rectangles of one tensor.
@@ -132,7 +136,7 @@ def block_digests(data: memoryview, block_bytes: int = BLOCK_BYTES) -> bytes:
 def on_threads(work: Callable[[int], T], count: int, workers: int = WORKERS) -> list[T]:
     """Return [work(0), …, work(count - 1)], computed on `workers` threads.
 
-    Raises the first exception. No new call starts after it.
+    Raises the first exception. No new call starts after an exception.
     """
     with ThreadPoolExecutor(workers, "checkpoint-block") as pool:
         return list(pool.map(work, range(count)))

@@ -59,7 +59,9 @@ class Uploads:
         self._thread: threading.Thread | None = None
 
     def claim(self) -> RemoteFolder:
-        """Claim the URL for this run directory, and return its folder. Without this call the first upload claims it.
+        """Claim the URL for this run directory, and return its folder.
+
+        If this method is not called, the first upload claims the URL.
 
         Raises TakenUrl if another run directory writes there, and UnreachableError.
         """

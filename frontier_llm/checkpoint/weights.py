@@ -256,7 +256,7 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
     free = {"name", "vocab_multiple", "init_std"}
     if run.position != "learned":
         free.add("sequence_length")  # training may continue with another sequence length
-    for position, fields in _OF_POSITION.items():  # `position` itself is compared; these fields have no effect with it
+    for position, fields in _OF_POSITION.items():  # fields of unused position encodings have no effect
         free |= fields if imported.position != position else set()
     ours = _resolved(run)
     theirs = _resolved(imported)

@@ -35,7 +35,10 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with this project's help layout. A mistyped option or choice is answered with the nearest one."""
+    """argparse with this project's help layout.
+
+    The error for a mistyped option or choice suggests the most similar one.
+    """
 
     def __init__(self, **settings: Any) -> None:
         # an abbreviation would make a new option change the meaning of old commands
@@ -78,7 +81,10 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(words)}", fix)
 
     def selected(self, words: Sequence[str]) -> Parser:
-        """Return the parser of the command, and of its action, that the first words name. Otherwise this parser."""
+        """Return the parser of the command, or of its action, that the first words name.
+
+        Return this parser if they name none.
+        """
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and words and words[0] in action.choices:
                 inner: Parser = action.choices[words[0]]
@@ -92,8 +98,8 @@ class Parser(argparse.ArgumentParser):
         return [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
 
     def move_settings(self, parsed: argparse.Namespace) -> None:
-        """If a positional argument such as RUN was left out, move the key=value word that argparse took for it to the
-        settings.
+        """If the user left out a positional argument such as RUN, argparse takes a key=value word for it. Move this
+        word to the settings.
         """
         for action in self._actions:
             value = getattr(parsed, action.dest, None)
@@ -150,8 +156,8 @@ def one_of(*options: Option) -> Option:
 class Command:
     """A command or one of its actions: arguments and function. A command with `actions` has no function of its own.
 
-    `line` is its line in the list of actions. As a sentence it is also the description if `about` is empty. Users must
-    be able to run the examples unchanged.
+    `line` is the command's line in the list of commands. If `about` is empty, it is also the description, written as a
+    sentence. Users must be able to run the examples unchanged.
     """
 
     work: Callable[[argparse.Namespace], int] | None = None

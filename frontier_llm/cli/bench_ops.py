@@ -65,7 +65,7 @@ def ops(args: argparse.Namespace) -> int:
         fix = "check the module, the container and ROCR_VISIBLE_DEVICES, or use --device cpu"
         raise BackendError("torch sees no GPU", fix, "--device cuda")
     if args.device == "cpu":
-        keep_freed_memory()  # training keeps freed memory, too
+        keep_freed_memory()  # as in training
     dtype = working_dtype(args.dtype)
     timings = list(compare(select_ops(OpsConfig(), args.device, dtype), model, args.micro_batch, dtype, args.device))
     copy_bytes_per_s = copy_bandwidth(args.device)

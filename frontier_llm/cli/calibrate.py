@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     ),
 )
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure on a launcher's ranks or on local ones. Rank 0 writes the file."""
+    """Measure on a launcher's ranks or on local ranks. Rank 0 writes the file."""
     from frontier_llm.cli.ranks import start_local_ranks
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError

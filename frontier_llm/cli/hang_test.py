@@ -19,7 +19,7 @@ def hang_test(args: argparse.Namespace) -> int:
     """Return exit code 0 if a mode is safe.
 
     Without --mode, each mode of comm.in_flight is tried in local ranks. With --mode, only this mode is run. This
-    process is then one of its ranks, or starts them.
+    process is then one of the test's ranks, or starts local ranks.
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.ranks import local_world_size, start_local_ranks

@@ -31,7 +31,7 @@ def near_option(word: str, parser: Parser) -> str:
 def setting_for(word: str, following: str, parser: Parser, is_mistyped: bool = False) -> str:
     """Return the words that set the key of a run with the name of the option `word`. '' if there is no such key.
 
-    `is_mistyped`: take the key that is spelled most similarly.
+    If `is_mistyped` is true, take the key that is spelled most similarly.
     """
     takes_settings = any(action.dest == "overrides" for action in parser._actions)
     if not takes_settings:

@@ -73,7 +73,7 @@ def _usage() -> str:
 
 
 def parser_of(*names: str) -> Parser:
-    """Return the parser of the program with these commands only."""
+    """Return the program's parser, which knows only the commands `names`."""
     parser = Parser(prog="frontier-llm")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name in names:
@@ -82,7 +82,9 @@ def parser_of(*names: str) -> Parser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the words of a command. The result's `typed` has the words, which local ranks receive again.
+    """Parse the words of a command.
+
+    The result's field `typed` has the words as typed, which are also passed to local ranks.
 
     key=value words can also follow options, although argparse's `*` does not accept them there. Unknown options are
     reported before missing arguments.
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lift_bounds(environ(LIFT_VARIABLE))
         limit_instruction_set()  # before a command imports torch
         parsed = parse(arguments)
-        called = parsed.parser.prog  # with the action, as in `frontier-llm data tokenize`
+        called = parsed.parser.prog  # command with its action, for example `frontier-llm data tokenize`
         return int(parsed.work(parsed))
     except FrontierError as error:
         print(f"{called}: error\n{error}", file=sys.stderr)

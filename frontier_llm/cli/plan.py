@@ -154,7 +154,7 @@ def plan(args: argparse.Namespace) -> int:
 
     with without_garbage_collection():
         code = _plan(args)
-        gc.freeze()  # the interpreter's exit then does not search the plan's tuples either
+        gc.freeze()  # then the collection at the interpreter's exit skips the plan's tuples too
         return code
 
 

@@ -141,7 +141,7 @@ def pull(args: argparse.Namespace) -> int:
 
 
 def _chosen(found: list[RemoteCheckpoint], step: int | None, url: str) -> RemoteCheckpoint:
-    """Return the checkpoint of `step`, or the newest one. Raises CheckpointError if there is none."""
+    """Return the checkpoint of `step`, or the newest checkpoint. Raises CheckpointError if there is none."""
     for one in found:
         if step is None or one.step == step:
             return one

@@ -155,7 +155,10 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
 
 
 def _batch(mode: Mode, args: argparse.Namespace, config: RunConfig) -> int:
-    """Return the batch per replica (weak) or the global batch (strong). The default is the published one."""
+    """Return the batch per replica (weak scaling) or the global batch (strong scaling).
+
+    The default is the published batch.
+    """
     from frontier_llm.experiments.scaling.series import default_batch
 
     if mode == "weak":
@@ -291,7 +294,7 @@ def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) ->
 
 
 def _log_published(mode: str, model: str, efficiencies: list[tuple[int, float | None]]) -> None:
-    """Print the published efficiencies that belong to these predicted ones."""
+    """Print the published efficiencies of the same model and mode as these predicted efficiencies."""
     from frontier_llm import log
     from frontier_llm.planner.published import beside_published
 

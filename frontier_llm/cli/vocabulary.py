@@ -155,7 +155,7 @@ ARGUMENTS = {
 
 @dataclass(frozen=True)
 class OldName:
-    """A former option of a command. It is accepted with a notice, and help does not list it.
+    """A former option of a command. The command accepts it with a notice. The help does not list it.
 
     `new` is an option, or the key of a run. `value` is the form of the key's value: `{}` stands for the typed text.
     """

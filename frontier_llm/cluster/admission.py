@@ -35,7 +35,7 @@ UNSAVED_STEPS = 20  # steps of the longest run on synthetic data that is accepte
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted cost of the rest of a run."""
+    """Predicted cost of the remaining steps of a run."""
 
     config: RunConfig
     directory: Path  # run directory
@@ -128,7 +128,7 @@ class Cost:
 
 
 def cost_of(request: submit.JobRequest) -> Cost:
-    """Return the predicted cost of the rest of a run."""
+    """Return the predicted cost of the remaining steps of a run."""
     job = request.job
     return Cost(
         config=request.config,

@@ -89,7 +89,7 @@ class Outcome:
 
     exit_code: int
     failure: Failure | None = None  # None: finished or stopped on request
-    peers_only: bool = False  # only surviving ranks reported: a node may be dead, unnoticed by Slurm
+    peers_only: bool = False  # only ranks that survived sent reports: a node may be dead without Slurm's notice
 
     @property
     def cause(self) -> str:
@@ -109,7 +109,7 @@ def start_ranks(
     A crash with a dead node is recorded as a node failure. `progress` returns the number of steps that a run directory
     has completed.
     """
-    forget_failure(run.directory)  # the record of an earlier attempt; the ranks may write a new one
+    forget_failure(run.directory)  # delete an earlier attempt's record; the ranks may write a new record
     started_s = time.time()
     start_step = progress(run.directory)
     number = take(run.directory, run.allocation.job_id, run.allocation.batch_host)

@@ -45,10 +45,10 @@ class History:
     is_own: bool = False  # whether `last` belongs to this start of the supervisor.
     # the newest CRASH_LOOP starts with the plan of `last`, without node failures and failed starts.
     recent: tuple[Attempt, ...] = ()
-    failed_starts: tuple[Attempt, ...] = ()  # starts since the last finished step that finished no step.
+    failed_starts: tuple[Attempt, ...] = ()  # starts without a finished step, since the last step that finished.
     full_plans: frozenset[PlanOnNodes] = frozenset()  # plans with which a start was out of memory.
     crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash.
-    bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other is left.
+    bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other host is left.
     untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
 
     def after(self, attempt: Attempt, saved_step: int, *, is_own: bool = True) -> History:
@@ -116,7 +116,7 @@ class Start:
     plan: int = 0  # index in the job's plans; 0 for a job without plans
     wait_s: float = 0.0  # time to wait before the start, until the lock of the last start is stale
     deadline_s: float | None = None  # time after which the ranks are ended; None: never
-    save_after_s: float = math.inf  # when the budget ends: signal the ranks to save and end
+    save_after_s: float = math.inf  # time after which the ranks are signalled to save and end: the budget ends
     avoid: tuple[str, ...] = ()  # hosts to add to the run's bad hosts
 
 
@@ -287,7 +287,10 @@ def _next_job(job: Job, history: History, now: Now, reason: str) -> Decision:
 
 
 def _start(job: Job, history: History, now: Now) -> Decision:
-    """Return a start on the best nodes, in the allocation's order. If too few are left, continue in the next job."""
+    """Return a start on the best nodes, in the allocation's order.
+
+    If too few nodes are left, continue in the next job.
+    """
     avoid = (*now.unhealthy, *now.failed_preflight, *now.slow_hosts)
     unusable = {*now.unhealthy, *now.failed_preflight, *history.untrusted_hosts} & {*now.nodes}
     usable = [node for node in now.nodes if node not in unusable]

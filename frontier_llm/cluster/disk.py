@@ -17,7 +17,7 @@ LOG_BYTES = 2**20  # space for logs
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """Free space of a file system. `files` is None if their number is not limited, or was not measured."""
+    """Free space of a file system. `files` is None if the number of files is not limited, or was not measured."""
 
     bytes: int
     files: int | None = None
@@ -31,9 +31,10 @@ def free_space(directory: Path) -> FreeSpace:
 
 
 def first_checkpoints(config: RunConfig) -> int:
-    """Return the number of checkpoints for which a start needs space: two, or one if an old one expires after it.
+    """Return the number of checkpoints for which a start needs space: two, or one if the first save makes an old
+    checkpoint expire.
 
-    Checkpoints that stay because of `keep_every`, and the best one, make no space.
+    Checkpoints that `keep_every` keeps, and the best checkpoint, are not deleted and free no space.
     """
     train = config.train
     steps = named_steps(Path(train.run_dir) / "checkpoints")

@@ -32,7 +32,7 @@ MAX_USED_GIB = 1.0  # memory in use before a start; the driver itself takes less
 SLOW_WRITE_S = 5.0  # a longer time to write 1 MiB gives a warning.
 TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
 SRUN_GRACE_S = 5.0
-OTHER_LIBFABRIC = "version `FABRIC_"  # in the dynamic loader's error if libfabric is older than the plugin expects
+OTHER_LIBFABRIC = "version `FABRIC_"  # part of the loader's error if libfabric is older than the plugin needs
 NO_GCD = (
     "a login node has no GCDs: run this inside an allocation (salloc); if a compute node has none, exclude it and "
     "report it to the site (rocm-smi shows its GCDs)"
@@ -208,7 +208,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         message = complaints.read().strip()[-500:]
     if not facts:
         raise FrontierError(f"no node responded: {message}", f"try srun {python} -V on the nodes", "doctor")
-    middle = statistics.median(offsets.values())  # common to all: output delay and the error of this host's clock
+    middle = statistics.median(offsets.values())  # part of all offsets: output delay, this host's clock error
     return facts, {host: offset - middle for host, offset in offsets.items()}
 
 

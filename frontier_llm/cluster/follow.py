@@ -1,7 +1,7 @@
 """Evaluates each checkpoint of a run beside the run: `frontier-llm evaluate RUN --follow`.
 
 A result is a file `step_NNNNNNNN.json` in the folder of results. A checkpoint with a result is not evaluated again, so
-a job that was killed or requeued continues. A checkpoint that the run deletes first is left out.
+a job that was killed or requeued continues. A checkpoint that the run deletes before its evaluation is left out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def is_running(directory: Path) -> bool:
 
 
 class WalltimeReached(Exception):
-    """The rest of the walltime is too short. The next job continues."""
+    """The walltime left is too short for another evaluation. The next job continues."""
 
 
 class Follower:
@@ -80,7 +80,8 @@ class Follower:
     def run(self, poll_s: float = POLL_S) -> None:
         """Evaluate each checkpoint that has no result, newest first, until the run has ended.
 
-        Raises WalltimeReached. Raises FrontierError at the end if evaluations failed, or after FAILURES of them.
+        Raises WalltimeReached. Raises FrontierError at the end if evaluations failed, or at once after FAILURES failed
+        evaluations.
         """
         while True:
             is_last_look = not is_running(self._directory)  # asked first, so that the look includes the last checkpoint
@@ -147,7 +148,7 @@ class SlurmEvaluator:
     """Runs `frontier-llm evaluate` with one srun over all nodes of this job, one rank per task of a node."""
 
     words: tuple[str, ...]  # arguments of `evaluate` after the checkpoint
-    config: RunConfig  # of the run, for the variables of its ranks
+    config: RunConfig  # configuration of the run; determines the variables of the ranks
     site: Site
     allocation: slurm.Allocation
 

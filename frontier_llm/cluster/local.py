@@ -54,7 +54,10 @@ class RankExit:
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal from outside ended the rank. Not SIGABRT: torch raises it after any error."""
+        """Whether a signal from outside ended the rank.
+
+        SIGABRT does not count, because torch raises it after any error.
+        """
         return self.signal not in (None, "SIGABRT") and not self.stopped_by_us
 
     @property
@@ -157,7 +160,7 @@ class _Ranks:
             return 0
         if self.forwarded is not None and first.signal == self.forwarded.name:
             print(f"ranks ended by {first.signal}", file=sys.stderr, flush=True)
-        elif first.exit_code != EXIT_INTERRUPTED:  # a save at a signal is no failure, and rank 0 has reported it
+        elif first.exit_code != EXIT_INTERRUPTED:  # a save after a signal is no failure; rank 0 has reported the save
             refuse_moved(self.run_dir, self.place)
             self._report(first)
         return first.exit_code
@@ -267,7 +270,7 @@ class _Ranks:
         self._signal_all(signal.Signals(number))
 
     def _report(self, first: RankExit) -> None:
-        """Print the failures, the first one last, because users read the end of the output.
+        """Print the failures, the first failure last, because users read the end of the output.
 
         If rank 0 has already printed a refusal, nothing is added. The ranks' record (failure.json) names the rank that
         failed first. The rank that ended first is named instead if there is no record, or if the record only reports
@@ -301,7 +304,9 @@ class _Ranks:
 
 
 def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
-    """Copy a rank's output line by line to the terminal and into its log. An error of one does not stop the other.
+    """Copy a rank's output line by line to the terminal and into its log.
+
+    If one of the two destinations has an error, the other still gets all output.
 
     The rank would block if its pipe were not read.
     """
@@ -314,7 +319,10 @@ def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if the process has ended. Its exit code is left to the thread that waits for it."""
+    """Return True if the process has ended.
+
+    The exit code is not collected here, because another thread waits for it.
+    """
     if process.returncode is not None or sys.platform != "linux":
         return process.returncode is not None
     try:

@@ -2,7 +2,7 @@
 
 * RCCL's network plugin (aws-ofi-nccl) and libfabric: the plugin loads another libfabric than the site's tools do.
 * hwloc and RCCL: hwloc, which the plugin loads, uses another library for GPU management (rocm_smi up to ROCm 7.2.4,
-  amd_smi from 7.14) than RCCL. Processes with both crash at their exit.
+  amd_smi from 7.14) than RCCL. Processes that load both libraries crash at their exit.
 
     python -m frontier_llm.cluster.network_libraries PLUGIN [RCCL]      loads them as a rank does, and prints JSON
 
@@ -69,7 +69,7 @@ def _loaded_libfabric() -> str:
     """Return major.minor of the libfabric in this process. '' if there is none."""
     if not any("/libfabric.so" in path for path in _mapped()):
         return ""
-    version = int(ctypes.CDLL("libfabric.so.1").fi_version())  # the loaded library, because its soname is the same
+    version = int(ctypes.CDLL("libfabric.so.1").fi_version())  # the soname selects the library that is already loaded
     return f"{version >> 16}.{version & 0xFFFF}"
 
 
@@ -82,9 +82,11 @@ def find_rccl() -> str:
 
 
 def conflicts(plugin: str, rccl: str, fi_info: str | None) -> Iterator[str]:
-    """Yield the conflicts of the libraries. `fi_info` is the path of libfabric's tool, None without it.
+    """Yield the conflicts of the libraries.
 
-    Yields nothing if the plugin cannot be loaded, because the caller reports this.
+    `fi_info` is the path of libfabric's tool of this name. None if the tool is not installed.
+
+    Yields nothing if the plugin cannot be loaded, because the caller reports this fault.
     """
     command = [sys.executable, "-m", "frontier_llm.cluster.network_libraries", plugin, rccl]
     try:

@@ -18,7 +18,7 @@ REPEAT = "see the messages above, then submit the same command again: finished w
 def node_command(site: Site, allocation: slurm.Allocation, nodes: Sequence[str], words: Sequence[str]) -> list[str]:
     """Return the srun command line that runs `frontier-llm WORDS` once on each of these nodes, with all of its cores.
 
-    A task that fails does not end the others.
+    A task that fails does not end the other tasks.
     """
     return [
         "srun",
@@ -39,8 +39,8 @@ def node_command(site: Site, allocation: slurm.Allocation, nodes: Sequence[str],
 def run_on_nodes(words: Sequence[str]) -> None:
     """Run `frontier-llm WORDS` once on every healthy node of this job, and wait for all of them.
 
-    If a node fails, the command runs again on the others. It must skip the work that is done. Raises FrontierError
-    outside of a job, if no node is left, or if the command fails on a healthy node.
+    If a node fails, the command runs again on the other nodes. The command must skip work that is already done. Raises
+    FrontierError outside of a job, if no node is left, or if the command fails on a healthy node.
     """
     allocation = slurm.Allocation.from_environment()
     site = load_site()

@@ -24,7 +24,8 @@ TAIL_BYTES = 1 << 20  # only the log's last bytes are searched: thousands of log
 def rank_log(log_dir: Path, rank: int) -> Path:
     """Return the log of a rank. The first RANKS_PER_FOLDER ranks write into `log_dir`, and others into its folders.
 
-    launch/rank.sh chooses the same path. A log of an older version, which lies in `log_dir`, is found, too.
+    launch/rank.sh chooses the same path. Older versions of this program wrote all logs into `log_dir`. Such a log is
+    found too.
     """
     flat = log_dir / f"rank_{rank}.log"
     first = rank - rank % RANKS_PER_FOLDER
@@ -42,7 +43,8 @@ def rank_logs(log_dir: Path) -> list[Path]:
 def failure_lines(log: Path) -> list[str]:
     """Return the last Python traceback of a log with its chained exceptions.
 
-    Without a traceback, return the last refusal, or else the last lines of the log.
+    Without a traceback, return the last error message of a `frontier-llm` command. If there is none, return the last
+    lines of the log.
     """
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -74,7 +76,8 @@ def conclusion(message: Sequence[str]) -> Sequence[str]:
 def first_traceback(log_dir: Path) -> tuple[int | None, bool, tuple[str, ...]]:
     """Return (rank, whether its error only reports a lost peer, its last traceback) of the rank that failed first.
 
-    The rank with the earliest other error is returned. If all errors report lost peers, it is the earliest of these.
+    Errors that report a lost peer are ignored, unless all errors report a lost peer. The rank with the earliest
+    remaining error is returned.
     """
     tracebacks: list[tuple[bool, int, int, tuple[str, ...]]] = []
     for path in rank_logs(log_dir):

@@ -351,7 +351,10 @@ def rendered_files() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the generated files. With --check, print the files that differ instead."""
+    """Write the generated files.
+
+    With --check, write nothing, and print the files that differ from the generated text.
+    """
     stale = []
     for relative, text in rendered_files().items():
         path = root_dir() / relative

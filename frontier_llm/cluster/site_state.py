@@ -51,7 +51,7 @@ def is_available(module: str, existing: Sequence[str]) -> bool:
 
 
 def images_near(image: Path) -> list[Path]:
-    """Return the images in the folder of an image that is gone, or in the folders beside it."""
+    """Return the container images near an image that no longer exists: in its folder, or in neighbouring folders."""
     folder = image.parent
     for _ in range(_IMAGE_LEVELS):
         if folder.is_dir():

@@ -159,7 +159,7 @@ def load_site(name_or_path: str | None = None) -> Site:
 
 
 def machine_partitions(machine: str) -> dict[str, list[dict[str, float]]]:
-    """Return the partitions of a machine file. Neighbouring bins with the same limit become one."""
+    """Return the partitions of a machine file. Neighbouring bins with the same time limit are joined into one bin."""
     operations = load_machine(machine).operations
     bins = () if operations is None else sorted(operations.queue, key=lambda each: each.nodes_to)
     partitions: dict[str, list[dict[str, float]]] = {}

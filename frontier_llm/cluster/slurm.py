@@ -57,7 +57,7 @@ class Allocation:
 
     @classmethod
     def from_environment(cls) -> Allocation:
-        """Read the SLURM_* variables. Raises FrontierError, which names the missing ones, outside of a job."""
+        """Read the SLURM_* variables. Raises FrontierError, which names the missing variables, outside of a job."""
         needed = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS_PER_NODE", "SLURMD_NODENAME")
         missing = [name for name in needed if environ(name) is None]
         if missing:
@@ -116,7 +116,7 @@ def call(
 def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
     """Run `call` for the supervisor of a running job. Retry while the controller does not respond.
 
-    Only for commands that can safely run twice.
+    The command must be one that can safely run twice.
     """
     started_s = time.monotonic()
     warned = False

@@ -57,7 +57,7 @@ class Status:
     step_time_s: float | None
     eta_s: float | None  # time of training until the last step.
     walltime_left_s: float | None
-    slices_left: int | None  # number of further jobs of this length that the run needs.
+    slices_left: int | None  # number of further jobs that the run needs, if each has the same walltime.
     checkpoint_step: int
     checkpoint_age_s: float | None
     restarts: int
@@ -70,13 +70,13 @@ class Status:
     last_failure: str | None
     epochs: dict[str, float] = field(default_factory=dict)  # path of each source → epochs at the newest checkpoint.
     job: Job | None = None  # the record: nodes, spares, continuation, budget.
-    node_hours: float = 0.0  # of all jobs of the run, as Slurm charges them.
-    node_hours_left: float | None = None  # rest of the budget.
-    node_hours_needed: float | None = None  # for training until the last step, without starts and saves.
+    node_hours: float = 0.0  # node-hours used by all jobs of the run, as Slurm charges them.
+    node_hours_left: float | None = None  # node-hours of the budget that are not used yet.
+    node_hours_needed: float | None = None  # node-hours to train until the last step, without starts and saves.
     expected_end_unix_s: float | None = None  # end of the run if its job is running, without time in the queue.
     switch: PlanSwitch | None = None  # the change to the job's roomier plan, if the next start uses it.
     uploads: UploadRecord | None = None  # copies at train.remote.
-    memory: tuple[StageMemory, ...] = ()  # of each pipeline stage after the first steps of the newest start.
+    memory: tuple[StageMemory, ...] = ()  # memory of each pipeline stage after the newest start's first steps.
     evaluated: Evaluated | None = None  # newest result of `evaluate --follow`.
     damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
@@ -150,7 +150,7 @@ def read_status(directory: Path) -> Status:
     length = parts.value(config, "model", "sequence_length", is_count)
     checkpoint, saved_unix_s = _checkpoint(parts)
     job_id, fields = _job(_job_ids(parts))
-    living = parts.read(living_holder, None)  # also for a run without a job
+    living = parts.read(living_holder, None)  # a run without a job can have a holder too
     _note_clock(parts, living)
     step = int(last.get("step", checkpoint))
     times = [float(row["step_time_s"]) for row in rows[-RECENT:] if row.get("step_time_s") is not None]
@@ -238,7 +238,7 @@ def _nodes(fields: Mapping[str, str], living: Holder | None) -> str | None:
 
 
 def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Problem]]:
-    """Return the statuses of the readable runs and the problems of the others."""
+    """Return the status of each readable run, and the problems of the runs that cannot be read."""
     statuses: list[Status] = []
     problems: list[Problem] = []
     for directory in directories:
@@ -275,7 +275,7 @@ def _note_lines(parts: RunParts, name: str, is_sound: Callable[[Mapping[str, Any
 def _job_ids(parts: RunParts) -> list[str]:
     """Return the ids of the job that started last and of the job that was queued last.
 
-    A damaged file of one does not hide the other.
+    If the file with one of the two ids is damaged, the other id is still returned.
     """
     started = parts.read(lambda directory: str(last_start(directory).get("job_id", "")), "")
     queued = parts.read(run_dir.queued_job, "")
@@ -296,7 +296,10 @@ def _note_clock(parts: RunParts, living: Holder | None) -> None:
 
 
 def _checkpoint(parts: RunParts) -> tuple[int, float | None]:
-    """Return (step, Unix time of writing) of the newest complete checkpoint. Record newer incomplete ones."""
+    """Return (step, Unix time of writing) of the newest complete checkpoint.
+
+    Note the problems of newer checkpoints that are incomplete.
+    """
 
     def newest(directory: Path) -> tuple[int, float | None]:
         folder = directory / "checkpoints"
@@ -359,7 +362,7 @@ def _blocked(directory: Path) -> dict[str, dict[str, int]]:
 
 
 def _job(ids: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Return the job that holds the run, or else the job that is queued for it, with its fields."""
+    """Return the job that trains the run, with its fields. If there is none, return the queued job of the run."""
     with suppress(FrontierError):  # without Slurm the directory still gives the other facts
         for job_id in ids:
             fields = slurm.job_fields(job_id)

@@ -61,8 +61,8 @@ class JobRequest:
     name: str | None = None
     saves: bool = True  # False: a run that is never continued, and so needs no time to save.
     step_s: float = 0.0  # predicted time of a step; 0: not predicted yet.
-    job_s: float | None = None  # seconds for which the rest of the run requests walltime; None: not predicted yet.
-    job_tasks_per_node: int | None = None  # ranks per node if Slurm already runs the job; None: not queued yet.
+    job_s: float | None = None  # walltime in seconds for all remaining steps; None: not predicted yet.
+    job_tasks_per_node: int | None = None  # ranks per node of the running job; None: Slurm does not run the job yet.
 
     @property
     def is_running(self) -> bool:
@@ -361,7 +361,7 @@ def _frozen(request: JobRequest, code: Path) -> RunConfig:
 
 def sbatch_command(directory: Path, options: Mapping[str, str | None]) -> tuple[str, ...]:
     """Return the sbatch command for the script of a run directory. Options without a value are left out."""
-    # with chdir, relative paths of the configuration stay valid
+    # The job starts in the present directory (chdir), so that relative paths of the configuration stay valid.
     own = {"output": str(directory / "job-%j.out"), "chdir": os.getcwd()}
     words = (f"--{name}={value}" for name, value in {**options, **own}.items() if value)
     return ("sbatch", "--parsable", *words, str(directory / SCRIPT))

@@ -190,7 +190,10 @@ def attempt(run: BatchRun, start: Start) -> None:
 
 
 def record_switch(run: BatchRun) -> None:
-    """Record in decisions.jsonl that the run now uses its roomier plan. Does nothing if the last start used it."""
+    """Record in decisions.jsonl that the run now uses its roomier plan.
+
+    Does nothing if the last start already used this plan.
+    """
     attempts = run_dir.attempts(run.directory)
     if attempts and attempts[-1].plan == run.plan and len(attempts[-1].nodes) == run.job.nodes:
         return

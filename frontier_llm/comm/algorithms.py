@@ -58,8 +58,8 @@ HIERARCHICAL = AlgorithmTable.model_validate(
 def load_algorithms(name_or_path: str) -> AlgorithmTable:
     """Return the table with this name or path.
 
-    The tables named 'flat' and 'hierarchical' choose this algorithm in every case. Other names are files in
-    configs/algorithms, which `bench comm --emit` writes. Raises ConfigError with all errors of the file.
+    The tables named 'flat' and 'hierarchical' choose the algorithm of their name in every case. Other names are files
+    in configs/algorithms, which `bench comm --emit` writes. Raises ConfigError with all errors of the file.
     """
     fixed = {"flat": FLAT, "hierarchical": HIERARCHICAL}
     if name_or_path in fixed:

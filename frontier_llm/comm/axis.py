@@ -105,8 +105,9 @@ class Started:
     ) -> None:
         """Start the communication by calling `begin`.
 
-        A `staged` collective consists of other communications. Only these count as in flight, and the collective itself
-        does not. Some transports transfer the data in `begin` and others in `wait`, so both times count as blocked.
+        A `staged` collective consists of other communications. Only these communications count as in flight, and the
+        collective itself does not. Some transports transfer the data in `begin` and others in `wait`, so both times
+        count as blocked.
         """
         self._axis = axis
         self._in_flight = not staged

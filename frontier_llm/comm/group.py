@@ -131,7 +131,8 @@ class TorchGroup:
     """A process group of torch.distributed: RCCL or NCCL on GPUs, gloo on CPUs that do not share memory.
 
     torch's errors ("Connection closed by peer", "Timed out") contain neither the operation nor the axis. This class
-    raises RankFailure with both. The module training/guard/cause.py determines which rank failed first.
+    raises RankFailure with the operation and the axis. The module training/guard/cause.py determines which rank failed
+    first.
     """
 
     def __init__(self, process_group: Any, ranks: tuple[int, ...], name: str) -> None:

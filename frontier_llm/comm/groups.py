@@ -175,8 +175,8 @@ class _Groups:
     def warm_up(self) -> None:
         """Run the first collective of every group, in the same order on all ranks.
 
-        The axis pp is left out, because training uses no collectives on it. RCCL need not create its communicator.
-        Pipeline messages use the channels, which `open_channels` opens.
+        The axis pp is left out, because training uses no collectives on it. RCCL then creates no communicator for this
+        axis. Pipeline messages use the channels, which `open_channels` opens.
         """
         for name, ranks, group in self._made:
             if name.split(".")[0] != "pp":
@@ -293,7 +293,7 @@ def build_mesh(
 
     `placement` maps virtual stages to pipeline ranks (None: one stage per rank, in order). RCCL runs the point-to-point
     calls between two ranks in order on one stream, so messages of opposite directions could block each other. Therefore
-    every channel of the placement has its own communicator. Of two ranks, only one sends on a channel.
+    every channel of the placement has its own communicator. Between two ranks, only one of them sends on a channel.
 
     With `tied_embeddings` the first and last stage share the axis `tied`. With `experts` the mesh has the axes `ep`,
     `etp` and `edp`. With `by_node`, tokens are sent to experts in two stages if the experts span nodes.
@@ -324,7 +324,7 @@ def build_mesh(
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)
-    limit_answer_time()  # also covers the connections that RCCL's groups have opened
+    limit_answer_time()  # called last, so that it covers the connections of RCCL's groups too
     return mesh
 
 
@@ -334,7 +334,8 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
     Collective over the axis. All ranks must make these calls in the same order. The ledger does not count the
     communication of such a group. In a single process without a default group, a default group is created first.
     """
-    # torch 2.13 warns at every call of a collective's old name. Only the libraries could change these calls.
+    # torch 2.13 warns at every call of a collective's old name. The calls are in FSDP and DeepSpeed, so this package
+    # cannot change them.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not dist.is_initialized():
         assert axis.size == 1, f"axis {axis.name} of {axis.size} ranks without a default group"
@@ -347,8 +348,8 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
 def end_communication(mesh: Mesh, device: torch.device) -> None:
     """With one communication in flight, wait until all communication that this rank has queued has ended.
 
-    FSDP and DeepSpeed have communicators of their own. They call this function wherever their communication follows
-    this package's, or precedes it. On a CPU each communication ends before the next begins anyway.
+    FSDP and DeepSpeed have communicators of their own. This function is called between communication of FSDP or
+    DeepSpeed and communication of this package. On a CPU each communication ends before the next begins anyway.
     """
     if mesh.one_in_flight and device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -364,7 +365,7 @@ def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
     try:
         mesh.ledger.dump(path, reason)
         if dist.is_initialized():
-            # torch has two recorders of collectives. Only the NCCL recorder has the calls on a GPU.
+            # torch has two recorders of collectives. On a GPU only the NCCL recorder contains the collectives.
             recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
             if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
                 write_replaced(path.with_name(path.stem + "_torch.json"), recorded)

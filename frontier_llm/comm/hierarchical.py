@@ -240,7 +240,7 @@ class HierarchicalGroup:
     def start_barrier(self) -> Pending:
         """Run a barrier inside the node, along the rail, and inside the node again.
 
-        Without the last one, a rank could leave before all ranks on other rails have arrived.
+        Without the second barrier inside the node, a rank could leave before all ranks on other rails have arrived.
         """
         barrier(self._node)
         barrier(self._rail)

@@ -1,6 +1,6 @@
 """Interleaves two computations of a rank, called halves: the forward of one microbatch and the backward of another.
 
-Only one half runs at a time. When it has to wait for communication, the other half runs.
+Only one half runs at a time. When the running half has to wait for communication, the other half runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Named ranges for a GPU profiler: NVTX for NVIDIA's tools, and roctx for AMD's.
 
-Ranges exist only if a profiler listens. Without one, `new_ledger` returns the plain `Ledger` and `in_ranges` the given
-functions, so that a step executes no instruction more (tests/unit/comm/test_ranges.py).
+Ranges exist only if a profiler reads them. Without a profiler, `new_ledger` returns the plain `Ledger`, and `in_ranges`
+returns the given functions, so that a step executes no additional instruction (tests/unit/comm/test_ranges.py).
 """
 
 from __future__ import annotations

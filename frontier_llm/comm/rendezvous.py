@@ -52,7 +52,7 @@ class Meeting:
     """Address of a job's rendezvous, the secret of its ranks, and this rank's node."""
 
     address: str  # Address of rank 0's node.
-    port: int  # Port of the store. Not used by TCPStore if all ranks are on one node and have a `folder`.
+    port: int  # Port of the store. TCPStore does not use it if all ranks are on one node and have a `folder`.
     first: int  # Global rank of this node's first rank.
     per_node: int
     # returns the secret; called at each attempt to connect; the secret may be empty if all ranks are on one node
@@ -80,7 +80,9 @@ _starting: list[StoreProcess] = []
 
 
 def start_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> None:
-    """On rank 0, start the process that serves TCPStore, and return at once. It loads torch while rank 0 continues.
+    """On rank 0, start the process that serves TCPStore, and return at once.
+
+    The process loads torch while rank 0 continues.
 
     Raises OSError if the port is taken.
     """
@@ -130,7 +132,10 @@ def store_address() -> tuple[str, int] | None:
 
 
 def forget_stores() -> None:
-    """Close this rank's connections to the store, and on rank 0 the server. Call it after the groups are destroyed."""
+    """Close this rank's connections to the store, and on rank 0 the server.
+
+    Call this function after the groups are destroyed.
+    """
     _joined.clear()
     _starting.clear()
     while _closing:
@@ -140,8 +145,8 @@ def forget_stores() -> None:
 def limit_answer_time() -> None:
     """Set a time limit for answers on all of this process's TCPStore connections, including those that torch opened.
 
-    torch has no time limit for requests that the server answers at once. With a socket option for time-outs, such a
-    request fails with "Socket Timeout".
+    torch has no time limit for requests that the server answers at once. This function sets a socket option for
+    time-outs, so that such a request fails with "Socket Timeout".
     """
     address = store_address()
     if address is None:

@@ -1,9 +1,9 @@
 """Collectives and messages between CPU ranks of one host through shared memory (csrc/shm/, loaded with ctypes).
 
 gloo sends every byte through a loopback socket, and its threads occupy cores that should compute. With shared memory, a
-rank copies its data into its own slot, and reads the slots of its peers. docs/benchmarks/communication.md compares the
-two. If a peer dies or stops responding, the error names the axis and the rank. The memory has no name, and the kernel
-frees it after its last process has ended.
+rank copies its data into its own slot, and reads the slots of its peers. docs/benchmarks/communication.md compares both
+transports. If a peer dies or stops responding, the error names the axis and the rank. The memory has no name, and the
+kernel frees it after its last process has ended.
 """
 
 from __future__ import annotations
@@ -158,7 +158,10 @@ class ShmGroup:
         received: Sequence[int],
         sent: Sequence[int],
     ) -> Pending:
-        """Send the rows as messages. They are copied into the shared memory at once, and out of it in `wait`."""
+        """Send the rows as messages.
+
+        This call copies the rows to the shared memory. The receiver's `wait` copies them from there.
+        """
         outgoing = x.split(list(sent))
         incoming = arriving.split(list(received))
         others = [(self._rank + step) % len(self._ranks) for step in range(1, len(self._ranks))]

@@ -1,10 +1,10 @@
 """Detects stragglers, which are ranks that compute more slowly than comparable ranks.
 
-Step times do not show which rank is slow, because all other ranks wait for it. Busy times show it. The *busy* time of a
-rank is the time of a step without the time spent waiting for communication. At regular intervals of steps, all ranks
-exchange their busy times. Ranks of the same pipeline stage are compared with each other, because stages differ by
-design. If a stage has too few ranks, each rank is compared with its own past. A rank's busy time of an interval is the
-median over some of the interval's steps, so a delay of one or two steps is ignored.
+Step times do not show which rank is slow, because all other ranks wait for it. Busy times show the slow rank. The
+*busy* time of a rank is the time of a step without the time spent waiting for communication. At regular intervals of
+steps, all ranks exchange their busy times. Ranks of the same pipeline stage are compared with each other, because
+stages differ by design. If a stage has too few ranks, each rank is compared with its own past. A rank's busy time of an
+interval is the median over some of the interval's steps, so a delay of one or two steps is ignored.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class StragglerDetector:
         return usual
 
     def _pace(self, busy_s: list[float]) -> float:
-        """Return the median ratio of this interval's busy times to past busy times.
+        """Return the median over ranks of the ratio of this interval's busy time to past busy times.
 
         Expected times are multiplied by this ratio, so that longer batches or a busy machine, which slow all ranks, do
         not make a rank a straggler.

@@ -143,7 +143,7 @@ def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
     mapping.
     """
     if node not in sizes:
-        sizes[node] = MAXIMUM_NODES + 1  # applies to a node that contains itself
+        sizes[node] = MAXIMUM_NODES + 1  # value for a node that contains itself
         children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]
@@ -159,8 +159,8 @@ def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 
 
 class _Whole(dict[str, Any]):
-    """Mapping that replaces the value below it instead of merging. Otherwise a named model would keep keys of another
-    model.
+    """Mapping that `merge` does not merge: it replaces the base's value. Otherwise a named model would keep keys of the
+    model that it replaces.
     """
 
 
@@ -347,7 +347,7 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
 
 def _joined(problems: list[Problem]) -> list[Problem]:
     """Merge the problems of each place into one. If all alternatives of a union failed, their rules are joined with
-    "or". A problem deeper inside one of them replaces it.
+    "or". If a problem lies deeper inside the place, only the deeper problem is kept.
     """
     by_place: dict[str, Problem] = {}
     for problem in problems:

@@ -84,8 +84,8 @@ PRODUCTION = {"gpt-22b": "pretrain_22b", "gpt-175b": "pretrain_175b", "gpt-1t": 
 
 
 def saves_between(train: TrainConfig, done: int, until: int) -> int:
-    """Return the largest number of checkpoints that steps done + 1 … until write. A stop before the last step may add
-    one.
+    """Return the largest number of checkpoints that steps done + 1 … until write. A stop before the last step may write
+    one more checkpoint.
     """
     last_inner = min(until, train.steps - 1)  # the last step is counted separately
     reaches_end = done < train.steps <= until

@@ -96,12 +96,12 @@ def recorded_names(config: Mapping[str, Any]) -> tuple[PluginRecord, ...]:
 def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], own: Sequence[str], where: str) -> None:
     """Import the plugins that a saved run was trained with, from files that the user named.
 
-    `given` are the plugins named with --plugin. A file that differs from the recorded one is used, with a warning.
-    `own` are the plugins in the run file of the user's own run directory. They must equal the recorded ones.
+    `given` are the plugins named with --plugin. A file that differs from the recorded file is used, with a warning.
+    `own` are the plugins in the run file of the user's own run directory. Their digests must equal the recorded
+    digests.
 
-    Raises ConfigError if a recorded plugin is in neither `given` nor `own`, or if a plugin of `own` has changed. In
-    this
-    case nothing of `own` is imported.
+    Raises ConfigError if a recorded plugin is in neither `given` nor `own`, or if a plugin of `own` has changed. After
+    such an error no plugin of `own` has been imported.
     """
     import_plugins(given)
     supplied = records_of(given)

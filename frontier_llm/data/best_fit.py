@@ -5,8 +5,8 @@ pieces of S + 1 tokens that overlap by one token. Each token of the document is 
 
 The pieces are ordered by a permutation keyed by the seed and divided into windows of 65,536 pieces. Each window is
 packed separately (csrc/sample_index.cpp). The pieces are placed from the longest to the shortest, each into the fullest
-sequence that has space for it. The remaining space is padding. Padding repeats the sequence's last token and is never
-learnt.
+sequence that has space for it. The space that no piece fills is padding. Padding repeats the sequence's last token and
+is never learnt.
 
 The packing is the same in every epoch. Each epoch has its own order of windows and of the sequences inside each. So
 sample k is a pure function of (seed, k) for any layout. A rank stores one window: 2 MB, and 0.125 byte per document.
@@ -163,7 +163,10 @@ class PackedSamples:
         tokens_S1: NDArray[np.int64],
         learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """Write sample k into `tokens_S1`. Return the lengths of its pieces, with padding as the last piece."""
+        """Write sample k into `tokens_S1`.
+
+        Return the lengths of the sample's pieces of documents. Padding counts as the last piece.
+        """
         number, sequence = self.locate(k)
         window = self._window(number)
         filled = 0

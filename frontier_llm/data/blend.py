@@ -29,7 +29,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers in the proportion of `weights`, with a sum of at most 2^22.
 
     A decimal has exactly its written value (0.1 is one tenth). Raises DataError for a weight that is not a positive
-    number. Raises it too for a weight that is too small relative to the others to be given a sample.
+    number. The same error is raised for a weight that is too small, relative to the other weights, to get a sample.
     """
     bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
     if bad or not weights:
@@ -71,7 +71,7 @@ class Blend:
         self._source = np.zeros(self.period, np.uint16)
         if len(counts) > 1:
             call("fl_blend", np.array(self.counts, np.uint64), len(self.counts), self.period, self._source)
-        # for each source, the positions of its samples within the period, in ascending order
+        # One array per source: the positions of its samples in the period, in ascending order.
         self._slots = [np.flatnonzero(self._source == source).astype(np.uint32) for source in range(len(counts))]
 
     def before(self, k: int, source: int) -> int:

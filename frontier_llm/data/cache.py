@@ -2,10 +2,10 @@
 
 A file is written under a temporary name and then renamed. Arrays are never pickled.
 
-Correctness depends only on the atomic rename. The lock file only saves work: of thousands of ranks one computes and the
-others wait. If the lock's time stamp does not change for `STALE_S`, its holder counts as dead, and a waiting rank
-computes instead. If two ranks take over the same lock, both compute, but the result stays correct. The file system
-needs only exclusive creation and rename, so the cache also works on Lustre without flock.
+Correctness depends only on the atomic rename. The lock file only avoids repeated work: one of thousands of ranks
+computes, and all others wait. If the lock's time stamp does not change for `STALE_S`, its holder counts as dead, and a
+waiting rank computes instead. If two ranks take over the same lock, both compute, but the result stays correct. The
+file system needs only exclusive creation and rename, so the cache also works on Lustre without flock.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 def held(lock: Path, purpose: str = "") -> Iterator[bool]:
     """Hold the lock file and touch it every few seconds. Yield True, or False if another process holds the lock.
 
-    A background thread touches the file. It also runs during compiled code of this process, because such code releases
-    the GIL.
+    A background thread touches the file. This thread also runs during compiled code of the process, because such code
+    releases the GIL.
     """
     try:
         write_durably(lock, f"{socket.gethostname()} {os.getpid()} {purpose}\n".encode())

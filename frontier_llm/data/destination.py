@@ -43,8 +43,8 @@ def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> Datase
 def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
     """Hold the lock file of `prefix`, so that no other process writes a dataset to it.
 
-    Raises a DataError that names the live process if another process holds the lock. An OSError inside becomes a
-    DataError with this `fix`.
+    Raises a DataError that names the live process if another process holds the lock. An OSError in the `with` body
+    becomes a DataError with this `fix`.
     """
     lock = Path(f"{prefix}.lock")
     try:

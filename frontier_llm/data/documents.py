@@ -60,7 +60,10 @@ class Damage:
 
 
 class _Unpacked(io.RawIOBase):
-    """Content of a compressed file. At damage the content ends, and `damage` describes it."""
+    """Content of a compressed file.
+
+    If the file is damaged, the content ends at the damage, and `damage` describes the fault.
+    """
 
     damage = ""
 
@@ -89,11 +92,12 @@ def read(
     """Yield the documents of a piece and its damage, in order. `text_key` is the JSON field or parquet column of the
     text.
 
-    `prompt_key` is a JSON field whose text comes first and is read but not learnt. With it, a piece that is not JSONL
-    is damage.
+    `prompt_key` is a JSON field whose text comes first and is read but not learnt. With a `prompt_key`, a piece that is
+    not JSONL is damage.
 
-    A line, a parquet value, or a decompressed MDS shard of more than `max_bytes` is damage. At most this much of it is
-    held in memory. A parquet page or row group of more than GROUP_OF_LARGEST times `max_bytes` is damage too.
+    A line, a parquet value, or a decompressed MDS shard of more than `max_bytes` is damage. At most `max_bytes` of such
+    a value are held in memory. A parquet page or row group of more than GROUP_OF_LARGEST times `max_bytes` is damage
+    too.
     """
     if prompt_key is not None and piece.kind != "jsonl":
         yield Damage(_name(piece), f"is not JSONL, so it has no field {prompt_key!r} for --prompt-key")
@@ -161,7 +165,9 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _field(record: dict[str, Any] | None, text_key: str, flag: str) -> str:
-    """Return the text of a JSONL record, or '' for a blank line. Raises a DataError with the reason for no text.
+    """Return the text of a JSONL record, or '' for a blank line.
+
+    Raises a DataError with the reason if the record has no text.
 
     `flag` is the option that names the key.
     """
@@ -217,7 +223,7 @@ def _read_whole(piece: InputPiece, content: IO[bytes]) -> Iterator[Text | Damage
 
 
 def _chunks(content: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield pairs (about CHUNK_BYTES of the content, whether they are the last).
+    """Yield pairs: a chunk of about CHUNK_BYTES of the content, and whether it is the last chunk.
 
     The content is cut at newlines, or between characters if a chunk has no newline.
     """
@@ -242,8 +248,8 @@ def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[by
     """Yield the lines whose first byte lies in the piece, newline included. A line longer than `max_bytes` is cut to
     `max_bytes` + 1 bytes.
 
-    If a line of a packed file continues for PASSED_BYTES more bytes, reading ends there. One packed megabyte can unpack
-    to a gigabyte, which takes 3.4 CPU seconds.
+    If such a line of a compressed file continues for PASSED_BYTES more bytes, the function reads no further. One packed
+    megabyte can unpack to a gigabyte, which takes 3.4 CPU seconds.
     """
     if piece.start:
         content.seek(piece.start - 1)
@@ -305,7 +311,7 @@ def _line_name(piece: InputPiece, number: int) -> str:
 @functools.lru_cache(maxsize=1)
 def _lines_before(piece: InputPiece) -> int:
     """Return the number of lines that begin before the piece. Called only for damage, because it reads the file up to
-    there.
+    the piece.
     """
     if piece.start == 0:
         return 0
@@ -362,7 +368,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
 
 
 def _read_mds(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
-    """Yield a shard's texts. Samples after a damaged one are not read."""
+    """Yield a shard's texts. Samples after a damaged sample are not read."""
     try:
         yield from (Text(text) for text in mds.read_texts(piece.path, text_key, max_bytes) if text)
     except DataError as error:

@@ -73,7 +73,7 @@ def tokenizer_directory(spec: str) -> Path:
     """Return the directory of a Hub tokenizer's files in the client's local cache.
 
     The Hub is contacted only if files are missing, so that a compute node needs no network. If the revision has moved,
-    the tokenizer's digest differs from the one in a dataset's record. Raises UnreachableError if the Hub cannot be
+    the tokenizer's digest differs from the digest in a dataset's record. Raises UnreachableError if the Hub cannot be
     reached, DataError for a repository without a tokenizer.
     """
     if (cached := cached_tokenizer(spec)) is not None and (cached / CONFIG).is_file():

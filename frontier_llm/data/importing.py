@@ -48,8 +48,8 @@ def import_tokens(
     files (.npy of OLMo, .bin of nanoGPT) and of MDS `bytes` columns (None there: int64).
 
     Raises DataError for missing files, unknown kinds, and a directory that cannot be written. An id outside the
-    tokenizer's vocabulary raises it with file and offset. DataError is also raised for a dataset of other inputs at
-    `prefix` (unless `overwrite`), and while another process makes a dataset at `prefix`.
+    tokenizer's vocabulary raises DataError with file and offset. DataError is also raised for a dataset of other inputs
+    at `prefix` (unless `overwrite`), and while another process makes a dataset at `prefix`.
     """
     codec = load_tokenizer(tokenizer)
     known = f"known endings: {', '.join(SUFFIXES)}; text goes through `frontier-llm data tokenize`"

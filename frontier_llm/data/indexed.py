@@ -139,8 +139,8 @@ class IndexedDataset:
     def _index(self) -> NDArray[np.uint8]:
         """Return the mapped .idx.
 
-        Raises DataError if the file has been truncated since it was opened. Reading beyond its end would end the
-        process with SIGBUS.
+        Raises DataError if the file has been truncated since it was opened. Reading beyond the end of the file would
+        end the process with SIGBUS.
         """
         path = idx_path(self.prefix)
         try:

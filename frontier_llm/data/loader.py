@@ -245,7 +245,9 @@ def _batches(
 
 
 def prepare_indices(run: RunConfig, position: Position = START) -> None:
-    """Build the sample indices of the rest of the run before it starts. Ranks then only map them.
+    """Build the sample indices for all steps after `position`, before the ranks start.
+
+    The ranks then only map the index files.
 
     One process on any node does this.
     """
@@ -367,7 +369,8 @@ def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
 
 
 def _tokenizer_problems(run: RunConfig) -> list[Problem]:
-    """Return Problems for datasets of any phase or held-out set that were made by another tokenizer than the first one.
+    """Return Problems for datasets of any phase or held-out set that were made by another tokenizer than the first
+    dataset.
 
     If data.tokenizer is set, `_mismatch` compares the datasets with it instead.
     """

@@ -14,7 +14,7 @@ from frontier_llm.data.remote import located
 from frontier_llm.errors import DataError
 
 MOST_PAGES = 1 << 16  # Limit for a column in a row group. Writers make about one page per MiB.
-# Sizes tried for a header. Long values in its statistics need the second one.
+# Sizes that are tried for a page header. A header with long values in its statistics needs LONGEST_HEADER_BYTES.
 HEADER_BYTES = 4 << 10
 LONGEST_HEADER_BYTES = 1 << 20
 # Limit for a group of more than a million rows. The limit is high, because equal values compress to almost nothing.

@@ -33,7 +33,7 @@ class PlannedSource:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Data of the rest of a run, from a position on."""
+    """Data that a run reads from a position to its end."""
 
     after_step: int
     sources: tuple[PlannedSource, ...]

@@ -100,7 +100,7 @@ class Stream(_Record):
 
     @property
     def samples_left_out(self) -> int:
-        """Number of samples that were taken without training on them."""
+        """Number of samples of this stream that rewinds and `--leave-out` have left out of training."""
         return sum(count for _, count in self.left_out)
 
     @property
@@ -139,17 +139,20 @@ class Stretch(_Record):
 
 
 class Position(_Record):
-    """Samples that the run has read, and the blend that assigns the next ones. Saved in every checkpoint."""
+    """Samples that the run has read, and the blend that assigns the next samples. Saved in every checkpoint."""
 
-    streams: Annotated[tuple[Stream, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of first use
-    blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of `streams`
+    streams: Annotated[tuple[Stream, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # order of first use
+    blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # same order as `streams`
     dealt: Count = 0  # Number of samples that this blend has assigned.
     # The steps done. Consecutive steps of equal size form one entry.
     stretches: Annotated[tuple[Stretch, ...], Field(max_length=1 << 16)] = ()
 
     @property
     def samples(self) -> int:
-        """Number of samples of the run so far, including left-out ones. Also the number of the next sample."""
+        """Number of samples of the run so far, including left-out ones.
+
+        The next sample has this number, because samples are numbered from 0.
+        """
         return sum(stream.taken for stream in self.streams)
 
     @property
@@ -186,8 +189,8 @@ class Position(_Record):
         """Return the position that continues with these sources.
 
         A source continues the stream of its dataset, length and packing. If the blend names a dataset several times,
-        its n-th mention continues the n-th such stream. A source without such a stream starts a new one. A blend with
-        the streams and weights of the current blend continues at its present place.
+        its n-th mention continues the n-th such stream. A source without such a stream starts a new stream. A blend
+        with the streams and weights of the current blend continues at its present place.
         """
         streams = list(self.streams)
         while streams and not streams[-1].taken:  # a stream without samples has not begun

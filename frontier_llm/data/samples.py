@@ -130,7 +130,7 @@ def index_table(
 ) -> NDArray[np.uint64]:
     """Return a table that `build` fills.
 
-    The table of a large dataset is mapped from the file at `path()`. The table of a small one is built in memory.
+    The table of a large dataset is mapped from the file at `path()`. The table of a small dataset is built in memory.
     """
     if dataset.document_count >= CACHE_FROM_DOCUMENTS:
         return cached_array(path(), length, np.uint64, build)

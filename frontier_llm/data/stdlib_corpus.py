@@ -109,7 +109,8 @@ def prepare(
 def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer:
     """Return `tokenizer.model`, trained on these files with this vocabulary size.
 
-    A file beside it records the digest of both. If the digest differs, the tokenizer is trained again.
+    The file `tokenizer.made-from` records a digest of the files and the vocabulary size. If the digest differs, the
+    tokenizer is trained again.
     """
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in train]
     digest = hashlib.sha256(repr((stats, vocab_size, TRAINING_BYTES)).encode()).hexdigest()

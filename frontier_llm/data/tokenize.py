@@ -57,7 +57,7 @@ class TokenizeOptions:
     skip_damaged: bool = False  # If False, the first damaged input ends the run.
     shard_bytes: int = 32 << 20  # Input bytes per shard, a few seconds of work.
     prompt_key: str | None = None  # JSON field of a prompt before the text. Its tokens are not learnt.
-    max_bytes: int = MAXIMUM_BYTES  # Size limit of a line or an MDS shard. Has no effect on smaller ones.
+    max_bytes: int = MAXIMUM_BYTES  # Size limit of a line or an MDS shard. Smaller ones are not cut.
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def tokenize(
     `workers` None means one per core that this process may use. A dataset that the same inputs, tokenizer and options
     made is returned unchanged. `make_shares` is called before this process makes the parts that are still missing; it
     lets other nodes call `make_share`. Raises DataError for missing, empty or (unless skipped) damaged inputs, and for
-    a directory that cannot be written. Raises it too for a dataset of other inputs at `prefix` (unless `overwrite`),
-    and while another process makes a dataset there.
+    a directory that cannot be written. Raises DataError also if `prefix` has a dataset of other inputs (unless
+    `overwrite`), or if another process is making a dataset at `prefix`.
     """
     options = options or TokenizeOptions()
     plan = _plan(inputs, prefix, tokenizer, options)
@@ -344,7 +344,7 @@ PIECE_BYTES = 1 << 20
 def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_bytes: int) -> Iterator[str]:
     """Yield documents of the inputs. With more than `limit_bytes` of input, pieces come in a fixed pseudo-random order.
 
-    Raises DataError for missing inputs and, unless they are to be skipped, at the first damaged one.
+    Raises DataError for missing inputs and, unless they are to be skipped, at the first damaged input.
     """
     pieces = [piece for path in find_inputs(inputs) for piece in cut(path, options.documents, PIECE_BYTES)]
     if sum(piece.size_bytes for piece in pieces) > limit_bytes:

@@ -103,8 +103,8 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """Tokenizer of a Hugging Face `tokenizer.json`, or of GPT-2's pair of vocab.json and merges.txt.
 
-    The end-of-document id is the `eos_token` of tokenizer_config.json in the same folder. If that is missing, it is the
-    first of END_OF_DOCUMENT_NAMES in the vocabulary.
+    The end-of-document id is the `eos_token` of tokenizer_config.json in the same folder. Without an `eos_token` it is
+    the first of END_OF_DOCUMENT_NAMES in the vocabulary.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -1,8 +1,9 @@
 """Announces how long each part of scripts/quickstart.sh takes on this machine, and prints the measured seconds.
 
 `measure` is the first measurement: it starts as many processes as the quickstart has ranks, and counts the words of
-the Python standard library. The other parts' seconds follow from it, from the budget of `calibrate`, and from the step
-time that the planner predicts with the calibrated machine file. Results that exist already cost nothing.
+the Python standard library. The seconds of all other parts follow from this measurement, from the budget of
+`calibrate`, and from the step time that the planner predicts with the calibrated machine file. Results that exist
+already cost nothing.
 
     python -m frontier_llm.experiments.quickstart measure
     python -m frontier_llm.experiments.quickstart begin PART     # ends the part before it
@@ -30,7 +31,7 @@ from frontier_llm.tables import aligned
 from frontier_llm.units import format_seconds, strict_json
 
 RANKS = 4
-BUDGET_S = 10.0  # of `calibrate`, without the start of the ranks
+BUDGET_S = 10.0  # budget of `calibrate`, without the start of the ranks
 RUN_DIR = Path("runs/quickstart")
 OTHER_RUN_DIR = Path("runs/quickstart-tp2-pp2")
 MACHINE = RUN_DIR / "machine.yaml"
@@ -43,8 +44,8 @@ START = "import frontier_llm.training.loop"  # the imports of a rank
 TEXTS_PER_DATA = 8.0  # `data stdlib`, in times of `count_words`
 STARTS_PER_PLAN = 0.4  # the planner imports no torch
 STARTS_PER_TRAINING = 1.4  # the launcher's checks, and the start of the ranks
-STARTS_PER_REPORT = 0.7  # comparison, sample and report: three commands on one rank
-FORWARD_SHARE = 1 / 3  # of a step's time: an evaluation runs no backward pass
+STARTS_PER_REPORT = 0.7  # three commands on one rank: comparison, sample and report
+FORWARD_SHARE = 1 / 3  # time of an evaluation relative to a step: no backward pass
 SAVE_S = 1.5
 
 
@@ -86,7 +87,11 @@ class State:
 
 
 def measure() -> State:
-    """Return the first measurement. One start before it reads torch's files from the disk and is not counted."""
+    """Return the first measurement.
+
+    The processes are first started once without counting the time, because that start reads torch's files from the
+    disk.
+    """
     command = [sys.executable, "-c", START]
     subprocess.run(command, check=True)  # noqa: S603 our own interpreter, no shell
     begin_s = time.monotonic()
@@ -136,7 +141,7 @@ def training_s(config: RunConfig, state: State) -> float:
         return state.training_start_s
     step_s = predict(config, RANKS, str(MACHINE)).step_time_s
     evaluation_s = FORWARD_SHARE * step_s * config.train.eval_samples / config.batch.global_batch
-    evaluations = 2  # before the first step, and after the last
+    evaluations = 2  # one before the first step, one after the last step
     saves = steps // config.train.save_interval + 1
     work_s = steps * step_s + evaluations * evaluation_s + saves * SAVE_S
     return state.training_start_s + work_s * state.step_error()

@@ -101,7 +101,10 @@ class InferenceModel:
         return None
 
     def whole_logits(self, x_SBH: Tensor) -> Tensor:
-        """Return logits (S, B, V) in fp32 (fp64 under fp64), equal on every tp rank. Only for the last stage."""
+        """Return logits (S, B, V) in fp32 (fp64 under fp64), equal on every tp rank.
+
+        Call this method only on the last stage.
+        """
         logits_SBv = self.stage.logits(x_SBH)
         rows = self.config.padded_vocab_size // self.mesh.tp.size
         padded_vSB = torch.nn.functional.pad(logits_SBv, (0, rows - logits_SBv.shape[-1])).permute(2, 0, 1)

@@ -79,7 +79,10 @@ def _request(
     cell: tuple[int, float],
     sample: int,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return (text with a needle and the repeated key, value). It depends on length, depth and `sample` alone."""
+    """Return (text with a needle and the repeated key, value).
+
+    The result depends only on length, depth and `sample`.
+    """
     length, depth = cell
     filler = length - 4 * HALF
     draw = np.random.default_rng([length, round(100 * depth), sample])

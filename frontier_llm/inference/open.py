@@ -70,7 +70,7 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
 
 
 def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
-    """Return the tokenizer `given`, or else the run's own.
+    """Return the tokenizer `given`, or else the run's own tokenizer.
 
     Raises DataError if there is none or if it has more ids than the model.
     """

@@ -82,14 +82,15 @@ class Sampler:
             order_BK = _likeliest(scaled_BV, min(width, V))
             ordered_BK = scaled_BV.gather(1, order_BK)
             probabilities_BK = keep_likely(ordered_BK, sampling.top_k, sampling.top_p, sampling.min_p, log_total_B1)
-            # otherwise the filters may keep tokens beyond K too, or a token beyond K may equal the last kept one
+            # Otherwise the filters may keep further tokens beyond these K, or a token beyond K may have the logit of
+            # the last kept token.
             if width >= V or bool((ordered_BK.gather(1, _last(probabilities_BK)) > ordered_BK[:, -1:]).all()):
                 return order_BK, probabilities_BK
             width *= 16
 
 
 def _last(probabilities_BK: Tensor) -> Tensor:
-    """Return the place of the last token with a probability above 0, (B, 1)."""
+    """Return the index of the last token with a probability above 0 in each row, (B, 1)."""
     return (probabilities_BK > 0).sum(-1, keepdim=True) - 1
 
 

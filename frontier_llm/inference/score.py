@@ -19,7 +19,7 @@ from frontier_llm.parallel.tensor import vocab_parallel_cross_entropy
 class Likelihood:
     """Log-probability of one continuation given its context."""
 
-    log_probability: float  # in nats, summed over the continuation's tokens
+    log_probability: float  # sum over the continuation's tokens, in nats
     greedy: bool  # True if each token of the continuation is the most likely one
     tokens: int
     parts: tuple[float, ...]  # log_probability of equal parts of the continuation
@@ -93,7 +93,7 @@ def token_scores(
         return None
     logits_SBv = model.stage.logits(x_SBH[first:])
     first_vocab = model.config.padded_vocab_size // model.mesh.tp.size * model.mesh.tp.rank
-    best_SB = _most_likely(model, logits_SBv, first_vocab)  # before the loss, which may overwrite the logits
+    best_SB = _most_likely(model, logits_SBv, first_vocab)  # called before the loss, which may overwrite the logits
     loss_SB, _ = vocab_parallel_cross_entropy(logits_SBv, targets_SB, first_vocab, model.stage.context)
     log_probabilities_BS = -loss_SB.T.cpu()
     greedy_BS = (best_SB == targets_SB).T.cpu()

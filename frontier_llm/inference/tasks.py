@@ -40,7 +40,7 @@ class TaskOption:
     item: int
     option: int
     context: str
-    continuation: str  # with the delimiter
+    continuation: str  # text of the answer option, with the delimiter before it
 
 
 def read_task(name: str, path: str | Path, limit: int = 0) -> Task:

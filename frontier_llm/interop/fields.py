@@ -1,4 +1,4 @@
-"""Reads another program's configuration. Collects all problems instead of raising an error at the first one."""
+"""Reads another program's configuration. Collects all problems instead of raising an error at the first problem."""
 
 from __future__ import annotations
 

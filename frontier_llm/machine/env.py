@@ -42,7 +42,7 @@ class Variable:
         return PRIVATE in self.value or LOCAL_RANK in self.value
 
 
-PRIVATE = "{private folder of the job}"  # on the node's local disk
+PRIVATE = "{private folder of the job}"  # placeholder; the folder is on the node's local disk
 LOCAL_RANK = "{local rank}"
 THIS_FILE = "frontier_llm/machine/env.py"
 EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell.
@@ -59,7 +59,7 @@ class Setting:
     value: str
     origin: str  # the file that sets the variable, a module, or the user
     reason: str = ""
-    machine_value: str = ""  # the machine's own value, if an exported value replaces it
+    machine_value: str = ""  # value that the machine sets, if the user's exported value replaces it
 
     def describe(self) -> str:
         """Return 'NCCL_NET=Socket (frontier_llm/machine/env.py: one node …)' for rank 0's log and `doctor`."""
@@ -122,9 +122,9 @@ _NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
 
 CK_ATTENTION = "TORCH_ROCM_FA_PREFER_CK"  # torch's attention uses CK instead of AOTriton
 QUEUES = "GPU_MAX_HW_QUEUES"
-DEFAULT_QUEUES = 8  # for runs with one communication in flight, which are safe with any number of queues
-# gfx9 GPUs have 4 pipes with 8 compute queues each (32), and the kernel driver keeps 8 of them. More queues are
-# multiplexed in software, and a queue that waits can then block the others.
+DEFAULT_QUEUES = 8  # for one communication in flight, which is safe with any number of queues
+# gfx9 GPUs have 4 pipes with 8 compute queues each (32), and the kernel driver keeps 8 of these queues for itself. More
+# queues are multiplexed in software, and a queue that waits can then block the others.
 MOST_QUEUES = 24
 
 _ROCM = (
@@ -189,8 +189,8 @@ _SLINGSHOT = (
 # libfabric's default monitor of registered memory (memhooks) deadlocks on both machines.
 # LUMI does not set FI_CXI_RDZV_PROTO: it needs the job option `--network=disable_rdzv_get`, which LUMI does not
 # document. Without this option libfabric silently keeps its default protocol.
-# LUMI does not set NCCL_NET_GDR_LEVEL: RCCL finds GPU RDMA without it. With it the first collective between nodes hung
-# (ROCm 7.0 image, laifs-container-recipes issues 28 and 30).
+# LUMI does not set NCCL_NET_GDR_LEVEL: RCCL finds GPU RDMA without this variable. With the variable the first
+# collective between nodes hung (ROCm 7.0 image, laifs-container-recipes issues 28 and 30).
 _OWN = {
     "frontier": (
         Variable(
@@ -239,7 +239,7 @@ _LARGE_NODES = 512
 
 
 def rccl_log_variables(rank: int) -> list[Variable]:
-    """Return the variables with which RCCL logs to a file which network it uses. One rank per node needs them."""
+    """Return the variables with which RCCL logs to a file which network it uses. Set them for one rank per node."""
     reason = "rank 0 of each node reads which network RCCL uses"
     return [
         Variable("NCCL_DEBUG", "INFO", reason, NCCL),
@@ -259,7 +259,7 @@ def flight_record_variable(run_dir: str) -> Variable:
 
 _SLINGSHOT_MACHINES = tuple(_OWN)
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
-# "eos" and "selene" are the former names of h100 and a100. Older files contain them.
+# "eos" and "selene" are the former names of h100 and a100. Older run and machine files contain these names.
 _NVIDIA_MACHINES = ("a100", "h100", "h200", "eos", "selene")
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 

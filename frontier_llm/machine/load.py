@@ -44,7 +44,7 @@ def load_machine(name_or_path: str) -> Machine:
 def _read_machine(path: Path, mtime_ns: int, size_bytes: int) -> Machine:
     """Read a machine file. The result is kept until the file has another time or size."""
     content, files = compose(path, "machines")
-    content.setdefault("environment", files[-1].stem)  # the last file is the base of the others
+    content.setdefault("environment", files[-1].stem)  # the last file has no base itself
     if isinstance(device := content.get("device"), dict) and "vendor" not in device:
         content["device"] = {**device, "vendor": _stated_vendor(device.get("architecture"), content["environment"])}
     content["stacks"] = _stacks(content.get("stacks"), str(path))
@@ -180,7 +180,7 @@ SHARES = ("gemm_efficiency", "flash_efficiency", "fabric_share", "dp_overlap", "
 
 
 def _slow_values(machine: Machine, stack: Stack) -> dict[str, float]:
-    """Return field → value of the stack `slow_as`, for estimated shares that are lower there."""
+    """Return field → value of the stack `slow_as`, for estimated shares that are lower in that stack."""
     if not stack.slow_as:
         return {}
     other = machine.stacks[stack.slow_as]

@@ -24,7 +24,7 @@ _ARM_BF16 = frozenset({"bf16"})
 class InstructionSet:
     """One CPU instruction set, with its name in each library."""
 
-    name: str  # of the C++ ops, and the value of VARIABLE
+    name: str  # name in the C++ ops, and value of VARIABLE
     flags: frozenset[str]  # the CPU must have these flags of /proc/cpuinfo
     aten: str  # ATEN_CPU_CAPABILITY
     torch: str  # torch.backends.cpu.get_cpu_capability()
@@ -83,7 +83,7 @@ def supported_sets() -> list[InstructionSet]:
 
 
 def chosen_set() -> InstructionSet:
-    """Return the instruction set that this process uses: the one in VARIABLE, otherwise the CPU's best.
+    """Return the instruction set that this process uses: the set in VARIABLE, otherwise the CPU's best set.
 
     Raises FrontierError if the variable has an unknown value, or if this CPU lacks the set.
     """

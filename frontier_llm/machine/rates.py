@@ -81,13 +81,13 @@ class Rates(Software):
     # (busy devices of a node, time of their kernels / time when all are busy)
     contention: tuple[tuple[int, float], ...] = ()
     host_executes: bool = False  # the device is a CPU: the host cannot dispatch operations while earlier ones run
-    meeting_s: float = 0.0  # seconds that ranks wait for the last one at each collective inside a layer
+    meeting_s: float = 0.0  # seconds that ranks wait for the slowest rank at each collective in a layer
     spread: float = 0.0  # further waiting time, as a share of the compute between two such collectives
     one_in_flight: bool = False  # each communication of a rank ends before the next begins (comm.in_flight)
     # time of the collectives of sharded weights, which torch executes, relative to the times in the tables
     sharded_slowdown: float = 1.0
-    # Field → value of the stack `slow_as`, for estimated shares of a peak and of overlap that are lower there. The
-    # search checks its choice with these values too (planner/choice.py).
+    # Field → value of the stack `slow_as`, for estimated shares of a peak and of overlap that are lower in that stack.
+    # The search checks its choice with these values too (planner/choice.py).
     slow: Mapping[str, float] = field(default_factory=dict)
 
 

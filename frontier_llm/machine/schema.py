@@ -178,7 +178,8 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
 
     description: str
     source: str  # source of the options in `SoftwareOptions`
-    # stack of this file that has run: a choice must also be good with its shares, if they are lower than estimated ones
+    # Name of a stack in this file that has run. A plan must also be good with the shares of that stack that are lower
+    # than the estimated shares of this stack.
     slow_as: str = ""
     gemm_efficiency: Number
     gemm_k_half: Number

@@ -150,7 +150,8 @@ class Attention(nn.Module):
         if positions.rope is not None:
             q_SBaD = self.ops.rope(q_SBaD, *positions.rope)
             k_SBgD = self.ops.rope(k_SBgD, *positions.rope)
-        # If q is a copy, make k and v copies, too. As views they would keep all of qkv in memory until backward.
+        # If q is a copy, also copy k and v. As views, k and v would keep the complete tensor qkv in memory until
+        # backward.
         if positions.rope is not None or self.queries > 1:
             k_SBgD = k_SBgD.contiguous()
             v_SBgD = v_SBgD.contiguous()

@@ -26,8 +26,9 @@ from frontier_llm.parallel.tensor import mean_over_global_batch
 # Names of the losses of models with experts. The model file sets their weights.
 BALANCE = "router-balance"
 ROUTER_Z = "router-z"
-# Not a loss: for each layer with experts, E + 2 numbers of the tokens that this rank has routed. They are the rows of
-# each expert, the entropy of the scores summed over tokens, and the number of dropped rows.
+# Name of a statistic that is summed with the losses: E + 2 numbers for each layer with experts, over the tokens that
+# this rank has routed. The numbers are the rows of each of the E experts, the entropy of the scores summed over tokens,
+# and the number of dropped rows.
 LOAD = "router-load"
 
 
@@ -86,8 +87,8 @@ def router_losses(
     """Return the losses of a stage's routers and their load, by name.
 
     `routed` maps layer to `Routed`. `sequences` and `tokens` are the step's numbers of sequences and tokens. Each loss
-    is a mean over these, summed over layers. The load (fp64) has one row for each layer with experts of the complete
-    model. Rows of layers on other stages are zero.
+    is a mean over the step's sequences or tokens, summed over layers. The load (fp64) has one row for each layer with
+    experts of the complete model. Rows of layers on other stages are zero.
     """
     assert model.moe is not None
     balance = torch.stack([one.balance for one in routed.values()]).sum() / sequences

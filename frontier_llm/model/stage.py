@@ -50,7 +50,7 @@ class Stage(nn.Module):
         *,
         terms: Mapping[str, losses.LossTerm],
     ) -> None:
-        """`declared` maps names to parameters. It contains all parameters of this stage, and may contain more.
+        """`declared` maps names to parameters. `declared` contains all parameters of this stage, and may contain more.
 
         `terms` are the further losses of the run, by name.
         """
@@ -88,7 +88,7 @@ class Stage(nn.Module):
         wide = statistics_dtype(self.context.dtype)
         self.model = model
         held = held_positions(model.sequence_length, context.cp.size, context.cp.rank)
-        # with context parallelism: positions of this rank's tokens in the sequence
+        # positions of this rank's tokens in the sequence; None without context parallelism
         self._held_S = torch.tensor(list(chain(*held)), device=device) if context.cp.size > 1 else None
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
         self._alibi_slopes_a = (

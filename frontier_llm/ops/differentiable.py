@@ -44,7 +44,7 @@ class NormKind(NamedTuple):
 class Normed(NamedTuple):
     """Tensors that a norm saves for its backward. The weight has the input's type."""
 
-    total: Tensor  # the input, with the residual if there was one
+    total: Tensor  # the input, or input + residual if there was a residual
     weight: Tensor
     mean: Tensor  # one per row; empty unless centred
     scale: Tensor  # one per row: 1 / sqrt(variance + eps)
@@ -99,7 +99,7 @@ class DifferentiableOps(ABC):
 
     @abstractmethod
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
-        """Return the output and the other tensors for the backward."""
+        """Return the output, and the further tensors that the backward needs."""
 
     @abstractmethod
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:

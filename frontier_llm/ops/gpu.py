@@ -403,7 +403,8 @@ class GpuOps(GpuAttention, GpuRouting, GpuBuffers):
         self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor
     ) -> Tensor:
         """Return the gradient in the logits' memory, or in a copy if their rows are not contiguous."""
-        # Writing in place is safe, because only the program that overwrites the target's logit reads it.
+        # Writing in place is safe: the program (Triton) that overwrites the target's logit is the only program that
+        # reads it.
         logits_Nv = rows_in_order(logits_Nv)
         rows, columns = logits_Nv.shape
         grid = (rows, block_count(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)

@@ -224,7 +224,7 @@ def _variant(head_dim: int, extras: bool = False, softcap: float = 0.0) -> str:
 
 
 def _numbers(scores: Scores, q: Tensor, k: Tensor) -> dict[str, float]:
-    window = scores.window or scores.offset + len(q)  # without a window: all positions that the last query sees
+    window = scores.window or scores.offset + len(q)  # without a window: number of keys of the last query
     lengths = {"sequence": len(q), "keys": len(k), "offset": scores.offset}
     return {"scale": scores.scale, "softcap": scores.softcap, "window": window, **lengths}
 
@@ -236,5 +236,5 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
     """Return sequence, batch and head stride of each tensor, by the names of the kernels' arguments."""
     named: dict[str, int] = {}
     for name, x in tensors.items():
-        named.update(zip(_STRIDES[name], x.stride(), strict=False))  # without the last stride, which is 1
+        named.update(zip(_STRIDES[name], x.stride(), strict=False))  # three names: the last stride is 1 and has none
     return named

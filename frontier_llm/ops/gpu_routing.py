@@ -150,7 +150,10 @@ class GpuRouting(DifferentiableOps):
         )
 
     def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
-        """Return the sum of x's rows for each row of places, without atomics and without zeroing the output."""
+        """Return for each row of `places_Mf` the sum of the f rows of x that have these indices.
+
+        A negative index adds nothing. The kernel needs no atomics and no zeroed output.
+        """
         x = x_NH.detach().contiguous()
         rows, fan = places_Mf.shape
         columns = x_NH.shape[1]

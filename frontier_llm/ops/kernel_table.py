@@ -30,7 +30,7 @@ class Architecture:
     core_shared_bytes: int
     block_overhead_bytes: int  # shared memory per block that the driver reserves
     max_waves: int  # per SIMD
-    options: tuple[tuple[str, int], ...] = ()  # for Triton's compiler
+    options: tuple[tuple[str, int], ...] = ()  # options of Triton's compiler
 
     def waves_per_simd(self, warps: int, registers: int, shared_bytes: int) -> float:
         """Return the number of waves of one kernel that fit on a SIMD.
@@ -171,8 +171,8 @@ _CDNA: _AttentionBlocks = {
     },
     "attention_delta": _DELTA,
 }
-# AHEAD replaces Triton's second stage. With two stages, Triton stores keys that are read transposed without a swizzle,
-# so that eight lanes access the same bank of shared memory (docs/benchmarks/ops.md).
+# AHEAD replaces Triton's second stage. With two stages, Triton does not swizzle keys in shared memory. They are read
+# transposed, so that eight lanes access the same bank (docs/benchmarks/ops.md).
 _CDNA2_FORWARD = {
     "d64": Blocks(128, 32, 4, waves=3, ahead=1, strategy="max-ilp"),
     "d128": Blocks(128, 32, 4, waves=2, ahead=1, strategy="max-ilp"),

@@ -31,7 +31,7 @@ TRITON_BEFORE = (4, 0)
 
 
 # Environment variables for the path of the assembler that Triton uses for NVIDIA GPUs: the first up to Triton 3.8, and
-# the second since 3.9 for sm_90. The fix in error messages sets both.
+# the second since 3.9 for sm_90. Error messages propose a command that sets both variables.
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 

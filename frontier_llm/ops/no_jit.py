@@ -113,7 +113,7 @@ def _who_asked() -> str:
 
 
 class _GuardOnImport(importlib.abc.MetaPathFinder):
-    """Import hook that guards a module directly after it has been imported. Other finders find the module itself."""
+    """Import hook that guards a module directly after it has been imported. The other import hooks load the module."""
 
     def __init__(self, pending: set[str]) -> None:
         self.pending = pending

@@ -76,7 +76,7 @@ class Provider:
     windows: bool = True  # True if the attention supports sliding windows
     softcaps: bool = False  # True if the attention supports soft caps, also together with sliding windows
     required: bool = False  # True: if only its build is missing, `auto` reports an error, not a slower back-end
-    group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # for groups with fewer types
+    group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # groups with fewer dtypes
     on_gpu: Determinism = "always"  # determinism on a GPU; on a CPU it is "always"
     # Returns the deterministic functions. None: the functions of `load` are also used for deterministic runs.
     load_deterministic: Callable[[], Mapping[str, Op]] | None = None
@@ -316,7 +316,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=LOW,
             load=_module("apex_provider"),
-            on_gpu="never",  # not examined
+            on_gpu="never",  # determinism was not examined
             version=lambda: _package_version("apex"),
             missing=apex_missing,
             build="scripts/build_apex_rocm.sh",

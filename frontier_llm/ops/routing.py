@@ -28,8 +28,8 @@ def route(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[T
     """Return (scores_NE, weights_Nk, experts_Nk), with each token's best expert first.
 
     Logits and bias have the type of the statistics (`statistics_dtype`). The best experts have the largest logits,
-    which no back-end rounds. With a bias they have the largest sums of score and bias. Among equal experts the one with
-    the smallest index is chosen, so that all back-ends choose the same experts. NaN comes last. The bias does not
+    which no back-end rounds. With a bias they have the largest sums of score and bias. Among equal experts the expert
+    with the smallest index is chosen, so that all back-ends choose the same experts. NaN comes last. The bias does not
     change the weights and has no gradient.
     """
     scores_NE = logits_NE.sigmoid() if routing.sigmoid else logits_NE.softmax(-1)

@@ -59,7 +59,7 @@ def _in_the_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None
 
 
 def _fp32_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
-    """Compute the product in fp32, then add it."""
+    """Compute the product in fp32, then add it to `main_grad_ok`."""
     main_grad_ok.add_(torch.mm(grad_oN, x_Nk, out_dtype=torch.float32))
 
 

@@ -1,4 +1,5 @@
-"""Adafactor's factored second moment (Shazeer & Stern 2018, arXiv:1804.04235) for matrices; AdamW for the rest.
+"""Adafactor's factored second moment (Shazeer & Stern 2018, arXiv:1804.04235) for matrices; AdamW for all other
+parameters.
 
 Momentum, bias correction and weight decay are the same as in AdamW. A prime (') marks a value after bias correction:
 
@@ -93,7 +94,8 @@ def _second_moment(run: OwnedRange, row_means: Tensor, column_means: Tensor) -> 
 
 
 def _rows(run: OwnedRange) -> tuple[range, int]:
-    """Return (rows, offset): the rows that contain elements of a run, and the offset of its first element in them.
+    """Return (rows, offset): the rows that contain elements of the run, and the offset of the run's first element in
+    these rows.
 
     A row is the last dim of this rank's part of the parameter.
     """

@@ -46,7 +46,10 @@ class PartitionOptimizer(torch.optim.Optimizer):
         self._formula = formula
 
     def allocate(self) -> None:
-        """Allocate the optimizer states. DeepSpeed has replaced the parameters by its flat partitions before."""
+        """Allocate the optimizer states.
+
+        Before this call, DeepSpeed must have replaced the parameters by its flat partitions.
+        """
         for group in self.param_groups:
             for flat in group["params"]:
                 self.state[flat] = {name: torch.zeros_like(flat) for name in group["states"]}
@@ -113,9 +116,9 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
 
     class Engine(DeepSpeedEngine):
         def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-            """Select the ZeRO optimizer for bf16 at stage 1 too.
+            """Select DeepSpeed's ZeRO optimizer, also for bf16 with stage 1.
 
-            DeepSpeed would select an optimizer that all-reduces complete gradients.
+            DeepSpeed itself would select an optimizer that all-reduces complete gradients.
             """
             return ZERO_OPTIMIZATION
 

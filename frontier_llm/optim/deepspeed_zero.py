@@ -77,7 +77,7 @@ class DeepSpeedZero:
     def _runs(self, parameter: ShardedParameter) -> Iterator[tuple[int, Tensor, int, int]]:
         """Yield (first element, flat fp32 partition, position in the partition, number of elements) of a parameter.
 
-        This describes the elements in this rank's partition. Yields at most one tuple.
+        The tuple describes the parameter's elements that lie in this rank's partition. Yields at most one tuple.
         """
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:

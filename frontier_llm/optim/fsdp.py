@@ -218,7 +218,7 @@ def _device_mesh(replicas: Axis, shards: Axis, copies: Axis, device: torch.devic
 
 
 def _fully_shard(stage: Stage, mesh: DeviceMesh, working: torch.dtype) -> None:
-    """Shard each block, then the rest of the stage (embedding, final norm, head).
+    """Shard each block, and then the parameters of the stage outside blocks (embedding, final norm, head).
 
     Gradients are summed, not averaged.
     """

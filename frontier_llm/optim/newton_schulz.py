@@ -28,7 +28,7 @@ EPSILON = 1e-7
 
 @dataclass
 class MatrixStack:
-    """Matrices of one shape, [count, short, long] on this rank. `part` says how tp splits all of them."""
+    """Matrices of one shape, [count, short, long] on this rank. `part` describes how tp splits these matrices."""
 
     x: Tensor
     part: Part

@@ -20,7 +20,9 @@ from frontier_llm.optim.matrices import Statistics, WholeTensors
 
 @dataclass(frozen=True)
 class Slice:
-    """Weights, gradient and states of the elements that are updated at once. All have the same weight decay and states.
+    """Weights, gradient and states of elements that one call updates.
+
+    All elements have the same weight decay and kinds of state.
 
     The tensors have equal shapes. Normally they are flat and may span several parameters. If the rule sets `whole` and
     not `gathers`, they are this rank's part of one parameter in its own shape.

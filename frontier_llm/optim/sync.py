@@ -61,7 +61,7 @@ class GradientSync:
         """
         for bucket in self._buckets:
             bucket.gradients.zero_()
-        expected = self.microbatches if reduce else 0  # with 0 the count becomes negative and never triggers a sum
+        expected = self.microbatches if reduce else 0  # from 0 the count falls below 0 and starts no sum
         self._missing = {bucket: expected * uses for bucket, uses in self._uses.items()}
         self._pending = []
 

@@ -131,7 +131,8 @@ class Engine:
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
         """Run one action, or a pair of a forward and a backward whose collectives overlap."""
         if len(unit) > 1 and self._interleaving is not None:
-            # The backward begins, because it sends rows to experts at once. The forward first computes attention.
+            # The backward begins, because its first operation sends rows to experts. The forward computes attention
+            # first.
             self._interleaving.run_both(unit[::-1], lambda action: self._execute[action.kind](action), self.on_action)
             return
         for action in unit:

@@ -27,7 +27,7 @@ class Choice:
     operation: str
     ranks: int
     nodes: int
-    size_bytes: float  # of one bucket on one rank
+    size_bytes: float  # size of one bucket on one rank
     flat_s: float
     hierarchical_s: float
     # fewest nodes (a power of two or the complete machine) from which on two stages are faster; None = never

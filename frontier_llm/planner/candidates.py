@@ -214,8 +214,8 @@ def _shardings(model: ModelConfig, degrees: Layout, node: int, fixed: Mapping[st
     replicas = degrees.replicas
     only = fixed.get("data_shard")
     choices = [("none", 0), ("optimizer", 0)] if replicas > 1 else [("optimizer", 0)]
-    # topology.plan refuses sharded weights with narrow gradients. It also refuses them with a pipeline, because a
-    # pipeline needs many microbatches and would gather the weights for each of them.
+    # topology.plan refuses sharded weights with narrow gradients. It also refuses sharded weights with a pipeline,
+    # because a pipeline needs many microbatches and would gather the weights for each microbatch.
     if replicas > 1 and degrees.pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full":
         inside = [shard for shard in divisors(replicas) if 1 < shard < replicas and shard * degrees.tp <= node]
         choices += [("weights", shard) for shard in (divisors(replicas) if only else [0, *inside])]
@@ -283,7 +283,7 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
     problems = []
     for word in words:
         key, separator, text = word.partition("=")
-        name = key.rsplit(".", 1)[-1]  # parallel.tensor=8 is valid too
+        name = key.rsplit(".", 1)[-1]  # accept tensor=8 and parallel.tensor=8
         if not separator or name not in FIXABLE:
             problems.append(Problem(where=word, what="is not a choice that can be fixed", fix=suggest(name, FIXABLE)))
             continue

@@ -1,8 +1,8 @@
 """Choice of one plan among the simulated finalists of a search.
 
-The choice must be good with the predicted constants and with the slow ones (`Rates.slow`). Among nearly equal plans it
-is the simplest. If it needs more memory than plans are known to run with, the best plan within that memory is named
-too.
+The chosen plan must be good with the predicted constants and with the slow constants (`Rates.slow`). Among nearly equal
+plans the simplest is chosen. If it needs more memory than any plan that has run, the best plan within that memory is
+reported too.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def _slow_preference(plan: Plan) -> float:
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans, the choice first and the others by `preference`.
+    """Return the plans in order: first the chosen plan, then all other plans by `preference`.
 
-    A plan is robust if its loss is at most RESOLUTION. If no plan is robust, the one with the smallest loss is chosen.
-    Otherwise the choice is one of the robust plans that are within TIE of the fastest robust plan: one within
-    `Plan.safe_bytes` if there is any, and of these the simplest.
+    A plan is robust if its loss is at most RESOLUTION. If no plan is robust, the plan with the smallest loss is chosen.
+    Otherwise the choice is a robust plan within TIE of the fastest robust plan. Plans within `Plan.safe_bytes` are
+    preferred, and then the simplest plan.
     """
     if not plans:
         return []

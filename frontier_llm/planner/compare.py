@@ -15,15 +15,15 @@ from frontier_llm.units import GIB
 def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str], width: int = WIDTH) -> str:
     """Return a report that compares the chosen plan with two other plans, which have the values in `words` (KEY=VALUE).
 
-    In the first plan, all other fields have the values of the chosen plan. If such a layout is not legal or does not
-    fit into memory, the report says so. In the second plan, the search chooses all other fields again.
+    In the first plan, all other fields have the values of the chosen plan. The report states whether this first plan is
+    illegal or does not fit into memory. In the second plan, the search chooses all other fields again.
     """
     changes = parse_fixed(list(words))
     best = outcome.best
     chosen = choices_of(best.layout)
     if changes.items() <= chosen.items():
         return f"what if {' '.join(words)}: the chosen layout already has it"
-    # fields that depend on the changed ones may change too
+    # fields that depend on changed fields may change too
     follows = {"dp"}
     if {"tp", "pp"} & changes.keys():
         follows.add("chunks")

@@ -124,7 +124,7 @@ def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tupl
     stage_s = stage_times(model, layout, rates, stages)
     message = 0.0 if rates.blocking_messages else float(p2p_s(model, layout, rates))
     round_size = pp if v > 1 and not one_end(name) else 1
-    repeats = name != "gpipe" and not rates.contention  # GPipe has no repeating pattern, so all of it is simulated
+    repeats = name != "gpipe" and not rates.contention  # GPipe has no pattern: simulate all of it
     length = m
     if repeats and m > pp + 2 * STEADY_MICROBATCHES + round_size:
         # 1F1B repeats its pattern after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
@@ -192,8 +192,8 @@ def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tupl
 def _in_flight(layout: Layout, rates: Rates) -> str:
     """Return how many messages a rank may have in flight: "many", "one", or "waiting" (one, and compute waits for it).
 
-    Compute waits if it contains collectives, because a message and a collective cannot be in flight together. It also
-    waits on a CPU, which executes both.
+    Compute waits if it contains collectives, because a message and a collective cannot be in flight together. Compute
+    also waits on a CPU, which executes the message and the compute.
     """
     if not rates.one_in_flight or rates.blocking_messages or layout.pp == 1:
         return "many"

@@ -18,7 +18,7 @@ from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
-START_S = 600.0  # from a job's start to its first step: environment, imports, rendezvous, weights (assumed)
+START_S = 600.0  # time from a job's start to its first step (assumed): environment, imports, rendezvous, weights
 # Measured step time / simulated step time for which walltimes are requested. For 175B on Frontier ORNL measured 48
 # tokens/s per GCD, and the planner predicts 63, which is 1.3 times more.
 MARGIN = 1.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# effects that may be part of the published efficiencies but not of the predicted ones
+# effects that may lower the published efficiencies, but are not part of the prediction
 LEFT_OUT = (
     "the price leaves out contention with other jobs, the variation of devices (only mi250.yaml has speed_variation), "
     "and the paper's smallest point, which it does not state"

@@ -72,7 +72,7 @@ def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
 
 
 def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
-    """Return the problems that the user's fixed values cause: a run without these values does not have them.
+    """Return the problems that the user's fixed values cause. A run without these values does not have these problems.
 
     The list is empty if the values are legal but outside of the bounds of the search.
     """

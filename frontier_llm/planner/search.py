@@ -1,7 +1,8 @@
 """Search for the parallel layouts with the shortest training step.
 
 The search enumerates the legal layouts and drops those that exceed the device's memory. It computes the step time of
-the others in closed form. The fastest of them are the finalists. Their pipelines are simulated action by action.
+the remaining layouts in closed form. The layouts with the shortest times are the finalists. Their pipelines are
+simulated action by action.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Plan:
     layout: Layout
     stages: tuple[StageSpec, ...]
     simulated: SimulatedStep
-    memory: tuple[dict[str, float], ...]  # for each pipeline rank: purpose → bytes
+    memory: tuple[dict[str, float], ...]  # one mapping per pipeline rank: purpose → bytes
     limit_bytes: float
     closed_form_s: float
     binding: str = ""

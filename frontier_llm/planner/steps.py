@@ -53,7 +53,7 @@ class Steps:
     """The measured run, and all changes that lead from its step time to the prediction."""
 
     run: BestRun
-    measured_s: float  # step time at the run's TFLOP/s, for this model, batch and number of devices
+    measured_s: float  # step time if this model and batch ran on these devices with the run's TFLOP/s
     steps: tuple[Step, ...]
 
     @property
@@ -84,7 +84,9 @@ class Steps:
 
 
 def steps_of(outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
-    """Return the changes that lead to the chosen plan, or None without a published run of this size on such devices.
+    """Return the changes that lead from a published run to the chosen plan.
+
+    None if no published run has this size and these devices.
 
     Also returns None if the machine file of the published run is not part of the package.
     """

@@ -33,8 +33,8 @@ ESTIMATED = "estimated"
 # A prediction counts as known if at least this share of its step time depends only on constants that were measured or
 # fitted on the machine with the stack.
 KNOWN_SHARE = 0.8
-CALIBRATED = "frontier-llm calibrate"  # begins the source of numbers that this command measured with this package
-FITTED = "fitted on"  # begins the source of a constant that was fitted to measured steps
+CALIBRATED = "frontier-llm calibrate"  # first words of the `source` of numbers that this command measured
+FITTED = "fitted on"  # first words of the `source` of a constant that was fitted to measured steps
 
 # Basis of a prediction → half width of its band: nine of ten measured steps lie within a factor 1 + half width of the
 # predicted step. The first two were determined from published runs with a stated layout to which no constant was fitted

@@ -107,7 +107,7 @@ def fault(path: Path) -> Problem | None:
 
 
 def _shard_fault(path: Path, sizes: dict[str, object]) -> Problem | None:
-    """Return the first shard that is missing or has another size. None if all are complete."""
+    """Return the first shard that is missing or has another size. None if all shards are complete."""
     # one scan of the folder instead of one stat per name: a parallel file system prefetches file attributes in a scan
     missing = dict(sizes)
     try:

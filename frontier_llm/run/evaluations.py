@@ -19,8 +19,8 @@ class Evaluated:
     """Result of one checkpoint."""
 
     step: int
-    losses: dict[str, float]  # by dataset
-    accuracies: dict[str, float]  # by task
+    losses: dict[str, float]  # key: name of the dataset
+    accuracies: dict[str, float]  # key: name of the task
 
 
 def result_path(results: Path, step: int) -> Path:

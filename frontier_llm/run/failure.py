@@ -75,10 +75,10 @@ class Failure:
     host: str = ""  # host of that rank; '' = unknown
     step: int | None = None  # None: training had not begun, or the step is unknown
     section: str = ""  # part of the program: train, evaluate, save …
-    host_suspect: bool = False  # the host may have caused the failure; after two such failures the run avoids it
+    host_suspect: bool = False  # the host may have caused the failure; after two such failures the run avoids the host
     message: tuple[str, ...] = ()  # the rank's traceback or last lines of output
-    suspects: tuple[Suspect, ...] = ()  # only for wrong results
-    excluded_hosts: tuple[str, ...] = ()  # the run no longer uses them because of this failure
+    suspects: tuple[Suspect, ...] = ()  # set only if results were wrong
+    excluded_hosts: tuple[str, ...] = ()  # hosts that the run no longer uses because of this failure
     unix_s: float = field(default_factory=time.time)
 
     def describe(self) -> str:

@@ -91,7 +91,7 @@ def start_after(folder: Path, newest: int, counted: int = 0) -> int:
 
     `newest` is the highest number that has a lock file in `folder`.
 
-    Raises FrontierError if a file claims the last number, because no later start could get a higher one.
+    Raises FrontierError if a file has the number LAST_START, because no later start could get a higher number.
     """
     if newest >= LAST_START:
         what = f"records start {newest} of the run, and start numbers end at {LAST_START}"
@@ -124,7 +124,7 @@ def take(run_dir: Path, job_id: str, host: str) -> int:
 
     Rank 0 of the start takes the checkpoint lock with this number. The lock keeps ranks of older starts from writing.
     """
-    # starts without a supervisor are counted only in this folder
+    # This folder also counts starts without a supervisor. incarnation.json does not.
     folder = run_dir / LOCKS
     newest = max(incarnations(folder), default=0)
     number = start_after(folder, newest, last_start(run_dir).get("incarnation", 0) + 1)
@@ -156,7 +156,7 @@ def last_start(run_dir: Path) -> dict[str, Any]:
 
 
 def jobs(run_dir: Path) -> list[str]:
-    """Return the ids of the job that started last and of the job that was queued last. Missing ones are left out."""
+    """Return the ids of the job that started last and of the job that was queued last. Missing ids are left out."""
     ids = (str(last_start(run_dir).get("job_id", "")), queued_job(run_dir))
     return list(dict.fromkeys(filter(None, ids)))
 
@@ -268,7 +268,7 @@ def _refuse_reserved(run_dir: Path, path: Path) -> None:
     try:
         silent_s = silence_s(path)
     except FileNotFoundError:
-        return  # the other process has released the reservation in between
+        return  # the other process has just released the reservation
     holder = read_holder(path)
     if holder is None:
         alive = silent_s <= STALE_AFTER_S  # the other process may not have written the file yet

@@ -44,7 +44,8 @@ class Job:
     notice_command: tuple[str, ...] = ()  # program and arguments; run at events (cluster/notices.py).
     webhook_file: str = ""  # file of mode 0600 that holds the address of a webhook; '': none.
     forced: tuple[str, ...] = ()  # sections of the certificate that passed `submit` without a check.
-    # overrides of each plan: the run's own layout, and a roomier one for a run that is out of memory; () without one
+    # Overrides of each plan: the run's own layout, and a layout with lower memory need for a run that is out of memory.
+    # () if there is no such layout.
     plans: tuple[tuple[str, ...], ...] = ()
 
     @property

@@ -1,6 +1,6 @@
 """Creates and reads the secret with which the ranks of a job authenticate each other.
 
-Also makes the job's private folder on each node.
+The module also makes the job's private folder on each node.
 
 This project's launchers pass the secret in FRONTIER_LLM_SECRET, because only the same user can read a process's
 environment. With other launchers (torchrun, mpirun, a bare srun) rank 0 writes it into the run directory, in a file

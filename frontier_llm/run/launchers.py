@@ -85,7 +85,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
     local = read.integer("LOCAL_RANK")
     local_world = read.integer("LOCAL_WORLD_SIZE", default=world)
     port = read.integer("MASTER_PORT")
-    # torchrun's own store listens on MASTER_PORT. So the ranks need another port, and a new one after each restart.
+    # torchrun's own store listens on MASTER_PORT. So the ranks need another port, and a new port after each restart.
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = FIRST_PORT + (port + read.integer("TORCHELASTIC_RESTART_COUNT", default=0)) % PORT_COUNT
     if "MASTER_ADDR" not in env:

@@ -42,7 +42,7 @@ def hold(folder: Path) -> None:
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Remove the folders of this user below `root` whose processes are gone. Return the removed folders.
+    """Remove the folders of this user below `root` whose processes have ended. Return the removed folders.
 
     A folder that cannot be removed is left.
     """
@@ -84,7 +84,7 @@ def _remove_if_stale(folder: Path) -> bool:
 def temporary_folder() -> Iterator[Path]:
     """Create a folder in the temporary directory and remove it after the body.
 
-    If this process is killed, a later one removes the folder.
+    If this process is killed, a later process removes the folder.
     """
     root = Path(tempfile.gettempdir())
     remove_stale(root)

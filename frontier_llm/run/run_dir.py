@@ -5,7 +5,7 @@
   an older checkpoint). Lines of starts and rewinds contain the layout.
 * `attempts.jsonl`: one line per start of the ranks: nodes, steps and how the start ended.
 * `incarnation.json`: the newest start and its job (`holder.py`).
-* `bad_nodes.json`: hosts that failed. The next submission excludes them. They are used only if no other is left.
+* `bad_nodes.json`: hosts that failed. The next submission excludes them. They are used only if no other host is left.
 * `successor`: id of the job that was queued last.
 * `untrusted_nodes.json`: hosts that computed wrong results or differed from the others at a start. They are never used
   again until the file is deleted.
@@ -130,7 +130,7 @@ def refuse_moved(run_dir: Path, before: tuple[int, int]) -> None:
 def share_with_group(run_dir: Path) -> bool:
     """Let the group write the files that this process and its children make, if it may write the run directory.
 
-    Another member of the group can then continue the run. Returns whether the run directory is shared in this way.
+    Another member of the group can then continue the run. Returns whether the group may write the run directory.
     """
     try:
         is_shared = bool(run_dir.stat().st_mode & stat.S_IWGRP)

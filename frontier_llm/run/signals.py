@@ -1,8 +1,9 @@
 """Receives signals even while a rank is blocked inside a collective.
 
 A Python signal handler runs between byte codes of the main thread. A rank that waits in gloo for a dead peer does not
-run it (measured: 6.0 s late, when the collective returned). However, CPython's C handler writes the signal's number to
-the wakeup descriptor at once. A thread reads it here and sets a flag. The training loop checks the flag between steps.
+run the handler in time (measured: 6.0 s late, when the collective returned). However, CPython's C handler writes the
+signal's number to the wakeup descriptor at once. A thread reads it here and sets a flag. The training loop checks the
+flag between steps.
 
 Before the handlers exist, which takes at least 0.5 s after the start, a signal would kill the process. Therefore the
 process that starts ranks blocks these signals (`held`). The signals stay pending in the kernel, also across exec,
@@ -40,7 +41,7 @@ def heeded() -> list[signal.Signals]:
 def held(numbers: Collection[signal.Signals] = HELD) -> Iterator[None]:
     """Block these signals in the `with` body and in processes that the body starts. Main thread only.
 
-    They stay pending until a SignalWatcher is entered.
+    Blocked signals stay pending until a SignalWatcher is entered.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

@@ -69,7 +69,9 @@ def write_uploads(run_dir: Path, record: UploadRecord) -> None:
 
 
 def uploads_to(run_dir: Path, url: str) -> UploadRecord:
-    """Return the record for copies at `url`. It is created if it is missing, and begun anew for another URL.
+    """Return the record for copies at `url`.
+
+    A missing record is created. The record of another URL is replaced by a new record.
 
     Raises DamagedRecord or OSError.
     """

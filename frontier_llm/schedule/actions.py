@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ranks that hold the embedding and the head. Only one rank if it holds both."""
+        """The ranks that hold the embedding and the head. The tuple has one rank if that rank holds both."""
         return tuple(dict.fromkeys((self.rank_of[0], self.rank_of[-1])))
 
     def positions_of(self, rank: int) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ def is_pair(first: Action, second: Action) -> bool:
 
 
 def units(actions: Sequence[Action], pairs: bool) -> Iterator[tuple[Action, ...]]:
-    """Yield the actions as tuples of one. With `pairs`, the two actions of a pair are one tuple."""
+    """Yield each action as a tuple of one action. With `pairs`, the two actions of a pair are one tuple."""
     if not pairs:
         yield from zip(actions)
         return

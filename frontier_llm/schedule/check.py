@@ -19,7 +19,7 @@ def check(schedule: Schedule, rank: int) -> None:
     the compute action that needs it. An evaluation (`forward_only`) has forwards only. A pair has two different
     microbatches.
 
-    Deadlocks between ranks are not checked here: `with_messages` excludes them.
+    Deadlocks between ranks are not checked here: the order of messages that `with_messages` computes excludes them.
     """
     if len(schedule.actions) != schedule.stages:
         raise ScheduleError(f"{len(schedule.actions)} lists of actions for {schedule.stages} stages")

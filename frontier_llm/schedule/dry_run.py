@@ -151,7 +151,7 @@ class _Ranks:
         return self.lists[rank][first].what
 
     def advance(self, rank: int) -> set[int]:
-        """Execute one rank's list until it waits. Returns the ranks that may continue because of this."""
+        """Execute one rank's list until the rank waits. Returns the ranks that may now continue."""
         freed: set[int] = set()
         listed = self.lists[rank]
         while self.place[rank] < len(listed):
@@ -165,8 +165,8 @@ class _Ranks:
         return freed
 
     def end(self, rank: int, stream: str) -> set[int]:
-        """End the communications that are first in this stream on all their ranks. Returns the ranks that may
-        continue.
+        """End each communication that is the first unfinished one of this stream on all its ranks. Returns the ranks
+        that may now continue.
         """
         freed: set[int] = set()
         ranks = [rank]

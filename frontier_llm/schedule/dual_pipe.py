@@ -48,7 +48,10 @@ class _Rank:
         self._add(Kind.FORWARD, way)
 
     def backward(self, way: int, split: bool = False) -> None:
-        """Append a backward. With `split`, append only its input gradient; `weights` appends the rest later."""
+        """Append a backward.
+
+        With `split`, append only its input gradient; `weights` appends its weight gradient later.
+        """
         self._add(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, way)
         if split:
             self._late.append(self.order[-1]._replace(kind=Kind.BACKWARD_WEIGHT))

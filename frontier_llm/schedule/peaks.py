@@ -10,7 +10,7 @@ import numpy as np
 from frontier_llm.schedule.actions import Action, Kind, Placement
 from frontier_llm.schedule.registry import Formula, Number, ScheduleRule, rule
 
-# Peaks are counted for at most this many microbatches per stage if more do not change them.
+# Peaks are counted with at most this many microbatches per stage, if further microbatches do not change the peaks.
 STEADY_ROUNDS = 4
 
 Order = Callable[[Placement, int, int], list[Action]]  # as in ScheduleRule

@@ -19,7 +19,7 @@ from frontier_llm.errors import LayoutError, Problem, nearest, suggest
 from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Placement, Schedule, round_robin
 from frontier_llm.schedule.order import with_messages
 
-Number = Any  # int, or a numpy array of ints: many layouts at once
+Number = Any  # int, or a numpy array with one int for each of many layouts
 _COMPUTE_ACTIONS = "return a list of Action(kind, microbatch, position) with compute kinds (docs/extending.md)"
 Formula = Callable[[Number, Number, Number, Number], Number]  # of (stages, microbatches, chunks, stage)
 

@@ -78,7 +78,10 @@ def simulate_one_in_flight(schedule: Schedule, duration: Duration, send_s: Trans
 
 
 class _Meeting:
-    """Messages of one kind between neighbouring positions. A message begins when both its ranks have reached it."""
+    """Messages of one kind between neighbouring positions.
+
+    A message begins when its sender and its receiver have reached it.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -95,8 +98,8 @@ class _OneInFlight:
         self.waits = waits
         placement = schedule.placement
         seconds = send_s if callable(send_s) else lambda source, target: send_s
-        # for a send or receive: the meeting of its message; for a compute action: the meeting of the message that it
-        # needs
+        # For a send or receive this is the meeting of its message. For a compute action it is the meeting of the
+        # message that the action needs.
         self.meetings: dict[tuple[Kind, int], _Meeting | None] = {}
         for kind, (position, rank) in product((Kind.FORWARD, Kind.BACKWARD), enumerate(placement.rank_of)):
             if send := placement.sent_by(kind, position):
@@ -122,7 +125,10 @@ class _OneInFlight:
         return self.start_s, self.end_s
 
     def _advance(self, rank: int, runnable: set[int]) -> None:
-        """Advance one rank until a message whose other rank has not reached it. Mark ranks that can continue."""
+        """Advance one rank until it reaches a message that the other rank of the message has not reached.
+
+        Mark ranks that can continue.
+        """
         actions = self.orders[rank]
         meetings = self.meetings
         place = self.place[rank]
@@ -192,7 +198,7 @@ class _Stream:
 class _Wire(NamedTuple):
     """Input and output of the compute actions of one kind and position: microbatch → arrival time of the data."""
 
-    arrivals_s: dict[int, float] | None  # of the input; None: the actions need no input
+    arrivals_s: dict[int, float] | None  # arrival of the input; None: the actions need no input
     handed_s: dict[int, float]  # arrival of the output at the neighbouring position
     stream: _Stream | None  # None: the neighbouring position is on the same rank, or there is none
 

@@ -44,8 +44,8 @@ class Pattern:
     """Time unit of each position's three passes for microbatch 0. Microbatch i runs PERIOD · i units later."""
 
     forward: tuple[int, ...]  # by position
-    backward: tuple[int, ...]  # input gradient, by position
-    weight: tuple[int, ...]  # weight gradient, by position
+    backward: tuple[int, ...]  # time of the input gradient, by position
+    weight: tuple[int, ...]  # time of the weight gradient, by position
 
     @cached_property
     def lifetimes(self) -> tuple[int, ...]:
@@ -91,7 +91,8 @@ def pattern_of(stages: int, choices: tuple[Distances, ...]) -> Pattern:
 
 
 def _with_gaps(stages: int, distances: Distances, gaps: tuple[int, int, int]) -> Pattern | None:
-    """Return the block with these gaps at the turn of F, at the loss, and at the turn of I.
+    """Return the block with these gaps: where F turns at the last rank, at the loss, and where I turns at the last
+    rank.
 
     None if two passes of a rank use the same unit.
     """
@@ -177,8 +178,8 @@ def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tu
     """Return the orders of all ranks, with weight gradients moved to units of time in which the rank would be idle.
 
     The orders are simulated in units of time. A weight gradient runs at its place in the given order, or earlier if
-    nothing else can run. After a rank's last forward, its memory can only decrease. From then on input gradients run as
-    soon as they can, because other ranks wait for them.
+    nothing else can run. After a rank's last forward, its memory can only decrease. After that forward, input gradients
+    run as early as possible, because other ranks wait for them.
     """
     ranks = [_Rank(order) for order in orders]
     ended: dict[tuple[bool, int, int], int] = {}  # (forward?, microbatch, position) → unit
@@ -255,8 +256,8 @@ class _Rank:
 def _interleaved_zero_bubble(placement: Placement, microbatches: int, rank: int) -> Order:
     """Return the order of interleaved 1F1B with a split backward.
 
-    The first rank has the most activations in flight. On the other ranks W is delayed, so that they have this number in
-    flight too.
+    The first rank has the most activations in flight. On all other ranks W is delayed, so that these ranks have the
+    same number of activations in flight.
     """
     return list(_interleaved_orders(placement, microbatches)[rank])
 

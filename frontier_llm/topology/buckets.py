@@ -19,7 +19,7 @@ from frontier_llm.topology.shards import BUCKET_ALIGNMENT
 T = TypeVar("T")
 
 # Largest padding of a bucket in which each tensor lies in a single slice, relative to a bucket without gaps. It applies
-# to optimizers that can gather tensors (Muon). With more padding, slices cut the tensors instead, and the update
+# to optimizers that can gather tensors (Muon). If more padding were needed, the slices cut the tensors, and the update
 # gathers them. Padding costs memory and reduction time for weights and gradients. Gathering costs one more transfer of
 # the tensors in 16 bits.
 MOST_PADDING = 1 / 8
@@ -123,7 +123,10 @@ def _apart(members: list[T], room: Callable[[T], int], owners: int, parts: int) 
 
 
 def packed(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yield groups of consecutive items of at most `limit` in total. An item larger than `limit` is a group alone."""
+    """Yield groups of consecutive items of at most `limit` in total.
+
+    An item larger than `limit` forms a group of its own.
+    """
     group: list[T] = []
     held = 0
     for item in items:

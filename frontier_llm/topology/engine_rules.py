@@ -15,7 +15,7 @@ def in_flight(config: RunConfig, architecture: str | None = None) -> str:
     """Return 'one' or 'many': how many communications a rank may have in flight at a time.
 
     With `comm.in_flight=auto` the machine file and the device decide (`Machine.in_flight_on`). `architecture` is the
-    architecture of this rank's GPU. None means the one in the machine file.
+    architecture of this rank's GPU. None means the architecture in the machine file.
     """
     chosen = config.comm.in_flight
     if chosen != "auto":
@@ -28,8 +28,9 @@ def in_flight_problem(config: RunConfig, architecture: str | None = None) -> Pro
     """Return a Problem if only one communication may be in flight, but the run's engine would have several.
 
     FSDP communicates during forward and backward. Over one axis it has one communicator, whose collectives run one
-    after the other in an order that is equal on all ranks. It can therefore run alone. The collectives of a second
-    communicator (tensor, context or expert parallelism, or the copies of HSDP) would overlap with it.
+    after the other in an order that is equal on all ranks. FSDP is therefore allowed if there is no other communicator.
+    The collectives of a second communicator (tensor, context or expert parallelism, or the copies of HSDP) would
+    overlap with it.
 
     DeepSpeed's ZeRO-1 communicates only after the last backward. It takes its turn with this package's communication
     (`comm.end_communication`), so every layout is allowed.

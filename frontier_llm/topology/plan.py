@@ -72,7 +72,7 @@ class ParallelPlan:
     grid: Grid
     placement: Placement  # which pipeline rank holds which virtual stage
     schedule: str
-    microbatches: int  # of one data-parallel replica in one step
+    microbatches: int  # microbatches per data-parallel replica and step
     stages: tuple[StageSpec, ...]  # by position in the model
     sequence_parallel: bool
     zero: int
@@ -113,7 +113,7 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
     The list is empty if the layout is legal.
     """
     problems = layout_problems(config, world_size)
-    if not problems and not config.train.phases:  # only a legal layout has streams to count
+    if not problems and not config.train.phases:  # streams can be counted only for a legal layout
         plan = plan_as_given(config, world_size)
         problem = queue_problem(config, plan.grid, plan.placement)
         problems += [problem] if problem else []

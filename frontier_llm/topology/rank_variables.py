@@ -39,7 +39,10 @@ def environment_name(machine: str) -> str:
 
 
 def shards_weights(config: RunConfig) -> bool:
-    """Return True if the run gathers sharded weights during compute (FSDP). One hardware queue would delay them."""
+    """Return True if the run gathers sharded weights during compute (FSDP).
+
+    If compute and these gathers shared one hardware queue, the gathers would be late.
+    """
     return config.parallel.data_mode == "fsdp"
 
 

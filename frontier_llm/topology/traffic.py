@@ -204,7 +204,7 @@ def axis_of(replicas: str, plan: ParallelPlan) -> str:
 def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: int, traffic: Traffic) -> None:
     """Add the gathers of an update of whole tensors whose slices are on several ranks.
 
-    Also adds its matrices' collectives over tp (for experts: etp) and the sums of statistics.
+    Add also the collectives over tp (for experts: etp) of the owner's matrices, and the sums of statistics.
     """
     rule = optimizer_rule(config.optimizer.name)
     for bucket in buckets(config, plan, pp_rank):
@@ -249,8 +249,8 @@ def _statistics_traffic(
 def _matrix_traffic(
     config: RunConfig, plan: ParallelPlan, axis: str, held: Iterable[Parameter], traffic: Traffic
 ) -> None:
-    """Add the collectives of an owner's matrices. Matrices split along their short side are gathered. For the others
-    norms and Gram matrices are summed.
+    """Add the collectives of an owner's matrices. Matrices split along their short side are gathered. For all other
+    matrices the norms and Gram matrices are summed.
     """
     tp = plan.grid.degree(axis)
     ep = plan.grid.degree("ep") if axis == "etp" else 1

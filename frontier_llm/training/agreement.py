@@ -90,11 +90,11 @@ def raise_failure(failure: Failure) -> NoReturn:
 
 
 def judge(reports: Sequence[RankReport]) -> Failure | None:
-    """Compare the reports of all ranks, in rank order. Returns None if they are alike and without errors.
+    """Compare the reports of all ranks, in rank order. Returns None if all reports have equal facts and no error.
 
-    The expected facts are the facts of most hosts. Only hosts whose ranks all report the same are counted. In a tie,
-    the facts of the lower rank are expected. If fewer than half of the hosts differ, the failure is a fault of these
-    nodes, and `excluded_hosts` names them. Otherwise the failure is a refusal.
+    The expected facts are the facts of most hosts. Only hosts whose ranks all report the same facts are counted. In a
+    tie, the facts of the lower rank are expected. If fewer than half of the hosts differ, the failure is a fault of
+    these nodes, and `excluded_hosts` names them. Otherwise the failure is a refusal.
     """
     by_host: dict[str, list[RankReport]] = {}
     for report in reports:

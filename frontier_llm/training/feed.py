@@ -59,7 +59,7 @@ class Feed:
         self._device = device
         self._reads = is_end or source.reset_at_documents
         self._drops = drops
-        # Called with a microbatch's index before it is read, and with None afterwards.
+        # Function that is called with the index of a microbatch before the microbatch is read, and with None after it.
         self.on_read: Callable[[int | None], object] = lambda index: None
 
     def step(self, step: int) -> Callable[[int], Microbatch]:

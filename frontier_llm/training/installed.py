@@ -98,8 +98,8 @@ def kernel_facts(architecture: str) -> KernelFacts:
 def provider_facts() -> dict[str, str]:
     """Return, for each op back-end, the reason that this interpreter cannot use it, or ''. Requires torch.
 
-    Triton's back-end can only be checked on a GPU. Login nodes have no GPU, so `kernel_facts` examines the code objects
-    of this back-end instead.
+    Triton's back-end can only be checked on a GPU. Login nodes have no GPU. There `kernel_facts` examines the code
+    objects of Triton's back-end.
     """
     from frontier_llm.ops.providers import PROVIDERS
 

@@ -92,7 +92,7 @@ def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -
         batches = open_batches(phases_of(config)[0].config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, plan, mesh, device, batches, draws)
         yield state
-        state.optimizer.wait_for_gather()  # if this rank exits during an all-gather, the other ranks fail
+        state.optimizer.wait_for_gather()  # if this rank exited during an all-gather, the other ranks would fail
 
 
 class _Job:

@@ -67,7 +67,9 @@ def train(
     resume: Resume = AS_BEFORE,
     predict: StageBytes | None = None,
 ) -> int:
-    """Train this rank's part of the run to its end. `predict` gives the memory beside which the measured one is logged.
+    """Train this rank's part of the run to its end.
+
+    `predict` returns the predicted memory, which is logged beside the measured memory.
 
     Returns 0 after the last step, and EXIT_INTERRUPTED if a signal or STOP ended the run after a save.
     The caller must enter the context of `signals` as early as possible, so that a signal during the start is handled.
@@ -117,7 +119,7 @@ class _Session:
         world = state.mesh.world
         self.is_first = world.rank == 0
         self.tasks = open_tasks(config)
-        self.metrics: Metrics | None = None  # only on rank 0
+        self.metrics: Metrics | None = None  # None on all ranks except rank 0
         self.datasets = run_datasets(config, state)
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
@@ -242,7 +244,7 @@ class _Session:
                         self._finish_save()
                 self.retries.end(tight, self.run_dir)
             evaluates = is_last or _due(state.current_step, train.eval_interval, train.steps)
-            if evaluates and not self._evaluate():  # before the save, which records the best evaluation
+            if evaluates and not self._evaluate():  # evaluate before the save, which records the best loss
                 return False
             if requests.save or _due(state.current_step, train.save_interval, train.steps):
                 self._begin_save()
@@ -257,7 +259,7 @@ class _Session:
         return phase_at(self.state.phases, self.state.current_step)
 
     def _follow_phase(self) -> None:
-        """If the next step belongs to another phase than the current one, enter that phase."""
+        """If the next step belongs to another phase than the current phase, enter that phase."""
         phase = self._next_phase()
         if self.state.config is not phase.config:
             self._announce(phase)
@@ -326,7 +328,7 @@ class _Session:
             restore(self.state, back)
             self._count_durations()
             phase = self._next_phase()
-            # Also leave out again the samples that earlier rewinds have left out after the loaded checkpoint.
+            # Leave out again the samples of earlier rewinds that the loaded checkpoint does not record.
             samples = earlier - self.state.position.samples_left_out
             samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
             if self.metrics is not None:
@@ -363,7 +365,7 @@ class _Session:
         return True
 
     def _keep_if_best(self, losses: Mapping[str, float]) -> None:
-        """Save this step at once if its held-out loss is the lowest so far. The file BEST then names it."""
+        """Save this step if its held-out loss is the lowest so far, and write the checkpoint's name to BEST."""
         state = self.state
         name = self.config.train.keep_best
         loss = losses.get("loss" if name == "validation" else name or "")
@@ -417,7 +419,7 @@ class _Session:
 def _local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:
     """Run forward and backward of the current step over `feed`. Returns this rank's unsummed gradients by parameter.
 
-    Changes only the gradient buffers. Only the native engine supports it.
+    Changes only the gradient buffers. Only the native engine supports this function.
     """
     sync = state.sync
     assert isinstance(sync, GradientSync)

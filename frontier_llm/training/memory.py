@@ -80,7 +80,7 @@ class MemoryCheck:
 def rank_bytes(device: torch.device) -> list[int]:
     """Return the bytes of this rank: used, allocated by tensors (peak), reserved by torch's allocator (peak).
 
-    On a CPU only the used bytes are known, and the others are 0.
+    On a CPU only the used bytes are known, and the two other values are 0.
     """
     if device.type != "cuda":
         return [peak_resident_bytes(), 0, 0]

@@ -210,7 +210,7 @@ def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 
 def metrics_of(config: RunConfig, state: TrainState, incarnation: int, observers: Sequence[Observer]) -> Metrics:
-    """Return a `Metrics` that continues at the state's current step. It measures time from this call on."""
+    """Return a `Metrics` that continues at the state's current step. Its clock starts with this call."""
     clock = PhaseClock(state.mesh.ledger)
     clock.attach(state)
     return Metrics(config, state.mesh.world.size, clock, incarnation, state.current_step, observers)

@@ -23,7 +23,7 @@ from frontier_llm.training.guard.provenance import provenance
 class Resume:
     """The user's options for resuming a run."""
 
-    strict: bool = False  # If the newest checkpoint is damaged, stop instead of loading an older one.
+    strict: bool = False  # If the newest checkpoint is damaged, stop instead of loading an older checkpoint.
     # Configuration keys that the user allows to change, although this may change the mathematics.
     allow_changes: tuple[str, ...] = ()
     leave_out: int = 0  # samples to skip from the position at which the run continues

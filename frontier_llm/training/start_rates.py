@@ -92,7 +92,7 @@ def check_rates(
     began_s = time.monotonic()
     times = _measure(place, mesh, device)
     slow = slow_nodes(times)
-    if slow:  # all ranks have the same times, so all of them measure again
+    if slow:  # all ranks have the same times, so every rank enters this branch
         again = slow_nodes(_measure(place, mesh, device))
         slow = {host: node for host, node in again.items() if host in slow}
     log.info(f"rates of {plural(len({one.host for one in times}), 'node')} in {time.monotonic() - began_s:.1f} s")
@@ -114,7 +114,7 @@ def _is_wanted(guard: GuardConfig, nodes: int) -> bool:
 def judge_rates(slow: Mapping[str, SlowNode], hosts: set[str]) -> Failure | None:
     """Return the failure that names the slow nodes. None if there are none.
 
-    If they are half of all hosts or more, the median is no reference, and only a warning is logged.
+    If half of all hosts or more are slow, the median is no reference, and only a warning is logged.
     """
     if not slow:
         return None
@@ -205,7 +205,8 @@ def _network_s(place: RankEnv, mesh: Mesh, device: torch.device, work: Work) -> 
     """Return the times of the ring inside this rank's node, and of the exchange with the neighbouring nodes.
 
     A node exchanges messages with the node before it and with the node after it, one after the other, and the shorter
-    time counts. A node with a slow network is slow in both, and each of its neighbours in one only.
+    time counts. A node with a slow network is slow in both exchanges, and each of its neighbours is slow in only one
+    exchange.
     """
     ranks_per_node = place.local_world_size
     rank = mesh.world.rank

@@ -48,7 +48,7 @@ class StepSums:
     """Losses, gradient norm, requests and expert load of a step, summed over all ranks. Equal on every rank."""
 
     loss: float  # mean over the global batch, nats per token
-    further_losses: Mapping[str, float]  # by name, before multiplication by their weights
+    further_losses: Mapping[str, float]  # name → loss, not yet multiplied by its weight
     squared_norm: float  # squared norm of the gradient, times the squared loss scale
     requests: Requests  # requests that any rank received
     # rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load): the sum on the device, and

@@ -120,7 +120,7 @@ def evaluate_tasks(
 ) -> dict[str, Mapping[str, float]]:
     """Return and log the accuracies of all tasks, by kind of accuracy and task. Collective over the world.
 
-    `interrupted()` is called after each global batch. If it returns True, the result is empty.
+    `interrupted()` is called after each global batch. If `interrupted()` returns True, the result is empty.
     """
     scores = log_likelihoods(state, [pair for task in tasks for pair in task.pairs], interrupted)
     if scores is None:

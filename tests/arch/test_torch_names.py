@@ -105,7 +105,7 @@ def new_members() -> dict[str, str]:
     """Map attribute to class, for members of the installed torch that no class or module of 2.10 has."""
     old = set().union(*MODULES.values(), *CLASSES.values())
     found: dict[str, str] = {}
-    for name in sorted(CLASSES, key=len, reverse=True):  # base classes have shorter names and come last
+    for name in sorted(CLASSES, key=len, reverse=True):  # base classes come last: their names are shorter
         module, _, attribute = name.rpartition(".")
         try:
             value = getattr(importlib.import_module(module), attribute)

@@ -302,7 +302,7 @@ def test_a_run_directory_that_is_a_link_is_found(runs: Path) -> None:
 def test_the_newest_complete_checkpoint_does_not_depend_on_latest(runs: Path) -> None:
     checkpoints = runs / "b" / "checkpoints"
     shutil.copytree(runs / "b" / NEWEST, checkpoints / "step_00000040")
-    assert newest_complete(checkpoints) == 30  # the copied manifest is for step 30
+    assert newest_complete(checkpoints) == 30  # the copy in step_00000040 has the manifest of step 30
     (checkpoints / "LATEST").write_text("step_00000099\n")
     assert newest_complete(checkpoints) == 30 and run_dir.latest_step(runs / "b") == 30
     shutil.rmtree(runs / "b" / NEWEST)

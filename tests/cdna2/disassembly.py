@@ -46,7 +46,7 @@ class Descriptor:
     vector_registers: int  # ordinary and accumulation registers together
     accumulation_offset: int  # index of the first accumulation register
     kernarg_register: int  # first of two scalar registers with the arguments' address
-    group_id_registers: tuple[int, ...]  # for the x, y, z of the workgroup, if the kernel uses them
+    group_id_registers: tuple[int, ...]  # registers of the workgroup's x, y and z, if the kernel uses them
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ class InFlight:
         for register in touched & self.registers.keys():
             for counter, issue in self.registers[register].items():
                 if by and register in by.loads and by.counter == counter and not by.scalar:
-                    continue  # two loads with the same counter arrive in their order
+                    continue  # loads with the same counter arrive in the order of issue
                 early = issue[waves.chosen] > self._ended[counter][waves.chosen]
                 if early.any():
                     name = f"{'v' if register[0] else 's'}{register[1]}"

@@ -10,7 +10,7 @@ from .fault import Violation
 from .global_memory import window
 from .state import LANES, Array, Waves
 
-_BANKS: Final = 32  # of 4 bytes; in a cycle a bank delivers one word, to all lanes that read it
+_BANKS: Final = 32  # number of banks of 4 bytes; a bank delivers one word per cycle, to all lanes that read it
 _LANES: Final[Array] = np.arange(LANES)
 # Groups of lanes that are served at once. For reads of 16 bytes, lanes 0 to 3 are grouped with 20 to 23, 4 to 7 with 16
 # to 19, and so on. All other accesses group neighbouring lanes.

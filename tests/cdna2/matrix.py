@@ -27,9 +27,9 @@ _KINDS: Final[dict[str, tuple[int, type[np.float16] | None]]] = {
 def layout(size: int) -> tuple[Array, Array]:
     """Return the row and the column of the result in each [register, lane].
 
-    The column is the lane number modulo the size. Rows are in groups of four. The parts of the wave with the same
-    columns hold these groups in turn. A's row and B's column are also the lane number modulo the size, and each part of
-    the wave has four values of K.
+    The column is the lane number modulo `size`. Each run of `size` lanes is a part of the wave and holds all columns.
+    Rows are in groups of four consecutive rows, and the parts of the wave take the groups one after the other. A's row
+    and B's column are also the lane number modulo `size`, and each part of the wave has four values of K.
     """
     lane = np.arange(LANES)[None, :]
     register = np.arange(size * size // LANES)[:, None]

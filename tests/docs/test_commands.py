@@ -25,7 +25,7 @@ RUNNABLE = sorted(
     {fence.page for fence in FENCES if fence.language == "bash"}, key=lambda page: (page != "docs/tutorial.md", page)
 )
 TO_PARSE = [fence for fence in FENCES if fence.language == "console"]
-SYNOPSIS = re.compile(r"[\[\]…|·]|\b[A-Z][A-Z_]+\b(?!=)")  # stands for several commands
+SYNOPSIS = re.compile(r"[\[\]…|·]|\b[A-Z][A-Z_]+\b(?!=)")  # matches a synopsis, which stands for several commands
 
 
 def test_every_fence_says_what_it_is() -> None:

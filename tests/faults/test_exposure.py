@@ -28,7 +28,7 @@ def listening(pids: list[int]) -> list[tuple[str, int]]:
             try:
                 sockets |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
             except OSError:
-                continue  # closed in the meantime
+                continue  # the file has been closed since the listing
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

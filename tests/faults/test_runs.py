@@ -103,7 +103,7 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     process.communicate(timeout=30)
     assert run.failure()["rank"] == victim
     stacks = (run.run_dir / "logs" / f"stacks_rank_{1 - victim:05}.txt").read_text()
-    # in a step, or in the agreement of all ranks after it
+    # The other rank was in a step, or in the agreement of all ranks after the step.
     assert "in _train_until_end" in stacks and not any(map(alive, pids))
     record = json.loads((run.run_dir / "logs" / f"flight_rank{1 - victim:05}.json").read_text())
     assert record["reason"] and not record["calls"][-1]["finished"]
@@ -112,16 +112,16 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failpoint", "where"),
     [
-        thorough("train.step@1#5=sleep:1000", "in hit"),  # like Python code that never returns
-        ("train.step@1#5=hold:1000", "in hit"),  # in C with the interpreter lock held
-        # In the thread that writes. The main thread waits for it.
+        thorough("train.step@1#5=sleep:1000", "in hit"),  # Python code that never returns
+        ("train.step@1#5=hold:1000", "in hit"),  # C code that holds the interpreter lock
+        # The writing thread is stuck, and the main thread waits for it.
         thorough("checkpoint.shard_written@1#1=sleep:1000", "in write"),
     ],
 )
 @pytest.mark.thorough
 def test_stuck_rank_is_named_with_its_stacks(failpoint: str, where: str, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=3, timeout_s=15.0, overrides=TWO)
-    assert run.finish(failpoint)[0] in (1, 70)  # long before the end of the failpoint's sleep
+    assert run.finish(failpoint)[0] in (1, 70)  # ends long before the failpoint's sleep would end
     assert run.failure()["rank"] == 1
     assert where in (run.run_dir / "logs" / "stacks_rank_00001.txt").read_text()
 

@@ -103,7 +103,7 @@ def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_pa
     wait_until_inside(run, process, "checkpoint.shard_written")
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    time.sleep(4.0)  # within one second of the first signal, it would count as the same request, delivered twice
+    time.sleep(4.0)  # a second signal within one second counts as the same request, delivered twice
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
     second_s = time.monotonic()

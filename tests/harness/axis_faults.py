@@ -114,7 +114,7 @@ def page() -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What finds a fault."""
+    """Results of the certificate's section and of the parity tests for one fault."""
 
     fault: Fault
     is_right: bool  # the section refuses the run, and names the right line

@@ -17,7 +17,7 @@ from tests.parity.test_families import Z
 from tests.parity.test_muon import CASES as MUON
 from tests.parity.three_steps import RankResult, train_case
 
-LIMIT_S = 180.0  # for three steps: a fault may make ranks wait for each other
+LIMIT_S = 180.0  # limit for three steps: a fault may make ranks wait for each other
 MOST_CASES = 2  # of `test_every_pair_of_settings`
 _LONGER = ("model.sequence_length=16",)
 

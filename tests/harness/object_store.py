@@ -71,7 +71,7 @@ VARIABLES = {
 
 @contextmanager
 def s3_server(bucket: str) -> Iterator[Wire]:
-    """Start a server with an empty bucket. The environment's variables lead clients of this process to it."""
+    """Start a server with an empty bucket. Clients in this process find the server by environment variables."""
     import fsspec
     from fsspec.registry import _registry
     from moto.server import ThreadedMotoServer

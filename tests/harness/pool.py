@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SIZE = 8
-GRACE_S = 2.0  # for the other ranks of a failed job to reply
+GRACE_S = 2.0  # time for the other ranks of a failed job to reply
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     rank: int
     failed_at: float | None
     value: Any
-    # the process died; reported as the cause, even if its peers failed before its death was detected
+    # True if the process died. It is reported as the cause, even if its peers failed before its death was detected.
     died: bool = False
 
 
@@ -77,7 +77,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
-        self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")  # removed with the pool
+        self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")  # this folder is removed with the pool
 
     def run(self, world_size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Run `work(rank, *args)` on ranks 0 … world_size-1 of a fresh gloo world. Returns the results by rank.

@@ -41,7 +41,7 @@ class Scenarios:
     def __init__(self, items: list[pytest.Item], directory: Callable[[str], Path]) -> None:
         self._pool = ThreadPoolExecutor(AT_ONCE)
         self._done: dict[str, Future[None]] = {}
-        for item in reversed(items):  # in reverse order, because tests that train are last and take longest
+        for item in reversed(items):  # the last tests start first, because they train and take longest
             if found := getattr(getattr(item, "function", None), "scenario", None):
                 body, nodes = found
                 self._done[item.name] = self._pool.submit(self._run, body, nodes, directory(item.name[:40]))
@@ -56,7 +56,7 @@ class Scenarios:
         self._done[name].result()
 
     def stop(self) -> None:
-        """Start no further scenarios, and wait for the running ones."""
+        """Start no further scenarios, and wait for the running scenarios."""
         self._pool.shutdown(cancel_futures=True)
 
 

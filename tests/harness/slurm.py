@@ -44,7 +44,7 @@ class NodeShape:
 
     memory_mib: int
     features: str | None = None
-    cores: int = 64  # on one socket
+    cores: int = 64  # all on one socket
     threads_per_core: int = 2
     # Low-noise mode: the first core of each L3 region.
     reserved_cores: tuple[int, ...] = tuple(place.cores[0] for place in NODE)
@@ -309,7 +309,7 @@ class LocalSlurm:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(5)
         deadline_s = time.monotonic() + 30
-        # repeated, because a killed process may have started others in the meantime
+        # Repeat this, because a killed process may have started further processes before its end.
         while (left := self.processes()) and time.monotonic() < deadline_s:
             for process in left:
                 with contextlib.suppress(psutil.Error):

@@ -19,7 +19,7 @@ def test_nothing_outlives_the_cluster() -> None:
             lambda: any(process.name() == "sleep" for process in cluster.processes()), 60, f"task of job {job}"
         )
         stepds = [process for process in cluster.processes() if process.name() == "slurmstepd"]
-        assert len(stepds) == 2  # for the batch script and for srun's step
+        assert len(stepds) == 2  # one for the batch script, and one for srun's step
         cluster.kill_node("n0")  # from now on no daemon ends them
     finally:
         cluster.stop()

@@ -21,8 +21,8 @@ GLOBAL_BATCH = 8
 STEPS = 3
 
 # Eight layers give one layer to each of four stages with two chunks.
-# The vocabulary has 50 real rows of 64 padded ones. With tp 4 the last rank has two real rows.
-# Initial weights are ten times the usual size, so that no gradient is small.
+# The vocabulary has 50 real rows and is padded to 64 rows. With tp 4 the last rank has two real rows. Initial weights
+# are ten times the usual size, so that no gradient is small.
 SHAPE: dict[str, Any] = {
     "layers": 8,
     "hidden": 32,

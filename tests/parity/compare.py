@@ -12,7 +12,7 @@ from tests.parity.three_steps import Piece, RankResult
 
 Tensors = dict[str, np.ndarray]
 
-# In float64, another order of a sum of a few thousand terms changes the 13th digit. A mistake changes the first ones.
+# In float64, another order of a sum of a few thousand terms changes the 13th digit. A mistake changes the first digits.
 RELATIVE = 1e-10
 # Adam divides by sqrt(v) + 1e-8. The gradient of the key's bias is zero except for rounding errors of 1e-16. They
 # change the parameter by 1e-8 of a step of 1e-2.

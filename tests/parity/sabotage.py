@@ -127,7 +127,7 @@ def forgotten_tied_sum() -> Iterator[None]:
 
 @sabotage
 def missing_norm_sum() -> Iterator[None]:
-    """With sequence parallelism, norms and biases keep the gradient of their own part of the sequence."""
+    """Leave out the sum of norms' and biases' gradients over tp, which sequence parallelism needs."""
     with _without_sum_over("tp"):
         yield
 

@@ -109,7 +109,7 @@ def gathered(ranks: list[Outcome], kind: str) -> Tensors:
 def assert_equal_training(
     ranks: RankPool, case: Case, engine: str, dtype: str, loss: float, state: float, sabotage: str | None = None
 ) -> None:
-    """Compare an engine with the native one.
+    """Compare an engine with the native engine.
 
     `loss` bounds the relative difference of losses and norms.
     `state` bounds the difference of each kind of state relative to its largest value.
@@ -238,7 +238,7 @@ def save_and_go_on(rank: int, case: Case, engine: str, directory: Path) -> Outco
 
 
 def resume(rank: int, case: Case, engine: str, directory: Path) -> Outcome:
-    """Run the third step from the checkpoint. The returned state is the loaded one."""
+    """Run the third step from the checkpoint. The returned state equals the loaded state."""
     state = build(rank, case, engine, "bf16")
     checkpoints = checkpoints_of(state, directory)
     progress = checkpoints.newest()

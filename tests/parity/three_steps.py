@@ -49,10 +49,10 @@ class Piece(NamedTuple):
 class RankResult(NamedTuple):
     """The results of one rank."""
 
-    losses: list[float]  # one loss per step, then one of an evaluation
+    losses: list[float]  # one loss per step, then the loss of an evaluation
     norms: list[float]
     initial: list[Piece]
-    gradients: list[Piece]  # of the first step, after all sums
+    gradients: list[Piece]  # gradients of the first step, after all sums
     final: list[Piece]
     traffic: list[str]  # differences between the calls and bytes of the first step and `costs`
 
@@ -63,7 +63,7 @@ def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
     shape = (config.batch.global_batch, config.model.sequence_length + 1)
     tokens = generator.integers(0, config.model.vocab_size, shape)
     starts = generator.random(shape) < 0.2
-    starts[0, 1] = False  # so that at least one target counts
+    starts[0, 1] = False  # the second token starts no document, so at least one target counts
     return tokens, starts.cumsum(1)
 
 

@@ -13,7 +13,7 @@ from frontier_llm.run.rank_env import environment
 from tests.harness.slurm import ROOT, LocalSlurm
 from tests.harness.system import missing, require_program
 
-# Every rank prints its place, and connects to the others at the derived address and port.
+# Every rank prints its place, and connects to the other ranks at the derived address and port.
 PROGRAM = """
 import os, socket, sys
 from frontier_llm.run.rank_env import discover

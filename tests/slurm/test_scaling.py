@@ -68,7 +68,7 @@ def test_series_run_end_to_end(
     ]
     assert all(row["steps"] == 5 and row["efficiency"] > 0 for row in rows)
     assert {path.suffix for path in out.glob("scaling.*")} == {".csv", ".json", ".html"}
-    # Each point has run the frozen code beside it. Only there is a site called `one`.
+    # Each point has run the copy of the code in its folder. Only this copy has a site called `one`.
     assert all(len(list(point.glob("code-*"))) == 1 for point in out.iterdir() if point.is_dir())
 
 

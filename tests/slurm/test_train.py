@@ -190,7 +190,7 @@ def test_slices_of_a_short_walltime_give_the_same_losses(cluster: LocalSlurm, tm
     assert int(job["Restarts"]) == len(causes) - 1 >= 1
     assert causes == ["interrupted"] * (len(causes) - 1) + ["finished"]
     assert loss_column(tmp_path) == undisturbed(tmp_path / "alone")
-    assert seen == {job_id} and cluster.queued() == []  # never a second job, and none after the end
+    assert seen == {job_id} and cluster.queued() == []  # there was no second job, and no job is queued after the end
 
 
 @scenario(nodes=3)

@@ -171,7 +171,9 @@ def _roots(labels: Labels, start: EventId, seen: dict[EventId, list[Event]]) -> 
 
 
 def _known_inputs(labels: Labels, event: Event) -> tuple[list[Event], list[Event]]:
-    """Return (the nearest ancestors that have a label, the events between them and `event`, which is the last one)."""
+    """Return (the nearest ancestors that have a label, the events from these ancestors to `event`, with `event` as the
+    last).
+    """
     inputs: dict[EventId, Event] = {}
     between = {event.id: event}
     waiting = list(event.sources)
@@ -215,7 +217,7 @@ def _explain(labels: Labels, root: Event, what: str) -> Finding:
 
 
 def _factor(labels: Labels, root: Event) -> str:
-    """Return ', and it is n times the serial value' if that is so."""
+    """Return ', and it is n times the serial value' if the value is n times the serial value. Otherwise return ''."""
     reference = labels.reference(root)
     if reference is None or root.value is None or root.value.numel() != reference.numel():
         return ""
@@ -326,7 +328,7 @@ def _weights(serial: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Findin
 
 
 def _computed(record: RankRecord, storage: int) -> list[Event]:
-    """Return the operations of this rank that have computed a memory, before it was gathered."""
+    """Return this rank's operations that have computed the contents of a memory, before the memory was gathered."""
     events = record.recorder.events
     waiting = list(record.recorder.writers(storage))
     computed: dict[EventId, Event] = {}
@@ -381,7 +383,7 @@ def _line_of(ranks: Sequence[RankRecord], axis: str) -> str:
 
 
 def _line_of_sync(record: RankRecord) -> str:
-    """Return the line of the last gradient sum, or ''."""
+    """Return the line in optim/sync.py that made the last gradient sum. '' if there is none."""
     lines = [visible(event.site) for event in record.recorder.events if event.summed]
     inside = [line for line in lines if line is not None and line[0].co_filename.endswith("optim/sync.py")]
     return text_of(inside[-1]) if inside else ""

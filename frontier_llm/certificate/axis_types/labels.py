@@ -29,7 +29,7 @@ VARYING = "V"
 PARTIAL = "P"
 Label = tuple[str, ...]  # one letter for each of AXES; R on an axis of one rank
 UNKNOWN: Label = ("?",)  # comparable, but no label holds
-NONE: Label = ()  # without a counterpart in the serial run
+NONE: Label = ()  # label of a value without a counterpart in the serial run
 Parts = Mapping[tuple[int, ...], Tensor]  # values by coordinates on AXES
 
 _TOLERANCE = 1e-8  # relative to the largest element; all values are fp64
@@ -135,7 +135,7 @@ class Labels:
         return max((self.order(self.events[source]) for source in event.sources[-1:]), default=0)
 
     def named(self, event: Event) -> Event:
-        """Return the event, or the one that has written its input if a message cannot name its line."""
+        """Return the event. If a message cannot name its line, return the event that has written its input."""
         while visible(event.site) is None and not event.forward_site and event.sources:
             event = self.events[event.sources[-1]]
         return event

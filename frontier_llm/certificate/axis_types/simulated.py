@@ -22,11 +22,11 @@ from frontier_llm.topology.grid import Grid
 
 
 class Aborted(Exception):
-    """Ends a simulated rank after another one has failed."""
+    """Ends a simulated rank after another rank has failed."""
 
 
 class Deadlock(Exception):
-    """All simulated ranks wait for each other. The message has the place at which each one waits."""
+    """All simulated ranks wait for each other. The message has the place at which each rank waits."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ class Exchange:
             self._changed.notify_all()
 
     def take(self, keys: tuple[tuple[Any, ...], ...], place: str) -> list[Deposit]:
-        """Wait for all deposits and return them. `place` is the line that waits. Raises Aborted or Deadlock."""
+        """Wait for the deposits with these keys and return them.
+
+        `place` is the line that waits. Raises Aborted or Deadlock.
+        """
         with self._changed:
             me = threading.get_ident()
             while not self._has(keys):

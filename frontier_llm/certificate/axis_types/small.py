@@ -13,7 +13,7 @@ from frontier_llm.data.loader import SampleBatch
 from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 
 HEAD_DIM = 8
-WIDTH = 16  # of an MLP and of an expert
+WIDTH = 16  # width of an MLP and of an expert
 MOST_STAGES = 3  # pipeline ranks: the first, one that has neither embedding nor head, and the last
 
 

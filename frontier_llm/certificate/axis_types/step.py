@@ -53,13 +53,13 @@ class RankRecord:
     place: Mapping[str, int]  # coordinates of the rank
     recorder: Recorder
     specs: dict[str, ShardSpec] = field(default_factory=dict)
-    contributions: dict[tuple[str, int], Contribution] = field(default_factory=dict)  # by parameter and microbatch
+    contributions: dict[tuple[str, int], Contribution] = field(default_factory=dict)  # key: parameter, microbatch
     unsummed: dict[str, Tensor] = field(default_factory=dict)  # sum of the contributions, by parameter
-    gradients: list[HeldElements] = field(default_factory=list)  # after all sums, of the slices that this rank updates
+    gradients: list[HeldElements] = field(default_factory=list)  # gradients after all sums, for this rank's slices
     losses: dict[str, Tensor] = field(default_factory=dict)
     loss_sources: dict[str, tuple[EventId, ...]] = field(default_factory=dict)
     norm_share: float = 0.0
-    weights: list[HeldElements] = field(default_factory=list)  # after the update
+    weights: list[HeldElements] = field(default_factory=list)  # weights after the update
     result: StepResult | None = None
 
 

@@ -47,7 +47,7 @@ class Event:
 
     id: EventId
     key: Key | None  # line and operation; None: the value has no counterpart in the serial run
-    line_key: Key | None  # line only, for the last of several operations of one line
+    line_key: Key | None  # key of the line without the operation; set for the last operation of a line
     site: Site
     forward_site: Site  # in backward: the lines that created the autograd node
     sources: tuple[EventId, ...]  # events that have written the inputs
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         self._writers: dict[int, list[EventId]] = {}
         self._nodes: dict[int, tuple[int | None, Site]] = {}  # layer and lines of each autograd node
         self._visits: Counter[Key] = Counter()
-        self._open: Event | None = None  # the last event, whose line key a further operation of the line takes
+        self._open: Event | None = None  # the last event; a further operation of its line takes over its `line_key`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record its result."""

@@ -32,7 +32,7 @@ class Samples:
     ranks: int
     device: str
     dtype: str
-    memory_bytes: float  # of the device; on a CPU this rank's part of the computer's memory
+    memory_bytes: float  # memory of the device; on a CPU this rank's part of the computer's memory
     # M, N, K, time; weight gradients include their accumulation
     gemm: list[tuple[int, int, int, float]] = field(default_factory=list)
     # B, heads, S, D, forward time, backward time
@@ -47,9 +47,9 @@ class Samples:
     contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks, time of the same products
     # microbatch, microbatches, time: a training step on one rank; all ranks run it independently
     steps: list[tuple[int, int, float]] = field(default_factory=list)
-    # as `steps`, but with tensor parallelism over `tensor` ranks
+    # the same as `steps`, but with tensor parallelism over `tensor` ranks
     tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)
-    # as `steps`, but on all ranks with sharded weights (FSDP)
+    # the same as `steps`, but on all ranks with sharded weights (FSDP)
     sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)
     # memory of the fullest rank that belongs to no tensor: runtime, communicators, and on a GPU the allocator's slack
     surplus_bytes: float = 0.0
@@ -64,7 +64,7 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
     Products: measured shapes keep their measured times. For other shapes, the best measured rate is the peak, and
     efficiency and k-half are fitted by least squares.
 
-    Grouped products of experts: one factor beside the rate of other products, for the sum of all samples.
+    Grouped products of experts: one factor relative to the rate of other products, fitted to the sum of all samples.
 
     Attention, elementwise ops and optimizer: the efficiency is chosen so that the planner's formula gives the measured
     time.

@@ -2,7 +2,7 @@
 
 Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Only a test shows whether they
 hang on this machine. For each mode (settings of comm.in_flight and overlap) separate processes train a model of one
-layer per virtual stage. They are killed if no step ends within the time limit.
+layer per virtual stage. These processes are killed if no step ends within the time limit.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def watch(
                     break
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # also kills the ranks, which are in its process group
+                os.killpg(process.pid, signal.SIGKILL)  # kills the ranks too: they are in the process group
     steps = max(_steps(progress), 0)
     if process.returncode and not fault:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -153,7 +153,8 @@ def _steps(progress: Path) -> int:
 
 
 def in_flight_of(verdicts: Sequence[Verdict]) -> str | None:
-    """Return the value of `comm.in_flight` for this machine: "many" if it is safe, otherwise "one", otherwise None.
+    """Return the value of `comm.in_flight` for this machine: "many" if that mode is safe, otherwise "one" if that mode
+    is safe, otherwise None.
 
     "many" must be safe with overlap, because runs overlap messages and gradients.
     """

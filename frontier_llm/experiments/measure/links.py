@@ -80,9 +80,9 @@ class Pair:
 class CommunicatorMemory:
     """Device memory outside torch's allocator: the maximum over the ranks, in bytes."""
 
-    before_bytes: int  # before the first use of a group
-    warm_bytes: int  # after the first use of every group
-    measured_bytes: int  # after the measurements, for which communicators allocate more
+    before_bytes: int  # memory before the first use of a group
+    warm_bytes: int  # memory after the first use of every group
+    measured_bytes: int  # memory after the measurements, for which communicators allocate more
     communicators: int  # number of groups of the rank with most groups
 
     @property
@@ -111,7 +111,7 @@ def sizes_between(smallest: int, largest: int, factor: int = 4) -> list[int]:
 def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_size: float = 0.2) -> list[LinkTime]:
     """Measure every operation on every axis that has more than one rank, alone and together.
 
-    All ranks must call the function. A message is sent from every rank of an axis to the next one, as between pipeline
+    All ranks must call the function. A message is sent from every rank of an axis to the next rank, as between pipeline
     stages.
     """
     axes = [axis for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world) if axis.size > 1]
@@ -190,7 +190,7 @@ def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budg
 def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[Pair]:
     """Measure the bandwidth between pairs of ranks with large messages, one pair at a time. Collective over the world.
 
-    Up to MAX_PAIR_RANKS ranks, all pairs are measured. With more ranks, each rank is measured with the next one.
+    Up to MAX_PAIR_RANKS ranks, all pairs are measured. With more ranks, each rank is measured with the next rank.
     """
     world = mesh.world
     pairs = []

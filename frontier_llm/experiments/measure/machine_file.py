@@ -162,7 +162,7 @@ def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str,
 def memory_content(record: RunRecord, when: str) -> dict[str, Any]:
     """Return the content of a machine file: the run's own machine, with the reserve that its first steps measured.
 
-    Raises DataError if the run has not measured it, or ran on CPUs, which do not count the memory of tensors.
+    Raises DataError if the run has not measured the reserve, or ran on CPUs, which do not count the memory of tensors.
     """
     surplus = [stage.surplus_bytes for stage in record.memory if stage.surplus_bytes is not None]
     if not surplus:

@@ -1,6 +1,7 @@
-"""Benchmark of comm.tensor_chunks: how much tensor-parallel communication overlaps with its matrix product in pieces.
+"""Benchmark of comm.tensor_chunks: how much tensor-parallel communication splitting hides.
 
-The product and its collective are split into pieces. The sizes are those of the run.
+The option splits a matrix product and its collective into pieces, so that the collective of one piece overlaps with the
+product of another piece. The sizes are those of the run.
 """
 
 from __future__ import annotations

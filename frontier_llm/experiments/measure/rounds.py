@@ -1,4 +1,4 @@
-"""Calibration within a budget of seconds: everything is measured in rounds, as many as fit."""
+"""Calibration within a budget of seconds: all measurements are repeated in rounds until the budget is used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def measure_within(
 ) -> Samples:
     """Return the medians over up to `most_rounds` rounds, each with one reading per sample. Collective over the world.
 
-    A round begins only if the budget has room for one as long as the longest round before it. The first round always
+    A round begins only if the remaining budget is at least the time of the longest round so far. The first round always
     runs.
     """
     begin_s = time.perf_counter()

@@ -38,16 +38,16 @@ class RunRecord:
     """Content of a run directory."""
 
     directory: Path
-    config: RunConfig  # of the last attempt
+    config: RunConfig  # configuration of the last attempt
     parts: tuple[LayoutSpan, ...]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     tasks: list[dict[str, Any]]
     blend_changes: tuple[int, ...]  # steps after which the run has read its sources with other weights
-    operations: dict[str, dict[str, Any]]  # of rank 0, in the last attempt that recorded them (Ledger.summary)
+    operations: dict[str, dict[str, Any]]  # Ledger.summary of rank 0 in the last attempt that recorded it
     moved_on: LayoutSpan  # layout of the attempt that recorded `operations`
     name: str  # name of the run in figures
-    memory: tuple[StageMemory, ...] = ()  # of each pipeline stage after the first steps of the newest start
+    memory: tuple[StageMemory, ...] = ()  # memory of each pipeline stage after the newest start's first steps
 
 
 def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
@@ -88,7 +88,7 @@ def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
 
 
 def blend_changes(rows: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Return the steps after which a record of the data names other weights than the record before."""
+    """Return the steps after which a record of the data names other weights than the previous record."""
     blends = []
     for row in rows:
         if row.get("kind") == "data" and (position := position_of(row)):
@@ -107,7 +107,7 @@ def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> Lay
 
 
 def _only_span(config: RunConfig, directory: Path) -> LayoutSpan:
-    """Return the span of an old run whose metrics.jsonl records no layouts. Only its last layout is known."""
+    """Return the span of an old run whose metrics.jsonl records no layouts. Only the run's last layout is known."""
     grid = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["grid"]
     return LayoutSpan(0, 0, plan_as_given(config, grid["tp"] * grid.get("cp", 1) * grid["pp"] * grid["dp"]))
 

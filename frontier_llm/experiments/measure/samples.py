@@ -56,7 +56,7 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
     """Return all samples of this rank. Collective over the world."""
     bench = _Bench(config, mesh, device, repeats)
     on_cpu = device.type == "cpu"
-    bench.surplus_bytes = peak_resident_bytes() if on_cpu else 0  # before the first tensor of a model
+    bench.surplus_bytes = peak_resident_bytes() if on_cpu else 0  # measured before any tensor of a model exists
     samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes, tensor=mesh.tp.size)
     samples.weight_gradients = bench.weight_gradients()
     samples.contention, bench.stretch = bench.contention()

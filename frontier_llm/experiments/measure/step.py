@@ -32,12 +32,12 @@ class StepBench:
 
     step_times_s: list[float]  # every measured step
     cpu_times_s: list[float]  # CPU seconds of each step, summed over ranks; stays comparable on a shared machine
-    tokens_per_s: float  # of the job, from the median step
+    tokens_per_s: float  # rate of the complete job in the median step
     step_time_s: float
     model_tflops: float  # per device, full-attention convention (`model_flops_per_token`)
     gemm_tflops: float  # the model's products, weighted by their FLOPs
     fraction_of_gemm: float
-    phases_s: dict[str, float]  # of this rank: seconds of compute by phase, and seconds blocked on each axis
+    phases_s: dict[str, float]  # this rank's seconds of compute by phase, and seconds blocked on each axis
     gemms: list[dict[str, Any]]
 
 

@@ -60,7 +60,7 @@ class MeasuredTimeline:
             self.intervals.append(Interval("in flight", name, call.begun, end))
 
     def at(self, name: str) -> None:
-        """Begin the action `name` and end the previous one. An empty name only ends the previous one."""
+        """Begin the action `name` and end the previous action. An empty name only ends the previous action."""
         now = time.perf_counter()
         if self._action is not None:
             self.intervals.append(Interval("compute", self._action[0], self._action[1], now))

@@ -96,7 +96,9 @@ def read_sample(directory: Path) -> Sample:
 
 
 def step_times_s(directory: Path) -> list[float]:
-    """Return the step times in seconds after warm-up, or the last one if the run has no more steps than the warm-up."""
+    """Return the step times in seconds after warm-up, or only the last step time if the run has no more steps than the
+    warm-up.
+    """
     times = [float(row["step_time_s"]) for row in run_dir.steps(directory) if "step_time_s" in row]
     return times[min(WARMUP_STEPS, max(0, len(times) - 1)) :]
 

@@ -79,7 +79,7 @@ class ShortRun:
 class RunEnd:
     """How a short run ended."""
 
-    seconds: float  # from the start of the ranks to their end
+    seconds: float  # time from the start of the ranks to their end
     exit_code: int
     failure: Failure | None  # None if the run ended normally or was requested to stop
     in_time: bool  # False if it was ended at its time limit
@@ -156,7 +156,7 @@ class AllocationRanks:
 
     @contextmanager
     def borrow(self, count: int) -> Iterator[tuple[str, ...]]:
-        """Reserve `count` healthy nodes for the caller. Raises FrontierError if too few are left."""
+        """Reserve `count` healthy nodes for the caller. Raises FrontierError if too few nodes are left."""
         with self._lock:
             nodes = self._choose(count)
             self._lent |= set(nodes)

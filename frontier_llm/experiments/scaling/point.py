@@ -4,7 +4,8 @@
 
 slurm/weak_scaling.sbatch and slurm/strong_scaling.sbatch start this module through launch/job.sh. In a weak series,
 batch.global_batch of the run file means the batch of one replica. The run directory is
-TRAIN.RUN_DIR/MODE_MODEL_nodesNNNNN_jJOB. `frontier-llm scaling report TRAIN.RUN_DIR` collects all of them.
+TRAIN.RUN_DIR/MODE_MODEL_nodesNNNNN_jJOB. `frontier-llm scaling report TRAIN.RUN_DIR` collects the results of all
+points.
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ def fitted_constants(search: Tuner) -> tuple[Rates, Rates]:
 
 
 def tuned_machine(search: Tuner) -> dict[str, Any]:
-    """Return the content of a machine file that replaces the changed constants of the run's machine file."""
+    """Return the content of a machine file that is based on the run's, with the fitted values of constants that have
+    changed.
+    """
     name = search.space.config.machine
     machine = load_machine(name)
     before, after = fitted_constants(search)

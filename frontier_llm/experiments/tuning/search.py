@@ -13,14 +13,14 @@ from frontier_llm.experiments.tuning.surrogate import Belief, Surrogate
 from frontier_llm.experiments.tuning.trials import RETRIED, Trial
 from frontier_llm.planner.predict import START_S
 
-# Number of trials after the first one (the planner's choice) whose layouts are far from the measured ones. One trial
-# alone shows no differences between layouts.
+# Number of trials after the first trial (the planner's choice) whose layouts are far from the measured layouts. One
+# trial alone shows no differences between layouts.
 SPREAD_TRIALS = 3
 # The search ends if no untried layout is expected to shorten the step by more than this share. Two runs of the same
 # layout differ by about this share.
 WORTH = 0.003
 LEAST_TRIALS = 8
-MOST_NODE_FAILURES = 3  # in a row
+MOST_NODE_FAILURES = 3  # the search ends after this number of trials in a row with failed nodes
 SLOWER = 2.5  # A trial is stopped if its step takes more than this factor times the best measured step.
 PATIENCE = 4.0  # Factor on the predicted step, used instead of SLOWER until a step is measured.
 AGAIN = "run the same command again to continue"

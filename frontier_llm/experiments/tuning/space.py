@@ -25,8 +25,8 @@ from frontier_llm.planner.search import Plan, simulate_layout
 from frontier_llm.topology.plan import plan_problems
 
 MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 ms each)
-# Layouts whose predicted step takes more than this factor times the best one are left out. Such a layout can be the
-# fastest only if the planner's error differs by a factor of 2 between two layouts.
+# Layouts whose predicted step takes more than this factor times the shortest predicted step are left out. Such a layout
+# can be the fastest only if the planner's error differs by a factor of 2 between two layouts.
 WITHIN = 2.0
 
 CHOICES = tuple(dict.fromkeys(FIELD_OF_KEY.values()))  # fields of Layout that are columns of the table of trials
@@ -68,8 +68,8 @@ def make_space(
 ) -> Space:
     """Return the space of legal layouts that fit into memory.
 
-    It has at most `most` layouts. Their predicted steps take at most `within` times the best one. Raises ConfigError
-    if there is none.
+    It has at most `most` layouts. Their predicted steps take at most `within` times the shortest predicted step. Raises
+    ConfigError if there is none.
     """
     fixed = {"gradient_wire": config.precision.gradient_wire, **fixed}
     shared = {

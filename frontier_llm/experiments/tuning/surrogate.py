@@ -1,9 +1,9 @@
 """Predicts step times of untried layouts with a Gaussian process that is fitted to log(measured / predicted).
 
 The process learns the planner's error, not the step time. Without trials, the result for a layout is the planner's
-prediction. After one trial, it is about the prediction times measured / predicted of this trial. Coordinates are the
-layouts' choices and the planner's parts of the step (`space.features`). The kernel is fixed, because ten trials do not
-determine its parameters. docs/benchmarks/tuning.md compares kernels.
+prediction. After one trial, the result is about the planner's prediction times this trial's ratio measured / predicted.
+Coordinates are the layouts' choices and the planner's parts of the step (`space.features`). The kernel is fixed,
+because ten trials do not determine its parameters. docs/benchmarks/tuning.md compares kernels.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Surrogate:
         return Belief(self.predicted + error, np.full(len(self.predicted), SIZE))
 
     def _kernel(self, tried: list[int]) -> np.ndarray:
-        """Return the Matérn 5/2 kernel between every layout and the tried ones."""
+        """Return the Matérn 5/2 kernel between every layout and the tried layouts."""
         table = self._table / math.sqrt(self._table.shape[1])
         apart = np.sqrt(np.square(table[:, None] - table[tried][None]).sum(axis=-1))
         steps = math.sqrt(5) * apart / REACH

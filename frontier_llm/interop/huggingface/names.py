@@ -29,7 +29,8 @@ class TensorRule:
 
     parameter: Parameter
     theirs: tuple[str, ...]  # one tensor, or one for each of our pieces
-    # Rows of our first dim that the other format also has. Our padding rows of the vocabulary are zeros.
+    # Number of rows (dim 0) of our tensor that the other format also has. Our further rows are padding of the
+    # vocabulary and are zeros.
     rows: int
     stacked: bool  # their fused tensor stacks our pieces, instead of having rows in our order
     turned: bool  # their matrix is stored as (in, out), ours as (out, in)
@@ -60,7 +61,7 @@ class TensorRule:
         return torch.nn.functional.pad(whole, (0, 0, 0, shape[0] - self.rows))
 
     def cut(self, x: Tensor) -> list[Tensor]:
-        """Convert our tensor to theirs."""
+        """Convert this project's tensor `x` to the tensors of the other format."""
         if self.parameter.kind is ParameterKind.EXPERTS:
             return list(x.flatten(0, -3).unbind())
         apart = self.stacked or len(self.theirs) > 1

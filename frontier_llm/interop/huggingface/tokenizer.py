@@ -71,7 +71,8 @@ def _bytes() -> str:
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-    # A letter with a number below 256 stands for that byte. The other letters stand, in order, for the remaining bytes.
+    # A letter with a code point below 256 stands for the byte of this value. The other letters, in order, stand for the
+    # bytes without such a letter.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = {ord(letter): letter for letter in letters if ord(letter) < 256}
     others = iter(letters[len(own) :])

@@ -32,8 +32,8 @@ from frontier_llm.units import MIB
 MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the tensors' values are in other members
 # For other compression methods, zipfile may decompress more data than was requested.
 _BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-MAX_DIRECTORY_BYTES = 16 * MIB  # of the zip's list of about 150,000 members
-_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # of a zip member, before the name, the extra field and the data
+MAX_DIRECTORY_BYTES = 16 * MIB  # limit for the zip's list of members, enough for about 150,000
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # header of a zip member; name, extra field and data follow
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -281,7 +281,7 @@ class _Unpickler(pickle.Unpickler):
         raise self._refusal(full)
 
     def _member(self, record: Any, name: str) -> Opaque:
-        """Return an enum's member by its name. Python 3.11.0 to 3.11.3 pickle members this way."""
+        """Return an enum's member by its name. Python 3.11.0 to 3.11.3 pickle members as a call of getattr."""
         if isinstance(record, type) and issubclass(record, Opaque):
             return record(name)
         raise self._refusal("builtins.getattr")

@@ -158,7 +158,7 @@ def _complete(
 ) -> None:
     """Raise CheckpointError with the first missing files.
 
-    Not all are listed, because one file name can claim rank 99,999,999.
+    The list of missing files is limited, because one file name can claim rank 99,999,999.
     """
     missing = list(islice((name for key, name in expected if key not in files), _REPORTED))
     if missing:

@@ -1,4 +1,4 @@
-"""NVIDIA's assembler `ptxas`: the one that Triton calls, and the notes that it prints for each kernel."""
+"""NVIDIA's assembler `ptxas`: which `ptxas` Triton calls, and the notes that it prints for each kernel."""
 
 from __future__ import annotations
 

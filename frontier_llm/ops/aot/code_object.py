@@ -180,7 +180,7 @@ def _read_nvidia(elf: ELFFile) -> Declared:
     for payload in found[_PARAMETER]:
         _, ordinal, offset, packed = struct.unpack("<IHHI", payload)
         parameters[ordinal] = Slot(offset, packed >> 18, packed >> 8 & 0xF == _GLOBAL_SPACE)
-    # ptxas 12.4 writes this attribute more than once. The last one is valid.
+    # ptxas 12.4 writes this attribute more than once. The last entry is valid.
     (registers,) = struct.unpack("<4xI", found[_REGISTERS][-1])
     (stack,) = struct.unpack("<4xI", found[_STACK][-1])
     x, y, z = struct.unpack("<3I", found[_THREADS][-1])

@@ -88,9 +88,9 @@ def plan_dispatch(
 
     Collective over the axis. The host waits once for the numbers of rows, after it has queued all work that does not
     need these numbers. If the forward of one microbatch is paired with the backward of another (comm.interleaving), the
-    other one runs before this wait.
-    With `room`, each expert takes at most `room` rows of a rank, and all ranks must have the same number of tokens.
-    The host then does not wait: the largest possible number of rows is sent, and only `ends_E` says which are used.
+    other half of the pair runs before this wait. With `room`, each expert takes at most `room` rows of a rank, and all
+    ranks must have the same number of tokens. The host then does not wait: the largest possible number of rows is sent,
+    and only `ends_E` determines which rows are used.
     """
     device = experts_Nk.device
     ranks = axis.size
@@ -186,9 +186,9 @@ def _stream_aside(device: torch.device) -> torch.cuda.Stream:
 class _RowCounts:
     """Sends the number of rows for each rank and expert to the other ranks and to the host.
 
-    If a forward and a backward run as a pair, the other one of the two runs while the numbers are sent. On a GPU a
-    separate stream copies the numbers to the host, so that the host does not wait for the kernels of the other one.
-    These kernels keep the device busy while the host starts to send the rows.
+    If a forward and a backward run as a pair, the other half of the pair runs while this half's numbers are sent. On a
+    GPU a separate stream copies the numbers to the host, so that the host does not wait for the kernels of the other
+    half. These kernels keep the device busy while the host starts to send the rows.
     """
 
     def __init__(self, leaving_RE: Tensor, axis: Axis, to_host: bool) -> None:
@@ -222,7 +222,10 @@ class _RowCounts:
         return self._here_2RE[1]
 
     def read(self) -> list[list[int]]:
-        """Return [rows to each rank, rows from each rank]. The host waits for them."""
+        """Return [number of rows to each rank, number of rows from each rank].
+
+        The host waits until it has these numbers.
+        """
         if self._read is None:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -247,7 +250,7 @@ class Travel:
 
 
 def _let_other_half_run(axis: Axis) -> None:
-    """Let the other one of a paired forward and backward run while rows or their numbers are sent."""
+    """Let the other half of a pair (forward and backward) run while this half's rows or their numbers are sent."""
     if axis.interleaving is not None:
         axis.interleaving.switch_halves()
 
@@ -364,8 +367,8 @@ class _Combine(Function):
         travel = leave(grads[0], ctx.plan)
         _let_other_half_run(ctx.plan.axis)
         rows = arrived(travel, ctx.plan)
-        # While the device sorts these rows, the other one of a paired forward and backward reads its numbers of rows
-        # and sends its rows. With this call forward and backward yield three times each.
+        # While the device sorts these rows, the forward that is paired with this backward reads its numbers of rows and
+        # sends its rows. With this call, forward and backward switch three times each.
         _let_other_half_run(ctx.plan.axis)
         return rows, None
 

@@ -15,7 +15,7 @@ def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, chosen_E: Tensor, ro
     """
     experts_A = experts_Nk.flatten()
     by_weight = weights_Nk.detach().flatten().argsort(descending=True, stable=True)
-    order = by_weight[experts_A[by_weight].argsort(stable=True)]  # by expert, and then by weight
+    order = by_weight[experts_A[by_weight].argsort(stable=True)]  # sorted by expert, then by weight
     first_A = (chosen_E.cumsum(0) - chosen_E)[experts_A[order]]
     late = torch.arange(len(order), device=order.device) - first_A >= room
     return torch.empty_like(late).index_copy_(0, order, late).view(experts_Nk.shape)
@@ -24,7 +24,7 @@ def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, chosen_E: Tensor, ro
 def slots(experts_Nk: Tensor, dropped_Nk: Tensor | None, ranks: int, local: int, etp: int) -> Tensor:
     """Return for each choice the index of (rank, expert of the rank).
 
-    Groups of etp consecutive ranks hold the same experts. Dropped choices get the index after the last one.
+    Groups of etp consecutive ranks hold the same experts. Dropped choices get the index after the last valid index.
     """
     if etp == 1:
         slot_A = experts_Nk.flatten()
@@ -56,11 +56,11 @@ def inverse(order: Tensor) -> Tensor:
 
 @cache
 def _numbers(count: int, device: torch.device) -> Tensor:
-    """Return the numbers below `count`. They are kept, because creating them is a launch in every layer."""
+    """Return the numbers below `count`. The tensor is cached, because creating it would be one launch per layer."""
     return torch.arange(count, device=device)
 
 
 @cache
 def expert_numbers(experts: int, ranks: int, device: torch.device) -> Tensor:
-    """Return the numbers of a rank's experts, once for each rank that sends rows to them."""
+    """Return the indices 0, 1, … of a rank's experts, repeated for each rank that sends rows to these experts."""
     return torch.arange(experts, device=device).repeat(ranks)

@@ -16,7 +16,8 @@ class ShardedParameter(Parameter):
 
     spec: ShardSpec
     main_grad: Tensor  # Fp32 (fp64 under fp64) view of the flat gradient buffer, attached by optim.
-    # Adds the sum of fp32 rows (R, C) to the gradient, for ops that compute partial sums. None: autograd adds them.
+    # Function that adds the sum of fp32 rows (R, C) to the gradient, for ops that compute partial sums. If it is None,
+    # autograd adds the sum.
     take_gradient_rows: Callable[[ShardedParameter, Tensor], None] | None = None
     layer_accumulates: bool  # True: the layer adds the gradient to main_grad. False: a hook adds autograd's gradient.
 

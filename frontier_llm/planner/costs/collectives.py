@@ -37,7 +37,7 @@ def table_s(table: Table, row: Number, size_bytes: Number) -> Number:
 
 
 def _between(grid: np.ndarray, at: Number) -> tuple[Number, Number]:
-    """Return (index of the grid point below, fraction of the distance to the next one), clipped to the grid."""
+    """Return (index of the grid point below, fraction of the distance to the next point), clipped to the grid."""
     if len(grid) == 1:
         return np.zeros(np.shape(at), dtype=int), np.zeros(np.shape(at))
     at = np.clip(at, grid[0], grid[-1])

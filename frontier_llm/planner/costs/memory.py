@@ -30,9 +30,10 @@ from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
-# copies of gathered keys and values in backward: the complete sequence, its gradients, and a reordered half of each
+# Number of tensors of the size of all gathered keys and values in backward: the keys and values, their gradients, and a
+# reordered half of both.
 EXCHANGE_COPIES = 3
-BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight at 40 M parameters each
+BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight, of 40 M parameters each
 
 
 def kept_bytes(items: Iterable[Item], recompute: str, phase: Phase = Phase.F) -> float:
@@ -51,9 +52,10 @@ class Held(NamedTuple):
     """Bytes that a block and the head keep for one microbatch: numbers for one layout, or columns for many."""
 
     block: Number
-    # of a block between its input and weight gradients: the operands of its products, but nothing of the attention core
+    # Bytes that a block keeps from its input gradients to its weight gradients: the operands of its products, but
+    # nothing of the attention core.
     block_waiting: Number
-    block_working: Number  # of a block while it is recomputed
+    block_working: Number  # bytes of a block while it is recomputed
     logits: Number
     logits_waiting: Number
     exchanged: Number  # gathered keys and values of the complete sequence (context parallelism)
@@ -62,7 +64,8 @@ class Held(NamedTuple):
 def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Held:
     """Return the bytes that a block and the head keep per microbatch. `layers` is passed to `mode_shares`.
 
-    They agree with Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) bytes per block, with the two masks of dropout.
+    The bytes agree with Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) bytes per block, with the two masks of
+    dropout.
     """
 
     @cache
@@ -137,7 +140,7 @@ def stage_memory(
     gradient_bytes = rates.gradient_bytes + rates.further_gradient_bytes
     gradients = parameters * gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
     # Buffers of sharded weights (FSDP): the gradients of one layer, and the gathered weights of this layer and the next
-    # one. A rank keeps its own shard of the weights only as the fp32 master copy. With "weights-gathered-once" the
+    # layer. A rank keeps its own shard of the weights only as the fp32 master copy. With "weights-gathered-once" the
     # gathered 16-bit weights exist from forward to backward.
     twice = layouts.sharding == "weights"
     gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))

@@ -115,8 +115,9 @@ def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates:
     """Return the seconds that a collective adds to its product if both are cut in pieces (parallel/tensor/linear.py).
 
     Each piece of the collective overlaps the next piece of the product, or the reverse. But n small products and n
-    small collectives take longer than one large one of each. The share `chunk_overlap` of the shorter of the two is
-    hidden n - 1 times. In addition the rows are copied into their final order, for a reduce-scatter before the product.
+    small collectives take longer than one large product and one large collective. The share `chunk_overlap` of the
+    shorter of the two is hidden n - 1 times. In addition the rows are copied into their final order, for a
+    reduce-scatter before the product.
     """
     pieces = layout.tensor_chunks
     product_part_s = product_s(replace(product, m=product.m // pieces), rates)
@@ -213,7 +214,8 @@ def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) 
     """Return the hidden and the exposed seconds of sending token rows to experts and back, as [forward, backward] each.
 
     The compute of the shared expert hides the hidden seconds. The exposed seconds include the host's wait for row
-    counts. If the schedule runs pairs of microbatches, the other microbatch hides a part of them (`costs.time.pair_s`).
+    counts. If the schedule runs pairs of microbatches, the other microbatch hides a part of the exposed seconds
+    (`costs.time.pair_s`).
     """
     ways = {under: [0.0, 0.0] for under in (Under.SHARED, Under.OTHER)}
     shared_s = [0.0, 0.0]
@@ -276,8 +278,8 @@ class Times(NamedTuple):
 class Parts(NamedTuple):
     """Times of the parts of which stages consist."""
 
-    block: Times  # with the schedule's share of split backwards
-    split: Times  # if every backward is split
+    block: Times  # times with the schedule's share of split backwards
+    split: Times  # times of a block if every backward is split
     embedding: Times
     head: Times
 

@@ -68,8 +68,8 @@ def gradient_reduction_s(
 
     With ZeRO these are a reduce-scatter (`all_reduces_gradients`: an all-reduce) and an all-gather, otherwise an
     all-reduce and 0. The collectives run bucket by
-    bucket. `parameters` and `experts` are numbers of elements. Experts are reduced after the others, over the experts'
-    replicas.
+    bucket. `parameters` and `experts` are numbers of elements. The gradients of experts are reduced after those of all
+    other parameters, over the experts' replicas.
     """
     place = ranks_per_node(layouts, rates)
     node = rates.node_devices
@@ -136,8 +136,8 @@ def overlap_windows(layouts: Layout) -> Number:
     """Return how much backward work can hide the gradient sum: the work that follows the first complete gradients.
 
     The result is in backwards of one microbatch over all chunks of a rank. Without interleaving it is 1, the backward
-    of the last microbatch. With interleaving it is the last round: the backwards of pp microbatches through all chunks
-    but one, and of one microbatch through the remaining chunk.
+    of the last microbatch. With interleaving it is the last round. This round has the backwards of pp microbatches
+    through all chunks but one, and the backward of one microbatch through the chunk that was left out.
     """
     pp = layouts.pp
     v = layouts.chunks
@@ -169,8 +169,8 @@ def tail(
     parameters = parameters + (whole.padding if whole else 0)
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
-    # With one communication in flight the next collective of a layer waits for a gradient sum, so that the sum is
-    # hardly hidden: 95 % of it are exposed in benchmarks/planner/reduction_in_flight.py.
+    # With one communication in flight the next collective of a layer waits for a gradient sum, so that hardly any of
+    # the sum is hidden. 95 % of its time is exposed in benchmarks/planner/reduction_in_flight.py.
     hides_sums = np.where(rates.one_in_flight & meets_inside(layouts), 0.0, windows)
     owned = parameters / np.where(cut(layouts, 1), layouts.shards, 1) + experts / np.where(
         cut(layouts, 1),

@@ -28,7 +28,7 @@ BUCKET_ELEMENTS = CommConfig().bucket_elements  # the default of a run file
 class WholeUpdate(NamedTuple):
     """Costs of updating complete matrices on one pipeline rank: numbers, or columns over many layouts."""
 
-    seconds: Number  # of each bucket's busiest replica; collectives included
+    seconds: Number  # sum over buckets of the busiest replica's time; collectives included
     flops: Number
     padding: Number  # elements of buckets that belong to no tensor
     gathered: Number  # elements gathered over dp because a replica's slice of a bucket cuts tensors

@@ -36,8 +36,8 @@ from frontier_llm.training.guard.suspects import WrongResults
 # of the store.
 PERIOD_S = 0.25
 SILENT_PERIODS = 3  # If a single rank sends no heartbeat for this many periods, it is taken for dead.
-# Time after which several ranks without heartbeats are taken for dead. It is longer, because live ranks on a busy
-# machine can be late too.
+# Time after which several ranks without heartbeats are taken for dead. It is longer than SILENT_PERIODS, because
+# several live ranks on a busy machine can be late at the same time.
 PATIENCE_S = 2.5
 ANSWER_S = 8.0  # Time that a rank waits for rank 0 to find the cause.
 STORE_S = 3.0  # Time that a rank waits for the store, whose process or node may be stopped.
@@ -197,7 +197,7 @@ class Inquiry:
                 log.warn(f"cannot record that {', '.join(hosts)} must no longer be used: {failed.strerror}")
             self._claim(failure)
         elif self._heartbeat_store is not None:
-            with suppress(RuntimeError):  # the store is gone, and with it rank 0
+            with suppress(RuntimeError):  # if rank 0 has ended, its store does not answer
                 self._answer(self._heartbeat_store)
 
     def _claim(self, failure: Failure) -> Failure:

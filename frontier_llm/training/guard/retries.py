@@ -34,7 +34,7 @@ class TightMemory(FrontierError):
 
 @dataclass(frozen=True)
 class Tight:
-    """The rank with the most retries in a window, in which they exceeded the rate."""
+    """The rank with the most retries in a window in which the retries exceeded the limit."""
 
     retries: int
     rank: int
@@ -63,7 +63,7 @@ class RetryWatch:
     """Compares the retries of all ranks with the limit, once per window, if the job has a roomier plan."""
 
     def __init__(self, world: Axis, device: torch.device, count: Callable[[], int] | None) -> None:
-        """`count` returns this rank's retries since its start. None: they are not watched, on all ranks."""
+        """`count` returns this rank's retries since its start. If it is None on all ranks, retries are not watched."""
         self._world = world
         self._device = device
         self._count = count if environ(ROOMIER_PLAN_VARIABLE) else None
@@ -73,7 +73,7 @@ class RetryWatch:
     def after_step(self, step: int) -> Tight | None:
         """Return the rank whose retries exceed the limit, after `step` steps of the run.
 
-        The last step of a window is collective over the world, and all ranks return the same.
+        In the last step of a window this call is collective over the world. All ranks return the same result.
         """
         self._steps += 1
         if self._count is None or self._steps % WINDOW_STEPS:

@@ -1,9 +1,9 @@
 """Detects loss spikes, and handles skipped steps: records them, rewinds the run, and stops it after too many in a row.
 
-A spike is a step whose loss or gradient norm is far above the values of the last steps. OLMo's limit is the mean + 6
-standard deviations over 128 steps (2 OLMo 2 Furious, 2025). Loss and gradient norm are equal on every rank, so all
-ranks decide the same without communication. A checkpoint contains the values of the last steps, so a resumed run
-decides like an uninterrupted run.
+A spike is a step whose loss or gradient norm is far above the values of the last steps. The user sets the limit
+(`guard.spike_sigmas`). OLMo uses the mean + 6 standard deviations over 128 steps (2 OLMo 2 Furious, 2025). Loss and
+gradient norm are equal on every rank, so all ranks decide the same without communication. A checkpoint contains the
+values of the last steps, so a resumed run decides like an uninterrupted run.
 
 After a spike, PaLM was restarted some 100 steps earlier, and 200-500 batches were left out (Chowdhery et al. 2022).
 """

@@ -36,7 +36,7 @@ FIRES_AT = 0.9
 # timed out, so the stacks still show the call that hangs.
 DUMP_AT = 0.75
 # Share of the watchdog's timeout after which faulthandler's C thread writes the stacks, if the watchdog thread cannot
-# run. It must come before the timeout, when the other ranks exit and the launcher ends this rank too.
+# run. This must be before the timeout, at which the other ranks exit and the launcher ends this rank.
 LATE_AT = 0.9
 # Time that rank 0 waits before it exits if its process serves the store (comm.store=authenticated). The other ranks
 # read the cause of the failure from the store in this time.
@@ -72,7 +72,7 @@ class Watchdog:
         self._stacks = os.fdopen(stacks, "w", encoding="utf-8")
 
     def at(self, step: int, section: str) -> None:
-        """Record the main thread's step and section. It is fast enough to call at every step."""
+        """Record the main thread's step and section. This call is cheap enough for every step."""
         if step != self._step:
             done = self._collectives()
             self._per_step = done - self._step_began_at
@@ -174,8 +174,8 @@ class Watchdog:
 
     def _heartbeat(self) -> dict[str, Any]:
         collectives = self._collectives()
-        # Pipeline stages make different numbers of collectives per step. Progress within a step is therefore the share
-        # of this rank's collectives per step.
+        # Pipeline stages make different numbers of collectives per step. Progress within a step is therefore measured
+        # relative to the number of this rank's collectives per step.
         progress = self._step + (collectives - self._step_began_at) / max(self._per_step, 1)
         return {
             "host": node_name(), "pid": os.getpid(), "step": self._step, "section": self._section,
@@ -207,7 +207,10 @@ class Watchdog:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Record the suspect and end this process, because nothing has progressed. The stacks are on disk already."""
+        """Record the suspect and end this process, because nothing has progressed.
+
+        The stacks have already been written.
+        """
         waited = f"nothing has moved for {self._timeout_s:.0f} s"
         try:
             path = dump_flight_record(self._mesh, self._logs, waited)

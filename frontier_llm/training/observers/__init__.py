@@ -60,7 +60,10 @@ def register(name: str, make: Callable[[RunConfig], Observer], *, every_rank: bo
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each name in `train.observers` that is not registered. It suggests a similar name."""
+    """Yield a problem for each name in `train.observers` that is not registered.
+
+    The problem suggests a similar name.
+    """
     for name in config.train.observers:
         if name not in _MAKERS:
             yield Problem("train.observers", f"{name!r} is not a registered observer", suggest(name, _MAKERS))

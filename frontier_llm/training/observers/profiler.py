@@ -34,7 +34,7 @@ class Profiler(Observer):
         self._directory = Path(config.train.run_dir) / "profile"
         self._profile: torch.profiler.profile | None = None
         self._phase: Any = None
-        self._watched: Any = None  # the engine's `on_action` before the trace, also called during it
+        self._watched: Any = None  # the engine's former `on_action`; the trace calls it too
 
     def before_step(self, state: TrainState) -> None:
         """Start the trace at the first step to be profiled, or after a resume at the first such step that is left."""

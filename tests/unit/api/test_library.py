@@ -204,7 +204,7 @@ def test_ranks_end_with_the_calling_process(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=False)
     assert done.returncode == 7
     saved = run_dir / "checkpoints"
-    until_s = time.monotonic() + 120  # tells "ends" from "never"
+    until_s = time.monotonic() + 120  # a run that never ends fails the test after 120 s
     while not any(saved.glob("step_*[0-9]")) and time.monotonic() < until_s:
         time.sleep(0.2)
     assert any(saved.glob("step_*[0-9]"))

@@ -38,7 +38,7 @@ def timed(lines, waves, bank_cycles=0, **rates):
 
 
 def test_one_wave_computes_and_multiplies_by_turns():
-    # 16 nops wait for the last 64 cycles, as in the compiler's code
+    # s_nop 16 waits for the end of the matrix instruction (64 cycles). The compiler emits the same wait.
     timing = timed([MATRIX, nop(16), *[VECTOR] * 16], waves=1)
     assert timing.cycles == 4 + 64 + 64 and timing.matrix_share == pytest.approx(64 / 132)
 

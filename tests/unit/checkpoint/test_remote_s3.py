@@ -55,7 +55,7 @@ def test_there_and_back(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_cut_connection(wire: Wire, run_dir: Path, tmp_path: Path) -> None:
     """A push that is cut inside a shard leaves no complete checkpoint, and a second push completes it. A pull that is
-    cut leaves nothing here.
+    cut leaves no local file.
     """
     place = RemoteFolder("s3://bucket/cut")
     writer = this_writer("me", run_dir)

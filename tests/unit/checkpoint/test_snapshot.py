@@ -12,7 +12,7 @@ from frontier_llm.checkpoint import snapshot
 
 
 class Runtime:
-    """CUDA's runtime as torch exposes it. HIP's runtime has the same function names there."""
+    """CUDA's runtime as torch exposes it. torch uses the same function names for HIP's runtime."""
 
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses

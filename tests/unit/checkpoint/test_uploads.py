@@ -76,7 +76,7 @@ def test_kept_checkpoints_are_uploaded_and_the_higher_step_that_is_intact_wins(t
     shown = render([read_status(tmp_path / "run")])
     assert re.search(rf"remote +step {record.uploaded_step} uploaded .* ago$", shown, re.MULTILINE), shown
 
-    # the local copy of step 6 is damaged: the remote one replaces it
+    # the local copy of step 6 is damaged: the remote copy replaces it
     flip(tmp_path / "run" / "checkpoints" / "step_00000006" / "shard_00000.safetensors")
     again = started(tmp_path / "run", url)
     assert again.loaded.step == 6
@@ -90,7 +90,7 @@ def test_kept_checkpoints_are_uploaded_and_the_higher_step_that_is_intact_wins(t
     moved.check(8)
     assert folder.leftovers(moved.checkpoints.directory) == []
 
-    # the first run directory has lost the URL while the other one uses it
+    # the first run directory has lost the URL to the other directory
     with pytest.raises(CheckpointError, match="is written by"):
         started(tmp_path / "run", url)
     train = CONFIG.train.model_copy(update={"run_dir": str(tmp_path / "run"), "remote": url})
@@ -308,7 +308,7 @@ def test_a_start_after_a_crash_continues_the_uploads(tmp_path: Path, url: str) -
 
 
 def test_the_first_upload_claims_a_url_that_did_not_answer_at_the_start(tmp_path: Path, url: str) -> None:
-    """Regression: the first upload only renewed a claim that was never made, and stopped because of a released one."""
+    """Regression: the first upload renewed a claim that was never made, and stopped because of a released claim."""
     place = RemoteFolder(url)
     other = this_writer("other", tmp_path / "other")
     claim(place, other)

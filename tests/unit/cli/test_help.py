@@ -1,4 +1,7 @@
-"""Every command's --help is fast, complete and within 80 columns. Wrong words are answered with the right ones."""
+"""Every command's --help is fast, complete and within 80 columns.
+
+The error for a wrong word suggests the right word.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from frontier_llm.config import load_run
         ((20, 10), ("train.keep_every=10",), 2),
         ((40, 30, 20), ("train.keep_every=20",), 1),
         ((40, 20), ("train.keep_every=20",), 2),
-        # step 10 may be the best one
+        # step 10 may be the best checkpoint
         ((20, 10), ("train.keep_best=validation", "data.validation=synthetic", "train.eval_interval=10"), 2),
         ((30, 20, 10), ("train.keep_best=validation", "data.validation=synthetic", "train.eval_interval=10"), 1),
         # only the last save is left

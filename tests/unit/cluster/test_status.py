@@ -120,7 +120,7 @@ def test_node_hours_are_what_slurm_charges(run_directory: Path, monkeypatch: pyt
     for restarts, start_h, end_h in ((0, 0, 1), (0, 0, 4), (1, 5, 6)):
         one = Allocated("77", restarts, nodes=17, started_unix_s=3600.0 * start_h, seen_unix_s=3600.0 * end_h)
         allocations.record(run_directory, one)
-    assert read_status(run_directory).node_hours == pytest.approx(17 * 5)  # the starts of job 77 are part of them
+    assert read_status(run_directory).node_hours == pytest.approx(17 * 5)  # includes the starts of job 77
     now = time.time()
     allocations.record(run_directory, Allocated("78", 0, 17, started_unix_s=now - 7200, seen_unix_s=now - 3600))
     running = {"JobId": "78", "JobState": "RUNNING", "TimeLimit": "12:00:00", "RunTime": "02:00:00"}

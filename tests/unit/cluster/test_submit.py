@@ -28,7 +28,7 @@ from frontier_llm.run.job import read_job
 
 @pytest.fixture
 def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands that record their arguments. tests/slurm uses the real ones."""
+    """Commands that record their arguments. tests/slurm uses the real commands."""
     commands = tmp_path / "bin"
     commands.mkdir()
     log = tmp_path / "calls"
@@ -423,7 +423,7 @@ def test_a_token_target_is_the_length_of_the_run(
         f"train.run_dir={directory}",
     ]
     assert main(words) == 0
-    # In tokens, because a batch size that changes during the run changes the number of steps.
+    # The length is written in tokens, because a batch size that changes during the run changes the number of steps.
     assert "steps: 1000000 tokens\n" in (directory / "run.yaml").read_text()
     job = read_job(directory)
     assert job is not None and job.flags == ("--allow-change", "train.steps")
@@ -540,7 +540,10 @@ def test_a_run_directory_off_the_scratch_is_pointed_out(
 
 
 def request_of_10_hours(directory: Path) -> JobRequest:
-    """Return a request on 384 nodes of Frontier. The rest of the run takes ten hours, a step ten minutes."""
+    """Return a request on 384 nodes of Frontier.
+
+    It needs ten hours: 60 steps of 400 s, times the safety factor of 1.5.
+    """
     config = load_run("pretrain_1t", [f"train.run_dir={directory}", "train.steps=60"])
     site = load_site("frontier")
     predicted = PointPrediction(

@@ -268,8 +268,8 @@ def test_on_a_gpu_all_is_queued_on_one_side_stream_and_each_wait_covers_its_own_
 
 
 def _nodes_that_split_pairs(rank: int) -> list[float]:
-    """Three ranks per node and tp of two. The middle pair spans both nodes, and the others do not. The groups of dp are
-    created after them.
+    """Three ranks per node and tp of two. The middle tp pair spans both nodes, and the other pairs do not. The groups
+    of dp are created after the pairs.
     """
     mesh = build_mesh(
         Grid(2, 1, 3),

@@ -1,5 +1,5 @@
-"""Tests the cache of sample indices: one process builds a file and the others wait. A dead builder is replaced, and a
-damaged file is named.
+"""Tests the cache of sample indices: one process builds a file and all other processes wait. A dead builder is
+replaced, and a damaged file is named.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def generate(
     sampling: Sampling,
     use_cache: bool = True,
 ) -> list[Completion]:
-    """Complete every prompt, in one batch. Collective over tp and pp. Every rank returns the same."""
+    """Complete every prompt, in one batch. Collective over tp and pp. Every rank returns all completions."""
     rows: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(model, prompts, sampling, use_cache):
         for row, token in zip(rows, tokens, strict=True):

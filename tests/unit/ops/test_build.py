@@ -170,8 +170,8 @@ def flops_of_the_two_loops(line):
     diagonal.
 
     Each loop must contain each product of a block once.
-    If a block has more warps than tiles of rows, several warps share a tile and compute the same.
-    AMD's matrix instructions are counted when they are executed (tests/cdna2).
+    If a block has more warps than tiles of rows, several warps share a tile and compute the same values. AMD's matrix
+    instructions are counted when they are executed (tests/cdna2).
     """
     products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[line["kernel"]]
     return 2 * products * 2 * math.prod(line["constants"][f"BLOCK_{side}"] for side in "MND")

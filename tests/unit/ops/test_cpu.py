@@ -295,7 +295,7 @@ def test_linear_and_its_gradients(isa, dtype, n, o, k):
 @pytest.mark.parametrize(("n", "o", "k"), [(3, 33, 5), (300, 70, 129), (64, 130, 2050), (600, 9, 65)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_bf16_products_are_ours_without_bf16_instructions(isa, monkeypatch, n, o, k, with_bias):
-    """Forward and both gradients. torch computes none of them."""
+    """The C++ kernels compute the forward product and both gradients. torch computes no product."""
     monkeypatch.setattr("frontier_llm.ops.cpu.has_bf16_instructions", lambda: False)
     monkeypatch.setattr("frontier_llm.ops.cpu.F.linear", None)
     ops = CpuOps()

@@ -1,6 +1,6 @@
 """Attention over ranges of a sequence with torch's flash kernels.
 
-The CPU kernels run here. For the GPU kernels only the call is checked.
+These tests execute the CPU kernels. For the GPU kernels they check only the call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHAPES = [(70, 70, 0), (70, 210, 140), (33, 40, 60), (1, 1, 0)]
 @pytest.mark.parametrize(("queries", "keys", "offset"), SHAPES)
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-9), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_blocks_equal_the_reference(queries, keys, offset, dtype, close):
-    """Compares both directions. The backward uses output and log-sum-exp over more keys than the case has.
+    """Compares forward and backward. The backward uses output and log-sum-exp over more keys than the case has.
 
     Inputs are views of fused tensors with grouped queries.
     """

@@ -92,7 +92,10 @@ def test_keys_that_begin_after_the_queries_are_refused():
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(80, 144), (33, 7)])
 def test_products_over_groups(inputs, outputs):
-    """The groups have no rows, few rows, and more rows than a block. The last ones end at a block's end or after it."""
+    """The groups have no rows, few rows, and more rows than a block.
+
+    The last groups end at the end of a block or after it.
+    """
     for ends in ([0, 5, 135, 135, 168], [128, 256, 256], [0, 0, 1]):
         for make in (cases.grouped_linear, cases.grouped_gradient):
             compare(make(torch.float16, torch.tensor(ends, dtype=torch.int32), inputs, outputs))

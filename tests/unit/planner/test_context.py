@@ -97,7 +97,7 @@ def test_131072_tokens_on_sixteen_nodes_get_a_layout_that_fits_and_says_why(
 
 
 def test_memory_knows_the_way() -> None:
-    """With "heads", attention keeps its own output and the one that was sent back.
+    """With "heads", attention keeps its own output and the output that was sent back.
 
     With "gather", a rank holds keys and values of the complete sequence.
     """

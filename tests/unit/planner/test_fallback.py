@@ -1,4 +1,4 @@
-"""The two plans of a job for a run that is out of memory: overrides of the run's own layout and of a roomier one."""
+"""The two plans of a job for a run that is out of memory: overrides of the run's own layout and of a roomier layout."""
 
 from __future__ import annotations
 

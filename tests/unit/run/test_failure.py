@@ -16,7 +16,7 @@ from frontier_llm.run.failure import OUT_OF_MEMORY, Evidence, Failure, cause_of,
 )
 def test_errors_of_the_devices_memory_are_a_cause_of_their_own(text: str) -> None:
     assert cause_of(text) == OUT_OF_MEMORY
-    assert not lost_a_peer(text)  # although RCCL reports some of them
+    assert not lost_a_peer(text)  # although RCCL reports some of these errors
 
 
 @pytest.mark.parametrize("text", ["RuntimeError: CUDA error: an illegal memory access", "MemoryError", "killed"])

@@ -9,7 +9,8 @@ import time
 
 from frontier_llm.run.signals import SignalWatcher, held
 
-# Locking a C mutex twice never returns to the interpreter, even after a signal. A blocked collective behaves the same.
+# Locking a C mutex twice never returns to the interpreter, even after a signal. A rank in a blocked collective does not
+# return either.
 BLOCKED = """
 import ctypes, os, threading, time
 from frontier_llm.run.signals import SignalWatcher

@@ -135,8 +135,8 @@ def test_an_incomplete_round_costs_at_most_a_full_one(stages: int, microbatches:
 
 @given(st.integers(1, 8), st.integers(0, 16))
 def test_bubble_of_zero_bubble_h1(stages: int, more: int) -> None:
-    """The bubble is (pp - 1)(F + I - W), Qi et al., table 2. With F = I = W that is (pp - 1) / 3m, a third of
-    1F1B's.
+    """The bubble is (pp - 1)(F + I - W), Qi et al., table 2. With F = I = W that is (pp - 1) / 3m, a third of 1F1B's
+    bubble.
     """
     microbatches = stages + more
     timeline = simulate(build("zb-h1", stages, microbatches), lambda _, action: UNIT[action.kind])

@@ -104,7 +104,7 @@ def test_one_in_flight_is_enough(name: str, pp: int, m: int, v: int, tp: int, dp
 )
 def test_receives_posted_ahead_of_their_use_hang_with_one_in_flight(name: str, pp: int, m: int, v: int) -> None:
     """The reason for a common order: each rank's own order is legal with unlimited communications in flight, and
-    deadlocks with one.
+    deadlocks with one communication in flight.
     """
     ahead = posted_ahead_of_use(build(name, pp, m, v))
     check(ahead, in_flight=None)

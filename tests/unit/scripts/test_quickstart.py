@@ -22,7 +22,9 @@ PARTS = re.findall(r'^ *part "?([a-z]+(?: \d)?)"? "', SCRIPT, flags=re.MULTILINE
 
 @pytest.fixture(autouse=True)
 def _empty_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty directory, with a shipped machine file for the measured one, and a shipped run for the planned one."""
+    """An empty directory, with a shipped machine file in place of the measured file, and a shipped run in place of the
+    planned run.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quickstart, "MACHINE", Path("local"))
     monkeypatch.setattr(quickstart, "PLANNED", Path("quickstart"))

@@ -146,7 +146,7 @@ def ends(
 def test_ranks_that_agree_go_on_after_a_few_requests() -> None:
     outcomes, recorded, requests = ends(list(reports(dict.fromkeys("abcd", ROCM7), 4)))
     assert outcomes == [None] * 16 and recorded == []
-    assert requests == [6] + [3] * 15  # rank 0: set, wait, multi_get, set, wait, get; the others: set, wait, get
+    assert requests == [6] + [3] * 15  # rank 0: set, wait, multi_get, set, wait, get; other ranks: set, wait, get
 
 
 @pytest.mark.parametrize("over_tcp", [False, True], ids=["HashStore", "TCPStore"])

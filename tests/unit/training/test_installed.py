@@ -1,5 +1,5 @@
 """The facts of an interpreter as `submit` collects them: in a separate process, with stub packages before the real
-ones.
+packages.
 """
 
 from __future__ import annotations

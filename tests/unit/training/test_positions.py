@@ -121,8 +121,8 @@ def test_other_weights_read_each_source_on(tmp_path: Path) -> None:
     after = trained(tmp_path / "run", 24, f"data.train=[{EQUAL_A}, {EQUAL_B}]", allow=["data.train"])
     phases = f"train.phases=[{{steps: 10}}, {{steps: 14, data: {{train: [{EQUAL_A}, {EQUAL_B}]}}}}]"
     assert trained(tmp_path / "phases", 24, f"data.train=[{A}, {B}]", phases) == after
-    # The order of a is the same as in a run on a alone. The order of b, at place 1, is fixed but differs from a run on
-    # b alone.
+    # Dataset `a` gives the same samples in the same order as a run on `a` alone. The samples of `b`, the second
+    # dataset, have a fixed order, which differs from a run on `b` alone.
     assert set(of_a[:16]) <= set(after) and len(set(after)) == 24 and not set(of_b) & set(after)
     streams = position(tmp_path / "run", 24).streams
     assert [stream.taken for stream in streams] == [16, 8]

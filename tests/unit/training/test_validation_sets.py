@@ -51,7 +51,8 @@ def train(config: RunConfig) -> None:
 def test_each_set_is_reported_by_its_name_and_the_best_checkpoint_stays(
     tmp_path: Path, sets: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Training uses `prose`, so that the loss of digits is lowest early. Newer checkpoints must not replace that one.
+    # Training uses `prose`, so that the loss of digits is lowest early. Newer checkpoints must not replace that
+    # checkpoint.
     data = {"train": sets["prose"], "validation": sets}
     config = run_of(tmp_path, data, steps=10, eval_interval=2, save_interval=2, keep_best="validation/digits")
     check(config, 1)

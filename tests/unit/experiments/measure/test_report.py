@@ -163,7 +163,7 @@ def test_tokens_of_each_source_and_a_change_of_blend_are_shown(tmp_path):
 def test_the_page_shows_the_latencies_of_each_axis(page):
     text = page.read_text()
     assert "<td>dp</td><td>reduce_scatter</td><td>8</td><td>3.0 MiB</td>" in text
-    # both operations, in both runs
+    # each of the two operations occurs in both runs
     assert text.count("10 calls below 64 us") == 2 and text.count("6 calls below 256 us") == 2
 
 

@@ -1,5 +1,5 @@
-"""Machine files that earlier versions wrote from the measurements of these tests. Later versions must write the
-same.
+"""Machine files that earlier versions wrote from the measurements of these tests. Later versions must write equal
+files.
 """
 
 from __future__ import annotations

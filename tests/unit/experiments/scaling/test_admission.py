@@ -204,8 +204,8 @@ def test_a_chain_pays_for_each_start_and_each_save() -> None:
 def test_a_lead_time_shorter_than_a_step_is_pointed_out(
     allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`sbatch slurm/train_1t.sbatch train.save_final=true` starts the same. The benchmark's script warns 60 s before
-    the walltime.
+    """`sbatch slurm/train_1t.sbatch train.save_final=true` starts the same job as these words. The benchmark's script
+    warns 60 s before the walltime.
     """
     words = ("train_1t", f"train.run_dir={tmp_path}/r", "train.save_final=true")
     admit_job(open_batch((*words, "job.warning_s=60")))

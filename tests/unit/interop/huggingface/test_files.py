@@ -37,7 +37,7 @@ from tests.unit.interop.huggingface.families import LLAMA_3, saved
 
 
 def edit(directory: Path, **values: Any) -> None:
-    """Change keys of config.json; None removes one."""
+    """Change keys of config.json. The value None removes a key."""
     path = directory / "config.json"
     config = json.loads(path.read_text()) | values
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -216,7 +216,7 @@ def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
     run = RunConfig(model=model, batch=BatchConfig(global_batch=1), train=TrainConfig(run_dir=str(tmp_path / "run")))
     write_checkpoint(Counted(), run, 1 << 30)
     assert len(alive) == 2 * len(shapes)
-    assert most <= 2  # the tensor being written, and the next one
+    assert most <= 2  # the tensor that is written, and the next tensor
 
 
 def test_tokenizer_and_facts_go_along(tmp_path: Path) -> None:

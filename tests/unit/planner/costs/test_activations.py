@@ -41,7 +41,7 @@ class Source:
 def config_of(layers: int, recompute: str, micro_batch: int, **shape: object) -> RunConfig:
     """Return an fp32 configuration with torch's own LayerNorm and attention.
 
-    The reference ops then keep the same tensors as the fused ones.
+    The reference ops then keep the same tensors as the fused ops.
     """
     model = load_model("bench-l8-h384", {"layers": layers, **shape})
     return build(

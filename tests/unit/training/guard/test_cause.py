@@ -20,7 +20,7 @@ RANKS = 4
 class HeartbeatStore:
     """Stand-in for the heartbeats: each rank sends one per period until it is silent.
 
-    A rank may be late with its next one.
+    A rank may be late with its next heartbeat.
     """
 
     outlives_rank_0 = True
