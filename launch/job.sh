@@ -3,6 +3,7 @@
 #     job.sh SITE MODULE [WORD ...]
 #     job.sh SITE --as-rank MODULE [WORD ...]     in the interpreter of the ranks: outside of a job it says what is
 #                                                 installed there
+#     job.sh SITE --rank-python MODULE [WORD ...] in the interpreter of the ranks, in a job: for a program without srun
 # FRONTIER_LLM_PYTHON       the interpreter (default: that of the environment active at sbatch, else python3 after the
 #                           site's modules)
 # FRONTIER_LLM_CONTAINER    an Apptainer image: the ranks use its Python, this shell keeps using the host's (which needs
@@ -13,10 +14,17 @@ set -euo pipefail
 site="$1"
 shift
 as_rank=""
-if [[ "${1:-}" == --as-rank ]]; then
-    as_rank=yes
-    shift
-fi
+rank_python=""
+case "${1:-}" in
+    --as-rank)
+        as_rank=yes
+        shift
+        ;;
+    --rank-python)
+        rank_python=yes
+        shift
+        ;;
+esac
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [[ ! "$site" =~ ^[A-Za-z0-9_-]+$ || ! -r "$root/slurm/sites/$site.sh" ]]; then
     echo "job.sh: no slurm/sites/$site.sh; render it with python -m frontier_llm.cluster.sbatch" >&2
@@ -81,7 +89,7 @@ if [[ -n "${FRONTIER_LLM_CONTAINER:-}" ]]; then
 fi
 export FRONTIER_LLM_PYTHON="$python" FRONTIER_LLM_SITE="$site" FRONTIER_LLM_ROOT="$root"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-if [[ -n "$as_rank" ]]; then
+if [[ -n "$as_rank$rank_python" ]]; then
     exec "${FRONTIER_LLM_RANK_PYTHON:-$python}" -P -m "$@"
 fi
 # -P: not the working directory's code, which may have changed since the job was queued, but this root's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
@@ -157,6 +157,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         action="store_true",
         help="in a job's batch shell: every node of the job makes a share of the parts (slurm/tokenize.sbatch)",
     ),
+    option("--job-step", choices=("plan", "share"), help=argparse.SUPPRESS),  # the steps of --in-job
     JSON,
     *TEXT_OPTIONS,
     line="make PREFIX.bin/.idx from text; run it again to resume",
@@ -164,9 +165,11 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 )
 def tokenize_text(args: argparse.Namespace) -> int:
     """Under a launcher with several tasks, each task makes its share of the parts and joins nothing."""
-    from frontier_llm.data.tokenize import TokenizeOptions, make_share, tokenize
+    from frontier_llm.data.tokenize import TokenizeOptions, make_share, missing_dataset, tokenize
     from frontier_llm.run.rank_env import discover
 
+    if args.in_job:
+        return _tokenize_in_job(args)
     shard_bytes = args.shard_mib << 20
     max_bytes = args.max_mib << 20
     options = TokenizeOptions(
@@ -177,8 +180,12 @@ def tokenize_text(args: argparse.Namespace) -> int:
         prompt_key=args.prompt_key,
         max_bytes=max_bytes,
     )
+    if args.job_step == "plan":
+        digest = missing_dataset(args.inputs, args.output, args.tokenizer, options, args.overwrite)
+        print(digest or "")
+        return 0
     place = discover()
-    if place is not None and place.world_size > 1:
+    if place is not None and (place.world_size > 1 or args.job_step == "share"):
         parts = make_share(
             inputs=args.inputs,
             prefix=args.output,
@@ -198,15 +205,25 @@ def tokenize_text(args: argparse.Namespace) -> int:
         options=options,
         workers=args.workers,
         overwrite=args.overwrite,
-        make_shares=_shares_on_nodes(args) if args.in_job else None,
     )
     show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 
 
-def _shares_on_nodes(args: argparse.Namespace) -> Callable[[], None]:
-    """Return a function that runs this command on every node of the job."""
-    from frontier_llm.cluster.node_tasks import run_on_nodes
+def _tokenize_in_job(args: argparse.Namespace) -> int:
+    """Plan here, make the parts on every node of the job, and join them here. Return the exit code.
 
-    words = [word for word in args.typed if word != "--in-job"]
-    return lambda: run_on_nodes(words)
+    The Python of the ranks runs each step, because this process's Python may have no library of the tokenizer.
+    """
+    from frontier_llm.cluster.node_tasks import run_here, run_on_nodes
+    from frontier_llm.data.tokenize import shares_of
+
+    action = args.typed[:2]
+    words = [word for word in args.typed[2:] if word != "--in-job"]
+    planned = run_here([*action, "--job-step=plan", *words], stdout=subprocess.PIPE)
+    if planned.returncode != 0:
+        return planned.returncode
+    if digest := planned.stdout.strip():
+        with shares_of(args.output, digest):
+            run_on_nodes([*action, "--job-step=share", *words])
+    return run_here([*action, *words]).returncode

@@ -134,31 +134,24 @@ def _follow(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.follow import Follower, LocalEvaluator, SlurmEvaluator, WalltimeReached
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.cluster.supervisor import requeue
-    from frontier_llm.config import load_run
     from frontier_llm.run.evaluations import FOLDER
     from frontier_llm.run.rank_env import discover, environ
-    from frontier_llm.run.run_dir import share_with_group
 
     directory = Path(args.model)
     if discover() is not None:
         raise ConfigError("starts its own ranks", where="--follow", fix="start the command in the batch shell")
     if args.figures:
         raise ConfigError("draws one evaluation", where="--figures", fix="leave out --figures or --follow")
-    if not (directory / "checkpoints").is_dir():
-        fix = "give the directory of a run that has started; a job can wait for it with sbatch --dependency=after:JOB"
-        raise ConfigError("is not a run directory with checkpoints", where=str(directory.absolute()), fix=fix)
     at = args.typed.index(args.model)
     words = tuple(word for word in [*args.typed[1:at], *args.typed[at + 1 :]] if word != "--follow")
     evaluator: LocalEvaluator | SlurmEvaluator = LocalEvaluator(words)
     if environ("SLURM_JOB_ID") and environ("SLURMD_NODENAME"):
-        site = load_site()
         evaluator = SlurmEvaluator(
             words=words,
-            config=load_run(str(directory / "config.yaml"), [f"machine={site.machine}"]),
-            site=site,
+            directory=directory,
+            site=load_site(),
             allocation=slurm.Allocation.from_environment(),
         )
-    share_with_group(directory)
     try:
         Follower(directory, Path(args.output or directory / FOLDER).absolute(), evaluator).run()
     except WalltimeReached:

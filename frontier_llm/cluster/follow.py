@@ -20,17 +20,24 @@ from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.attempt import JobStep, run_step
 from frontier_llm.cluster.batch import BatchRun
+from frontier_llm.cluster.decide import SLURM_EARLY_S
+from frontier_llm.cluster.sbatch import BENCHMARK_WARNING_S
 from frontier_llm.cluster.sites import Site
-from frontier_llm.config import RunConfig
-from frontier_llm.errors import FrontierError
-from frontier_llm.run.complete import fault, step_name
+from frontier_llm.config import load_run
+from frontier_llm.errors import ConfigError, FrontierError
+from frontier_llm.run.allocations import allocations
+from frontier_llm.run.complete import MANIFEST, fault, step_name
 from frontier_llm.run.evaluations import next_step, result_path
 from frontier_llm.run.holder import jobs, living_holder
 from frontier_llm.run.job import Job
 from frontier_llm.run.rank_env import COMMAND, environment, with_this_package
+from frontier_llm.run.run_dir import share_with_group
 
 POLL_S = 60.0
-ENDING_S = 90.0  # part of the walltime in which no evaluation runs, for the requeue
+START_LIMIT_S = 300.0  # time within which a run has to start if none of its jobs or processes is known
+# Part of the walltime in which no evaluation runs. It begins before Slurm may signal the ranks, by the time in which
+# the ranks of an evaluation end.
+ENDING_S = BENCHMARK_WARNING_S + SLURM_EARLY_S + 30.0
 FAILURES = 3  # failed evaluations that end the command
 
 
@@ -45,14 +52,15 @@ class Evaluator(Protocol):
 
 
 def is_running(directory: Path) -> bool:
-    """Whether a process trains in the run directory, or a job of the run is queued.
+    """Whether a process trains in the run directory, or a job of the run is queued or prepares its start.
 
     True also if the Slurm controller does not respond.
     """
     if living_holder(directory) is not None:
         return True
     try:
-        return any(slurm.is_active(job_id) for job_id in jobs(directory))
+        allocated = [allocation.job_id for allocation in allocations(directory)[-1:]]
+        return any(slurm.is_active(job_id) for job_id in {*jobs(directory), *allocated})
     except slurm.ControllerAway:
         return True
     except FrontierError as error:
@@ -68,21 +76,23 @@ class Follower:
     """Evaluates the checkpoints of one run."""
 
     def __init__(self, directory: Path, results: Path, evaluator: Evaluator) -> None:
-        """`directory` is the run directory. `results` is created."""
+        """`directory` is the run directory. `results` is created when the run has started."""
         self._directory = directory
         self._results = results
         self._evaluator = evaluator
         self._failed: list[int] = []  # steps; they are not tried again by this process
         self._longest_s = 0.0  # longest evaluation so far
         self._is_first = True  # no evaluation and no wait so far
-        results.mkdir(parents=True, exist_ok=True)
 
     def run(self, poll_s: float = POLL_S) -> None:
-        """Evaluate each checkpoint that has no result, newest first, until the run has ended.
+        """Wait for the start of the run. Evaluate each checkpoint that has no result, newest first, until it has ended.
 
-        Raises WalltimeReached. Raises FrontierError at the end if evaluations failed, or at once after FAILURES failed
-        evaluations.
+        Raises WalltimeReached. Raises ConfigError if the run does not start. Raises FrontierError at the end if
+        evaluations failed, or after FAILURES of them.
         """
+        self._wait_for_start(poll_s)
+        share_with_group(self._directory)
+        self._results.mkdir(parents=True, exist_ok=True)
         while True:
             is_last_look = not is_running(self._directory)  # asked first, so that the look includes the last checkpoint
             while (step := next_step(self._directory, self._results, self._failed)) is not None:
@@ -95,6 +105,34 @@ class Follower:
                 raise WalltimeReached
             self._is_first = False
             time.sleep(poll_s)
+
+    def _wait_for_start(self, poll_s: float) -> None:
+        """Wait until the run has written its checkpoint folder and its configuration.
+
+        A run writes the folder after the rendezvous, and the configuration after it has loaded its checkpoint.
+        """
+        checkpoints = self._directory / "checkpoints"
+        began_s = time.monotonic()
+        while True:
+            is_expected = is_running(self._directory)  # asked first, so that the look includes the last files
+            if checkpoints.is_dir() and (self._directory / "config.yaml").is_file():
+                return
+            is_over = time.monotonic() - began_s >= START_LIMIT_S
+            if not is_expected and (is_over or self._is_model()):
+                if checkpoints.is_dir():  # of a run that was imported and never started
+                    return
+                fix = "give the directory of a run; a job can wait for its job with sbatch --dependency=after:JOB"
+                raise ConfigError("is not the directory of a run that starts", fix, str(self._directory.absolute()))
+            if self._is_first:
+                log.info(f"waiting until a run starts in {self._directory.absolute()}")
+            if self._evaluator.time_left_s() <= poll_s:
+                raise WalltimeReached
+            self._is_first = False
+            time.sleep(poll_s)
+
+    def _is_model(self) -> bool:
+        """Whether the directory is a checkpoint or a Hugging Face model, in which no run can start."""
+        return any((self._directory / name).is_file() for name in (MANIFEST, "config.json"))
 
     def _evaluate(self, step: int) -> None:
         if self._evaluator.time_left_s() <= self._longest_s:
@@ -148,7 +186,7 @@ class SlurmEvaluator:
     """Runs `frontier-llm evaluate` with one srun over all nodes of this job, one rank per task of a node."""
 
     words: tuple[str, ...]  # arguments of `evaluate` after the checkpoint
-    config: RunConfig  # configuration of the run; determines the variables of the ranks
+    directory: Path  # run directory; its configuration determines the variables of the ranks
     site: Site
     allocation: slurm.Allocation
 
@@ -159,7 +197,7 @@ class SlurmEvaluator:
         job = Job(run_dir=str(results), words=(), site=self.site.name, nodes=len(nodes), warning_s=0.0)
         run = BatchRun(
             job=job,
-            config=self.config,
+            config=load_run(str(self.directory / "config.yaml"), [f"machine={self.site.machine}"]),
             site=self.site,
             allocation=self.allocation,
             program=evaluate_command(checkpoint, self.words, output),

@@ -1,4 +1,7 @@
-"""Runs one frontier-llm command on every node of this job, for work that nodes share without communication."""
+"""Runs a frontier-llm command with the Python of the ranks: on every node of this job, or in the batch shell.
+
+The Python of the batch shell may lack the packages that the command needs, for example torch and tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,19 @@ def node_command(site: Site, allocation: slurm.Allocation, nodes: Sequence[str],
         "--kill-on-bad-exit=0",
         "--wait=0",
         *(f"--{name}={value}" if value else f"--{name}" for name, value in site.srun.items()),
-        rank_python(),
-        *COMMAND,
-        *words,
+        *_rank_command(words),
     ]
+
+
+def run_here(words: Sequence[str], stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `frontier-llm WORDS` once on this node. `stdout` is that of subprocess.run. An error is not raised."""
+    return subprocess.run(  # noqa: S603 a list
+        _rank_command(words), env=environment(), stdin=subprocess.DEVNULL, stdout=stdout, text=True, check=False
+    )
+
+
+def _rank_command(words: Sequence[str]) -> list[str]:
+    return [rank_python(), *COMMAND, *words]
 
 
 def run_on_nodes(words: Sequence[str]) -> None:

@@ -37,6 +37,7 @@ class JobScript:
     minutes: int | None = None  # None: the longest walltime that the site allows for `nodes`.
     program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs.
     words: tuple[str, ...] = ()  # arguments between the module and the run file.
+    needs_rank_python: bool = False  # whether the program needs packages that only the ranks' interpreter may have.
     warning_s: int | None = None  # None: the site's warning time.
     arguments: str = (
         "[key=value ...] [job.spares=N ...] [--allow-change KEY]"  # words after the script, for its comment.
@@ -48,7 +49,8 @@ class JobScript:
         if self.run_dir:
             return shlex.join([self.program, f"--run-dir={self.run_dir}"])
         if not self.config:
-            return shlex.join([self.program, *self.words])
+            interpreter = ["--rank-python"] if self.needs_rank_python else []
+            return shlex.join([*interpreter, self.program, *self.words])
         words = shlex.join([self.program, *self.words, self.config, "ops.no_jit=true"])
         # users could export this variable together with `sbatch --signal` before job.warning_s existed
         warning = f'"job.warning_s=${{FRONTIER_LLM_SIGNAL_LEAD_S:-{self.signal_s(site)}}}"'
@@ -182,6 +184,7 @@ JOBS: tuple[JobScript, ...] = (
         "Write a checkpoint as a Hugging Face model",
         program="frontier_llm.cli.main",
         words=("checkpoint", "export-hf"),
+        needs_rank_python=True,
         warning_s=BENCHMARK_WARNING_S,
         arguments="RUN_DIR DIRECTORY [--dtype bf16]",
     ),

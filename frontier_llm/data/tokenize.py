@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -45,6 +45,7 @@ from frontier_llm.topology.buckets import packed
 from frontier_llm.units import format_bytes, format_count, strict_json
 
 EXAMPLES = 100  # number of damaged inputs that a record lists by name
+REPEAT = "check space and permissions, then run the same command again: finished parts are kept"
 VERSION = 2  # version of the rules below; parts of another version are not reused
 
 
@@ -104,29 +105,21 @@ def tokenize(
     options: TokenizeOptions | None = None,
     workers: int | None = None,
     overwrite: bool = False,
-    make_shares: Callable[[], None] | None = None,
 ) -> DatasetMeta:
     """Make the dataset `prefix` from files and directories. Return its record.
 
     `workers` None means one per core that this process may use. A dataset that the same inputs, tokenizer and options
-    made is returned unchanged. `make_shares` is called before this process makes the parts that are still missing; it
-    lets other nodes call `make_share`. Raises DataError for missing, empty or (unless skipped) damaged inputs, and for
-    a directory that cannot be written. Raises DataError also if `prefix` has a dataset of other inputs (unless
-    `overwrite`), or if another process is making a dataset at `prefix`.
+    made is returned unchanged. Raises DataError for missing, empty or (unless skipped) damaged inputs, and for a
+    directory that cannot be written. Raises it too for a dataset of other inputs at `prefix` (unless `overwrite`), and
+    while another process makes a dataset there.
     """
     options = options or TokenizeOptions()
     plan = _plan(inputs, prefix, tokenizer, options)
     if (before := existing_dataset(prefix, plan.digest, overwrite)) is not None:
         return before
-    with sole_maker(
-        prefix,
-        plan.digest,
-        "check space and permissions, then run the same command again: finished parts are kept",
-    ):
+    with sole_maker(prefix, plan.digest, REPEAT):
         plan.directory.mkdir(exist_ok=True)
         try:
-            if make_shares is not None:
-                make_shares()
             parts = _run(plan.jobs, workers, str(prefix))
             meta = _join(plan, parts, str(prefix)) if any(part.documents for part in parts) else None
             shutil.rmtree(plan.directory)
@@ -139,6 +132,27 @@ def tokenize(
         raise DataError(what, where=str(prefix), fix="check the input paths and --text-key")
     _report(str(prefix), meta)
     return meta
+
+
+def missing_dataset(
+    inputs: Iterable[str | Path], prefix: str | Path, tokenizer: str, options: TokenizeOptions, overwrite: bool
+) -> str | None:
+    """Return the digest of the plan. None if the dataset exists. Raises DataError as `tokenize` does."""
+    plan = _plan(inputs, prefix, tokenizer, options)
+    with log.quiet():
+        before = existing_dataset(prefix, plan.digest, overwrite)
+    return plan.digest if before is None else None
+
+
+@contextlib.contextmanager
+def shares_of(prefix: str | Path, digest: str) -> Iterator[None]:
+    """Hold the lock of the dataset while other processes call `make_share`. `digest` is that of `missing_dataset`."""
+    with sole_maker(prefix, digest, REPEAT):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                _parts_directory(prefix, digest).rmdir()  # succeeds only if no part was finished
 
 
 def make_share(
@@ -176,12 +190,16 @@ def _plan(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: str, opti
     pieces = (piece for path in find_inputs(inputs) for piece in cut(path, options.documents, options.shard_bytes))
     shards = [tuple(shard) for shard in packed(pieces, lambda piece: piece.size_bytes, options.shard_bytes)]
     digest = _plan_digest(shards, codec, options)
-    directory = Path(f"{prefix}.parts-{digest[:12]}")
+    directory = _parts_directory(prefix, digest)
     jobs = tuple(
         ShardWork(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options)
         for number, pieces in enumerate(shards)
     )
     return TokenizePlan(jobs=jobs, directory=directory, codec=codec, digest=digest)
+
+
+def _parts_directory(prefix: str | Path, digest: str) -> Path:
+    return Path(f"{prefix}.parts-{digest[:12]}")
 
 
 def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:

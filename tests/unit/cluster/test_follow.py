@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cluster import follow, slurm
-from frontier_llm.cluster.follow import Follower, WalltimeReached
-from frontier_llm.errors import FrontierError
+from frontier_llm.cluster.attempt import ENDING_S
+from frontier_llm.cluster.decide import SLURM_EARLY_S
+from frontier_llm.cluster.follow import Follower, SlurmEvaluator, WalltimeReached
+from frontier_llm.cluster.sbatch import JOBS
+from frontier_llm.cluster.sites import load_site
+from frontier_llm.errors import ConfigError, FrontierError
+from frontier_llm.run import allocations
+from frontier_llm.run.allocations import Allocated
 from frontier_llm.run.complete import MANIFEST, MANIFEST_DIGEST, digest_line, step_name
 from frontier_llm.run.evaluations import Evaluated, newest_result
 from frontier_llm.run.records import DamagedRecord
@@ -57,6 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that trains until the test calls the end."""
     for step in (10, 20):
         save(tmp_path, step)
+    (tmp_path / "config.yaml").touch()
     monkeypatch.setattr(follow, "is_running", lambda directory: not (directory / "ended").exists())
     return tmp_path
 
@@ -81,6 +88,50 @@ def test_each_checkpoint_is_evaluated_once_until_the_run_ends(run: Path, monkeyp
     assert stub.steps == [step_name(step) for step in (20, 10, 30, 40)]
     Follower(run, run / "results", again := Stub()).run()
     assert again.steps == []
+
+
+def test_the_start_of_the_run_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run appears, joins its ranks, loads, saves and ends, one of these at each wait."""
+    run = tmp_path / "run"
+    events: list[Callable[[], object]] = [
+        run.mkdir,
+        (run / "checkpoints").mkdir,
+        (run / "config.yaml").touch,
+        lambda: save(run, 10),
+        lambda: end(run),
+    ]
+    monkeypatch.setattr(follow.time, "sleep", lambda seconds: events.pop(0)())
+    monkeypatch.setattr(follow, "is_running", lambda directory: run.exists() and not (run / "ended").exists())
+    monkeypatch.setattr(follow.time, "monotonic", lambda: -100.0 * len(events))
+    stub = Stub()
+    Follower(run, run / "results", stub).run()
+    assert stub.steps == [step_name(10)] and events == []
+
+
+def test_a_run_that_does_not_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(follow.time, "sleep", waits.append)
+    monkeypatch.setattr(follow.time, "monotonic", lambda: 60.0 * len(waits))
+    stub = Stub()
+    with pytest.raises(ConfigError, match="is not the directory of a run that starts"):
+        Follower(tmp_path / "run", tmp_path / "run" / "results", stub).run(poll_s=60.0)
+    assert len(waits) == 5 and not (tmp_path / "run").exists()
+    checkpoint = save(tmp_path, 10)
+    with pytest.raises(ConfigError, match="is not the directory of a run that starts"):
+        Follower(checkpoint, checkpoint / "results", stub).run()
+    assert len(waits) == 5, "a checkpoint is refused at once"
+    stub.left_s = 30.0
+    with pytest.raises(WalltimeReached):
+        Follower(tmp_path / "later", tmp_path / "later" / "results", stub).run(poll_s=60.0)
+
+
+def test_no_evaluation_runs_when_slurm_may_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = [job for job in JOBS if job.name == "evaluate"]
+    site = load_site("frontier")
+    allocation = slurm.Allocation("7", ("n0",), "n0", 8, 7)
+    evaluator = SlurmEvaluator(words=(), directory=Path("run"), site=site, allocation=allocation)
+    monkeypatch.setattr(slurm, "time_left_s", lambda job_id: job.signal_s(site) + SLURM_EARLY_S + ENDING_S)
+    assert evaluator.time_left_s() <= 0
 
 
 def test_a_checkpoint_that_the_run_deletes_is_left_out(run: Path) -> None:
@@ -130,6 +181,10 @@ def test_the_walltime_ends_the_job_and_not_the_evaluations(run: Path, monkeypatc
 
 def test_a_run_ends_with_its_process_and_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not follow.is_running(tmp_path)
+    prepares = Allocated("18", restarts=0, nodes=1, started_unix_s=0.0, seen_unix_s=0.0)
+    allocations.record(tmp_path, prepares)  # before its first start, for example while it examines its nodes
+    monkeypatch.setattr(slurm, "is_active", lambda job_id: job_id == "18")
+    assert follow.is_running(tmp_path)
     (tmp_path / "successor").write_text("17\n")
     monkeypatch.setattr(slurm, "is_active", lambda job_id: job_id == "17")
     assert follow.is_running(tmp_path)

@@ -102,6 +102,24 @@ def test_every_variable_of_the_machines_is_kept_by_the_job_if_the_user_has_expor
     assert done.stdout.split() == ["mine"] * len(names), done.stderr
 
 
+def test_a_program_can_run_with_the_python_of_the_ranks(root: Path, tmp_path: Path) -> None:
+    executable(tmp_path / "bin" / "singularity", 'echo "container: ${@: -4}"')
+    (tmp_path / "image.sif").touch()
+    env = {
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+        "FRONTIER_LLM_PYTHON": sys.executable,
+        "FRONTIER_LLM_CONTAINER": f"{tmp_path}/image.sif",
+    }
+    command = [root / "launch" / "job.sh", "fake", "--rank-python", "say", "word"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.stdout == "container: -P -m say word\n", done.stderr
+    executable(root / "launch" / "broadcast_env.sh", f'echo "{sys.executable}"; echo')
+    (root / "say.py").write_text("import os\nprint(os.environ['FRONTIER_LLM_PYTHON'])")
+    of_archive = {"PATH": "/usr/bin:/bin", "FRONTIER_LLM_ENV_ARCHIVE": "env.tar.gz"}
+    done = subprocess.run(command, capture_output=True, text=True, env=of_archive, cwd=tmp_path)
+    assert done.stdout == f"{sys.executable}\n", done.stderr  # the unpacked archive
+
+
 def test_a_python_without_the_package_is_explained(root: Path) -> None:
     done = job_sh(root)
     assert done.returncode == 2

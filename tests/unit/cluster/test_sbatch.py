@@ -161,7 +161,7 @@ def test_scripts_without_a_run_file_pass_words_to_their_command() -> None:
     assert commands == {
         "tokenize": "frontier_llm.cli.main data tokenize --in-job",
         "evaluate": "frontier_llm.cli.main evaluate --follow",
-        "export": "frontier_llm.cli.main checkpoint export-hf",
+        "export": "--rank-python frontier_llm.cli.main checkpoint export-hf",
     }
 
 
