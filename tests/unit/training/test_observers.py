@@ -82,6 +82,7 @@ def test_a_plugin_s_observer_and_a_profile_on_two_ranks(tmp_path: Path) -> None:
         ["step", 1],
         ["step", 2],
         ["step", 3],
+        ["memory", 3],
         ["evaluation", 3],
         ["save", 3],
         ["communication", 3],
