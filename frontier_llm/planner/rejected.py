@@ -39,8 +39,8 @@ def rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: Ra
 def other_contexts(fitting: Layouts, seconds: np.ndarray, choice: Layout) -> list[str]:
     """Return lines that compare the choice with the other algorithms of context-parallel attention.
 
-    Each line gives the fastest layout of one algorithm, or without context parallelism, and how much longer it takes
-    than the fastest layout with the algorithm of the choice. `seconds` are estimated by formula.
+    Each line is about one other algorithm, or about no context parallelism. It names the fastest such layout, and how
+    much longer this layout takes than the fastest layout with the chosen algorithm. `seconds` are estimated by formula.
 
     The list is empty if the choice has no context parallelism.
     """

@@ -30,8 +30,8 @@ from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
-# Number of tensors of the size of all gathered keys and values in backward: the keys and values, their gradients, and a
-# reordered half of both.
+# Memory of the exchange in backward, in multiples of all gathered keys and values: 1 for the keys and values, 1 for
+# their gradients, and together 1 for a reordered half of each.
 EXCHANGE_COPIES = 3
 BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight, of 40 M parameters each
 
