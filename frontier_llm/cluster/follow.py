@@ -124,7 +124,10 @@ class Follower:
                 fix = "give the directory of a run; a job can wait for its job with sbatch --dependency=after:JOB"
                 raise ConfigError("is not the directory of a run that starts", fix, str(self._directory.absolute()))
             if self._is_first:
-                log.info(f"waiting until a run starts in {self._directory.absolute()}")
+                log.info(
+                    f"no run is known in {self._directory.absolute()}: waiting until one starts, at most "
+                    f"{START_LIMIT_S / 60:.0f} minutes unless a job of the run is queued"
+                )
             if self._evaluator.time_left_s() <= poll_s:
                 raise WalltimeReached
             self._is_first = False
