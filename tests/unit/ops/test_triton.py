@@ -139,9 +139,7 @@ def test_attention_pads_a_head_dim_that_is_no_multiple_of_16(head_dim):
     """The model gpt-1t has 128 heads of 200."""
     compare(cases.attention(torch.float16, 70, 2, 4, 2, head_dim, scores=Scores(head_dim**-0.5)), factor=2.0)
     scores = Scores(head_dim**-0.5, offset=70)
-    case = cases.attention_block(
-        torch.float16, 70, 140, 2, heads=4, kv_heads=2, head_dim=head_dim, scores=scores
-    )
+    case = cases.attention_block(torch.float16, 70, 140, 2, heads=4, kv_heads=2, head_dim=head_dim, scores=scores)
     compare_stretch(gpu, case, scores, close)
 
 
