@@ -16,9 +16,6 @@ from frontier_llm.cli.arguments import Parser
 from frontier_llm.cli.needs import check_installed
 from frontier_llm.cli.vocabulary import with_new_names
 from frontier_llm.errors import FrontierError, not_installed, suggest
-from frontier_llm.files import LIFT_VARIABLE, lift_bounds
-from frontier_llm.machine.processor import limit_instruction_set
-from frontier_llm.run.rank_env import environ
 
 CLOSED_PIPE = 141  # exit code of a program that SIGPIPE ends, as a shell reports it
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` reads only this table, because it must
@@ -127,9 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     called = f"frontier-llm {name}"
     try:
-        lift_bounds(environ(LIFT_VARIABLE))
-        limit_instruction_set()  # before a command imports torch
         parsed = parse(arguments)
+        _prepare_process()
         called = parsed.parser.prog  # command with its action, for example `frontier-llm data tokenize`
         return int(parsed.work(parsed))
     except FrontierError as error:
@@ -158,6 +154,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _prepare_process() -> None:
+    """Apply the environment variables of this process. Must precede the import of torch. `--help` does without."""
+    from frontier_llm.files import LIFT_VARIABLE, lift_bounds
+    from frontier_llm.machine.processor import limit_instruction_set
+    from frontier_llm.run.rank_env import environ
+
+    lift_bounds(environ(LIFT_VARIABLE))
+    limit_instruction_set()
 
 
 def entry() -> NoReturn:
