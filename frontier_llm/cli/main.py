@@ -37,7 +37,7 @@ COMMANDS = {
     "ops": "which fused op runs with which back-end, and why",
     "bench": "measure the training step, the ops or the communication",
     "calibrate": "measure this machine and write its machine file",
-    "list": "the models, machines, runs, sites and tasks that have a name here",
+    "list": "the models, machines, runs, schedules, sites and tasks that have a name here",
     "completion": "a script for bash or zsh that completes these words",
 }
 _GROUPS = {

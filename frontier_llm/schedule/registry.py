@@ -47,6 +47,7 @@ class ScheduleRule:
     backward_length: float = 2.0
     # (stages, microbatches) → share of a step's backwards that are split. None: all of them if `splits_backward`.
     split_share: Callable[[Number, Number], Number] | None = None
+    about: str = ""  # one line for `frontier-llm list schedules`
 
 
 _RULES: dict[str, ScheduleRule] = {}
