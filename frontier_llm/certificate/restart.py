@@ -20,7 +20,7 @@ from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import FrontierError, Problem, not_installed
 from frontier_llm.planner.predict import planned_saves
 from frontier_llm.run.uploads import read_uploads
-from frontier_llm.units import format_bytes, format_seconds, plural
+from frontier_llm.units import format_bytes, format_hours, format_seconds, plural
 
 NAME = "restart"
 
@@ -64,7 +64,7 @@ def _save_evidence(subject: Subject) -> Iterator[str]:
     lost_node_hours = (lost_s + start_s) / 3600 * subject.cost.nodes
     yield (
         f"a failure costs at most {plural(first, 'step')}, {format_seconds(lost_s)}, and {format_seconds(start_s)} to "
-        f"start again (assumed): {lost_node_hours:,.1f} node-hours"
+        f"start again (assumed): {format_hours(lost_node_hours)} node-hours"
     )
     one_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     written = f" and takes about {format_seconds(save_s)} (estimated)" if campaign else ""

@@ -25,7 +25,7 @@ from frontier_llm.run import run_dir
 from frontier_llm.run.rank_env import environ
 from frontier_llm.tables import aligned
 from frontier_llm.topology.plan import plan_problems
-from frontier_llm.units import format_bytes, plural
+from frontier_llm.units import format_bytes, format_hours, plural
 
 BENCHMARK_STEPS = 100  # a run with more steps that costs more than CHEAP_NODE_HOURS needs data.allow_synthetic
 CHEAP_NODE_HOURS = 10.0
@@ -109,10 +109,10 @@ class Cost:
         steps = f"{plural(self.job_steps, 'step')} of about {self.step_s:.3g} s (predicted)"
         lines = [
             f"cost: this job takes {plural(self.nodes, 'node')} for about {_minutes(60 * self.job_minutes)}, "
-            f"{self.job_node_hours:,.1f} node-hours: {_minutes(self.start_s)} to start (assumed), {steps}",
+            f"{format_hours(self.job_node_hours)} node-hours: {_minutes(self.start_s)} to start (assumed), {steps}",
             f"cost: this job writes {written(self.config, self.job_saves, self.directory)}",
-            f"cost: {plural(self.steps, 'step')} are left of the run: {self.hours:,.1f} hours, "
-            f"{self.node_hours:,.1f} node-hours",
+            f"cost: {plural(self.steps, 'step')} are left of the run: {format_hours(self.hours)} hours, "
+            f"{format_hours(self.node_hours)} node-hours",
         ]
         if (chain := self.chain()) is not None:
             lines.append(
