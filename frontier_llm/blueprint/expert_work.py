@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     sent: float
     received: float  # rows that arrive; with a capacity limit all of them are kept until backward
     computed: float
-    # two-stage all-to-all: number of nodes, and rows of the first stage, between nodes
+    # for the two-stage all-to-all: the number of nodes, and the rows that the first stage sends between nodes
     nodes: int = 1
     to_nodes: float = 0
     from_nodes: float = 0

@@ -45,7 +45,7 @@ class Writer:
     run_dir: str  # absolute path
     host: str
     renewed_unix_s: float
-    is_released: bool = False  # True if its last job has ended in order
+    is_released: bool = False  # True if its last job has ended without an error
 
     def describe(self) -> str:
         """Return text such as '/scratch/a on n0 (last sign 5 min ago)'."""

@@ -324,7 +324,7 @@ def build_mesh(
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)
-    limit_answer_time()  # called last, so that it covers the connections of RCCL's groups too
+    limit_answer_time()  # called last, so that the limit also applies to connections that RCCL's groups have opened
     return mesh
 
 

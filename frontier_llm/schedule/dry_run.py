@@ -183,7 +183,7 @@ class _Ranks:
                 if self.lists[other][head].what != event.what:
                     there = self.lists[other][head].what
                     raise ScheduleError(
-                        f"rank {rank} has {event.what} where rank {other} has {there} on the {stream} channel"
+                        f"rank {rank} starts {event.what}, but rank {other} starts {there} on the {stream} channel"
                     )
             for other, head in same:
                 self.open[other][stream].popleft()

@@ -85,7 +85,7 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 f"{parallel.zero} is not supported: 0 keeps a complete optimizer state on each replica, 1 splits it "
                 f"over dp"
             ),
-            fix="set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1",
+            fix="set parallel.zero=1, or set parallel.data_mode=fsdp, which also splits gradients and weights",
         )
     if parallel.zero == 0 and deepspeed:
         yield Problem(

@@ -194,7 +194,7 @@ def test_one_queue_too_few_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MOST_QUEUES", needed)
     assert section(subject, "communication").verdict is SectionVerdict.PASSED
     monkeypatch.setattr(streams, "MOST_QUEUES", needed - 1)
-    assert f"each of a rank's {needed} streams" in refused(subject, "communication")
+    assert f"each of the {needed} streams of a rank" in refused(subject, "communication")
 
 
 # ----------------------------------------------------------------------------------------------------------- restart

@@ -126,7 +126,7 @@ def test_the_last_number_of_a_start_is_an_error_and_no_endless_loop(tmp_path: Pa
         lambda: holder.take(tmp_path, "13", "n0"),
     ):
         with pytest.raises(
-            FrontierError, match="records start 99999999 of the run, and start numbers end at 99999999"
+            FrontierError, match="records start number 99999999 of the run, but the largest possible number is 99999999"
         ) as caught:
             start()
         assert str(last) in str(caught.value) and "if no job of this run is alive, delete the file" in str(caught.value)

@@ -178,7 +178,7 @@ def test_a_stalled_upload_is_ended(tmp_path: Path, url: str, monkeypatch: pytest
     uploads = Uploads(url, tmp_path, tmp_path / "checkpoints", 0.0, list)
     monkeypatch.setattr("frontier_llm.checkpoint.upload_process.STALL_S", -1.0)
     problem = uploads._run({"task": "release"})
-    assert problem is not None and problem["text"].startswith("the store accepted nothing")
+    assert problem is not None and problem["text"].startswith("the object store accepted no data")
 
 
 def test_a_rank_that_waits_for_the_store_reports_progress(

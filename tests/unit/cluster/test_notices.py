@@ -108,7 +108,7 @@ def test_a_host_that_does_not_exist_is_only_logged(
 
 @pytest.mark.parametrize(
     ("mode", "content", "message"),
-    [(0o640, "https://a.b/c", "has mode 0640"), (0o600, "a.b/c", "holds no address"), (None, "", "cannot be read")],
+    [(0o640, "https://a.b/c", "has mode 0640"), (0o600, "a.b/c", "contains no address"), (None, "", "cannot be read")],
 )
 def test_a_file_that_others_can_read_is_refused_without_its_content(
     job: Job, tmp_path: Path, mode: int | None, content: str, message: str

@@ -102,7 +102,7 @@ def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert plan_problems(config, 512) == []
     monkeypatch.setattr("frontier_llm.topology.streams.MOST_QUEUES", 13)
     [problem] = plan_problems(config, 512)
-    assert problem.where == "comm.in_flight" and "14 streams, and a device has 13" in problem.what
+    assert problem.where == "comm.in_flight" and "14 streams of a rank, but a device has only 13" in problem.what
     one = config.model_copy(update={"comm": config.comm.model_copy(update={"in_flight": "one"})})
     assert plan_problems(one, 512) == []
 
