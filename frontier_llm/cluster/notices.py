@@ -47,8 +47,8 @@ class Notice:
 def webhook_address(job: Job) -> str:
     """Return the address of the webhook. '' if there is none.
 
-    Raises FrontierError if its file is missing or readable by others, or if it contains no address. The text of the error
-    does not contain the address.
+    Raises FrontierError if its file is missing or readable by others, or if it contains no address. The text of the
+    error does not contain the address.
     """
     where = WEBHOOK_VARIABLE
     address = environ(WEBHOOK_VARIABLE) or ""

@@ -78,7 +78,7 @@ def simulated_part(plan: Plan) -> str:
 
 
 def step_chart(outcome: Search, numbers: Rates) -> Chart:
-    """Return a stacked bar of the step's time by cause for the choice, the second-best plan and the kinds not chosen."""
+    """Return a stacked bar of the step's time by cause for the choice, the second-best plan and other kinds of plan."""
     compared = {"the choice": outcome.best}
     if len(outcome.plans) > 1:
         compared["the second-best plan"] = outcome.plans[1]

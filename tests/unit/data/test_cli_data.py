@@ -106,7 +106,7 @@ def test_inspect_refuses_another_tokenizer(corpus: Path) -> None:
 
 
 def test_tokenizer_output_without_a_kind(corpus: Path) -> None:
-    with pytest.raises(DataError, match="does not end in .model or .json"):
+    with pytest.raises(DataError, match=r"does not end in \.model or \.json"):
         run("tokenizer", corpus / "in", "--output", corpus / "tok")
 
 
