@@ -48,8 +48,8 @@ class ParallelConfig(Section):
     expert: Degree = 1
     # etp, number of ranks that split each expert's width; independent of tensor, which splits attention.
     expert_tensor: Degree = 1
-    # Number of copies of a token that are sent to another node: one for each of the token's experts there (flat), or
-    # one (hierarchical).
+    # Copies of a token sent to another node: one for each of the token's experts there (flat), or only one
+    # (hierarchical).
     expert_all_to_all: Literal["auto", "flat", "hierarchical"] = "auto"
     # Number of virtual stages per pipeline rank. More than 1 needs a schedule that supports them: interleaved, or a V
     # schedule (always 2).
@@ -91,8 +91,8 @@ class OptimizerConfig(Section):
     name: str = "adamw"
     # Implementation of gradient sums and state sharding: this program's, or DeepSpeed's ZeRO-1.
     engine: Literal["native", "deepspeed"] = "native"
-    # Path of a DeepSpeed JSON file that is passed to DeepSpeed; settings that the run file determines are refused in
-    # it.
+    # Path of a DeepSpeed JSON file that is passed to DeepSpeed; it may not contain settings that the run file
+    # determines.
     deepspeed_config: str | None = None
     lr: PositiveFloat = 3e-4  # Highest learning rate, reached after warm-up.
     min_lr: NonNegativeFloat = 3e-5  # Learning rate at the end of the decay.
@@ -106,8 +106,7 @@ class OptimizerConfig(Section):
     # cosine, linear: step at which the decay ends (None = train.steps); wsd: length of the decay.
     decay_steps: WarmupSteps | None = None
     momentum: BelowOne = 0.95  # muon: Nesterov momentum of the matrices.
-    # muon: treat the query, key and value weights as three matrices (together), or as three for each key/value head
-    # (groups).
+    # muon: query, key and value weights form three matrices (together), or three for each key/value head (groups).
     heads: Literal["together", "groups"] = "together"
 
     @model_validator(mode="before")
@@ -244,8 +243,7 @@ class CommConfig(Section):
     overlap_messages: bool = True
     # Number of elements in a bucket of gradients or weights; the default is Megatron-LM's, 160 MB of fp32.
     bucket_elements: PositiveInt = 40_000_000
-    # ZeRO's all-gather of updated weights ends at their first use in the next forward (True), or within the step
-    # (False).
+    # True: ZeRO's all-gather of updated weights ends at their first use in the next forward; False: within the step.
     overlap_weights: bool = False
     # Overlap expert communication with another microbatch, in schedules that pair microbatches (dualpipe-v).
     overlap_experts: bool = True
@@ -363,8 +361,7 @@ class TrainConfig(Section):
     """Length of the run, its intervals, and the place of its results."""
 
     run_dir: PathText = "runs/default"  # Folder for records, logs and checkpoints.
-    # Number of optimizer steps of the complete run, or "20B tokens", "2 epochs"; with phases the default is the sum of
-    # their steps.
+    # Number of optimizer steps of the run, or "20B tokens", "2 epochs"; default with phases: the sum of their steps.
     steps: StepCount = 100
     # Phases with other data, batch or context; the last one extends to train.steps.
     phases: tuple[PhaseConfig, ...] = ()
@@ -381,8 +378,7 @@ class TrainConfig(Section):
     save_interval: NonNegativeInt = 0  # Number of steps between two checkpoints; 0 = only at the end.
     # Save after the last step; False with save_interval=0: a stopped run saves no checkpoint either.
     save_final: bool = True
-    # Number of steps that training may run after the copy for a save; then it waits for the disk. None = save_interval
-    # / 10.
+    # Number of steps that training may run after a save's copy; then it waits for the disk. None = save_interval / 10.
     save_lag_steps: NonNegativeInt | None = None
     keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 2  # Number of newest checkpoints that stay on disk.
     # Never delete a checkpoint whose step is a multiple of this number; 0 = delete all old checkpoints.
@@ -394,8 +390,7 @@ class TrainConfig(Section):
     remote_mib_per_s: NonNegativeFloat = 0.0  # Largest rate of the uploads in MiB per second; 0 = no limit.
     remote_wait_s: NonNegativeFloat = 600.0  # Longest time in seconds that a finished run waits for its last upload.
     tensorboard: bool = True  # Also write the metrics for TensorBoard.
-    # Additional receivers of the metrics: wandb, mlflow, or an observer that a plugin registers
-    # (`training.observers.register`).
+    # Additional receivers of the metrics: wandb, mlflow, or a plugin's observer (`training.observers.register`).
     observers: tuple[str, ...] = ()
     profile: ProfileConfig | None = None  # Steps of which a trace is written; None = no trace.
     # auto: the GPU of the machine file, or the CPU if the machine file has no GPU. cpu: the CPU, without a check. cuda:
@@ -420,18 +415,15 @@ class GuardConfig(Section):
     rewind_steps: PositiveInt = 100  # Return to a checkpoint at least this number of steps before the spike.
     rewind_skip_steps: PositiveInt = 200  # Number of steps after that checkpoint whose data is left out.
     max_skips_in_row: PositiveInt = 100  # Consecutive skipped steps after which the run stops.
-    # Number of steps between two checks in which all replicas compute one step twice, to detect wrong arithmetic; 0 =
-    # never.
+    # Number of steps between two checks in which all replicas compute one step twice, to find wrong results; 0 = never.
     recompute_interval: NonNegativeInt = 0
     # Largest number of steps between two comparisons of the ranks' compute times; 0 = never.
     straggler_interval: NonNegativeInt = 25
-    # Longest time in seconds between two comparisons of the ranks' compute times. A rank is reported after two slow
-    # intervals.
+    # Longest time in seconds between two such comparisons. A rank is reported after two slow intervals.
     straggler_seconds: PositiveFloat = 300.0
     # Measure every node before the first step, and exclude slow nodes; auto = on 16 nodes and more.
     start_rates: Literal["auto"] | bool = "auto"
-    # Number of steps between two comparisons of all copies of the weights, which are also compared before each save; 0
-    # = never.
+    # Number of steps between two comparisons of all copies of the weights, also compared before each save; 0 = never.
     replica_check_interval: NonNegativeInt = 100
 
 
