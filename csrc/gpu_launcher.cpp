@@ -133,7 +133,7 @@ EXPORT int frontier_gpu_load(int device, const void* image, const char* symbol, 
   if (const int code = driver.module_get_function(function, module, symbol)) return fail(symbol, code);
   if (!driver.amd && shared_bytes > 48 * 1024)  // CUDA requires an attribute for more than 48 KiB
     if (const int code = driver.function_set_attribute(*function, kMaxDynamicSharedBytes, shared_bytes))
-      return fail("the kernel needs more shared memory than a block of this device can have", code);
+      return fail("more shared memory than this device gives a block", code);
   return 0;
 }
 

@@ -237,7 +237,7 @@ class Server {
           client.missing = 2;
           go_on(client);
         } else {
-            append(client.out, {"error", "the store does not support this request:  " + operation});
+            append(client.out, {"error", "the store does not know this question: " + operation});
         }
     }
 

@@ -67,8 +67,7 @@ Tensor grouped_product(const Tensor& x_in, const Tensor& b, const Tensor& ends) 
               "grouped_product: x ", x.sizes(), ", b ", b.sizes());
   const int64_t k = b.size(1), n = b.size(2);
   const Tensor out = at::empty({x.size(0), n}, x.options());
-  // With 512 rows, packing the weights is a hundredth of a part's work, and a part keeps at most 512 x n sums in
-  // memory.
+  // 512 rows: packing the weights is a hundredth of a part's work, and its sums in memory are at most 512 x n
   const std::vector<Part> parts = parts_of(ends, b.size(0), x.size(0), 512);
   by_type(x, [&](auto type) {
     using T = decltype(type);
@@ -92,7 +91,7 @@ void accumulate_grouped_gradient_(const Tensor& main_grad, const Tensor& grad_in
   TORCH_CHECK(main_grad.dim() == 3 && grad.size(0) == rows && main_grad.size(1) == o && main_grad.size(2) == k,
               "grouped gradient: ", main_grad.sizes(), ", grad ", grad.sizes(), ", x ", x.sizes());
   const std::vector<Part> groups = parts_of(ends, main_grad.size(0), rows, std::max<int64_t>(1, rows));
-  // with several threads a group's outputs are divided among tasks, each of which packs x again
+  // a group's outputs are divided among tasks if there are enough threads; each task packs x again
   const int64_t outputs = at::get_num_threads() == 1 ? o : std::min<int64_t>(o, 256),
                 tasks = (o + outputs - 1) / outputs;
   by_type(x, [&](auto type) {
@@ -133,7 +132,7 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
               " key/value heads");
   TORCH_CHECK(q.size(0) > 0 && k.size(0) > 0, "attention over an empty sequence");
   TORCH_CHECK(mask.documents.has_value() == mask.key_documents.has_value(),
-              "give the documents of queries and of keys, or neither");
+              "documents of queries and of keys go together");
   check_same(q, k, "k");
   check_same(q, v, "v");
   TORCH_CHECK(
