@@ -219,7 +219,9 @@ class Item:
     apart: bool = False  # True: executed only if the schedule computes weight gradients as separate actions
 
     def repeats(self, modes: Mapping[str, float]) -> float:
-        """Return how often an average layer repeats the work. `modes` maps recompute modes to shares of the layers."""
+        """Return the mean number of repetitions of the work over the layers. `modes` maps recompute modes to shares of
+        the layers.
+        """
         return sum(share for mode, share in modes.items() if mode in self.repeated_by)
 
 

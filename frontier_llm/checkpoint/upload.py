@@ -173,7 +173,7 @@ class Uploads:
             return {"task": "push", "checkpoint": str((self._directory / step_name(waiting[0])).absolute())}
 
     def _record_result(self, digest: bytes, problem: dict[str, str] | None) -> None:
-        """Note what a request has reached, for the next choice and for `status`."""
+        """Record the result of a request, for the next choice and for `status`."""
         if self._must_end():
             return
         step = self._current

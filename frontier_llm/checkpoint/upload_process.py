@@ -95,7 +95,7 @@ def _wait_for_answer(descriptor: int, must_end: Callable[[], bool], longest_s: f
 
 
 def _answers(said: bytes) -> list[bytes]:
-    """Return the lines that are no marks of progress. The last of them is the process's answer."""
+    """Return the lines that are not marks of progress. The last of them is the process's answer."""
     return [line for line in said.splitlines() if line.strip(b"+")]
 
 

@@ -121,7 +121,7 @@ class Started:
             self._end()
 
     def wait(self) -> None:
-        """Wait for the result and record the blocked time. Further calls return at once."""
+        """Wait for the result and record the blocked time. Later calls return at once."""
         if self._call.finished:
             return
         with self._axis.ledger.blocked(self._call):

@@ -71,7 +71,7 @@ class ParallelConfig(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks of one model replica. The world size is a multiple of this number."""
+        """Number of ranks of one model replica. The world size is a multiple of this number."""
         return self.tensor * self.context * self.pipeline
 
 

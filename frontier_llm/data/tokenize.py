@@ -84,7 +84,7 @@ class ShardWork:
 
     @property
     def size_bytes(self) -> int:
-        """Input bytes, for the progress bar."""
+        """Size of the input in bytes, for the progress bar."""
         return sum(piece.size_bytes for piece in self.pieces)
 
 

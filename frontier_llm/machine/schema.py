@@ -311,5 +311,5 @@ class Machine(Section):
 
     @property
     def devices_per_node(self) -> int:
-        """GPUs of a node. An MI250X node has 8 (its GCDs)."""
+        """Number of GPUs of a node. An MI250X node has 8 (its GCDs)."""
         return int(self.node.devices.value)

@@ -1,4 +1,6 @@
-"""Check that the action list of a pipeline rank is complete and that each action follows the actions it depends on."""
+"""Checks that the action list of a pipeline rank is complete, and that each action comes after the actions on which it
+depends.
+"""
 
 from __future__ import annotations
 

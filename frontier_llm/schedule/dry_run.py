@@ -107,8 +107,8 @@ def steps(
 
 
 def check_order(lists: Sequence[Sequence[ListEntry]], in_flight: int | None = 1) -> None:
-    """Raise ScheduleError, naming what each rank waits for, unless all lists end with `in_flight` communications per
-    rank.
+    """Raise ScheduleError if the lists deadlock with at most `in_flight` communications per rank. The error names the
+    entry for which each rank waits.
 
     Communication is not buffered. It ends when it is the first unfinished entry of its stream on all its ranks. A rank
     with `in_flight` unfinished communications (None: no bound) does not continue.

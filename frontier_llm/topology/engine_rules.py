@@ -32,7 +32,7 @@ def in_flight_problem(config: RunConfig, architecture: str | None = None) -> Pro
     The collectives of a second communicator (tensor, context or expert parallelism, or the copies of HSDP) would
     overlap with it.
 
-    DeepSpeed's ZeRO-1 communicates only after the last backward. It takes its turn with this package's communication
+    DeepSpeed's ZeRO-1 communicates only after the last backward. Its communication and this package's never overlap
     (`comm.end_communication`), so every layout is allowed.
     """
     parallel = config.parallel

@@ -79,7 +79,7 @@ class ParallelPlan:
 
     @property
     def chunks(self) -> int:
-        """Virtual stages per pipeline rank."""
+        """Number of virtual stages per pipeline rank."""
         return self.placement.chunks
 
     def stages_of(self, pp_rank: int) -> tuple[StageSpec, ...]:

@@ -45,7 +45,7 @@ class ShardSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's rectangle."""
+        """Number of elements of this rank's rectangle."""
         return prod(self.shape)
 
     def splits_over(self, axis: str) -> bool:

@@ -1,8 +1,9 @@
 """Counts the GPU streams of a rank, and checks that each can have its own hardware queue.
 
 Streams that share a hardware queue wait for each other. With many communications in flight each stream therefore needs
-its own queue. Otherwise a receive that waits for a message can block an operation in the same queue for which the
-sender waits. With one communication in flight any assignment of streams to queues is safe (docs/communication.md).
+its own queue. Otherwise a receive that waits for a message can block another operation in its queue, although the
+message's sender waits for that operation. With one communication in flight any assignment of streams to queues is safe
+(docs/communication.md).
 """
 
 from __future__ import annotations
