@@ -91,7 +91,7 @@ def test_the_variable_has_a_queue_for_each_stream_if_many_may_be_in_flight() -> 
     settings = ["machine=frontier", "comm.algorithms=hierarchical"]
     many = load_run("train_175b", [*settings, "comm.in_flight=many"])
     assert queues(many, 64) == 14
-    assert queues(load_run("train_175b", settings), 64) == DEFAULT_QUEUES  # gfx90a: one in flight
+    assert queues(load_run("train_175b", settings), 64) == DEFAULT_QUEUES  # on gfx90a, comm.in_flight=auto means one
     assert queues(load_run("train_175b", ["machine=frontier", "comm.in_flight=many"]), 64) == 8
     assert queues(many, 1) == DEFAULT_QUEUES  # `doctor` on fewer nodes than the layout needs
 

@@ -17,7 +17,7 @@ from frontier_llm.data.meta import read_meta
 from frontier_llm.errors import DataError
 from tests.harness.system import full_disk
 
-EOD = 256  # end-of-document id of `bytes`
+EOD = 256  # end-of-document id of the tokenizer `bytes`
 SHARDS = Path(__file__).parent / "mds_shards"
 
 
