@@ -118,8 +118,9 @@ def count_words(size_bytes: int) -> Counter[str]:
 
 
 def expected_s(name: str, state: State) -> float:
-    """Return the time that a part will take, without the results that exist already. Raises KeyError for an unknown
-    part.
+    """Return the time that a part will take, without the results that exist already.
+
+    Raises KeyError for an unknown part.
     """
     parts = {
         "data": lambda: 1.0 if DATA.exists() else TEXTS_PER_DATA * state.text_s,
