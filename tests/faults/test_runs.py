@@ -82,7 +82,7 @@ def test_dead_peer_is_named_and_all_others_leave(victim: int, store: str, tmp_pa
     assert process.returncode == 137
     failure = run.failure()
     assert failure["rank"] == victim and not any(map(alive, pids))
-    if store != "authenticated":  # its store and therefore the heartbeats end with rank 0
+    if store != "authenticated":  # TCPStore, and with it the heartbeats, ends with rank 0
         assert int(str(failure["step"])) > 0 and failure["host"] == os.uname().nodename
         assert "it died or was stopped" in str(failure["what"])
 
@@ -132,7 +132,7 @@ def test_first_cause_wins(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_signal_saves_one_agreed_step_and_the_run_goes_on(which: str, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=0, overrides=TWO)
-    # So slow that the run is still training when the signal arrives, even if this process is late.
+    # Steps are so slow that the run is still training when the signal arrives, even if this process is late.
     process = run.start("train.step#6%=sleep:2")
     pids = wait_for_ranks(process, run)
     for pid in pids[1:] if which == "one rank" else pids:

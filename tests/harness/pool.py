@@ -205,4 +205,5 @@ def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
         sys.stdout.flush()
         pipe.send_bytes(pickle.dumps(reply))
         del work, args, reply
-        gc.collect()  # groups in reference cycles keep three threads each, and a test run has hundreds of groups
+        # a group in a reference cycle keeps three threads alive, and a test run creates hundreds of groups
+        gc.collect()

@@ -198,7 +198,7 @@ def test_whole_numbers() -> None:
         (["bench", "ops", "--model", "nope"], "no model file 'nope'"),
         (["plan", "gpt-22b", "--nodes", "16", "--figures", "/proc/x.html"], "/proc/x.html: No such file or directory"),
         (["report", "/nonexistent"], "is not a run directory"),
-        (["scaling", "report", "/nonexistent"], "contains no point of a scaling series"),
+        (["scaling", "report", "/nonexistent"], "contains no runs of a scaling series"),
         (["checkpoint", "list", "/nonexistent"], "contains no complete checkpoint"),
         (["generate", "/nonexistent"], "does not exist"),
         (["data", "inspect", "/nonexistent"], "no such file"),

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
-SIZES = (1, 1000, 8193, 300_007)  # up to several slots, never a multiple of a slot
+SIZES = (1, 1000, 8193, 300_007)  # the largest needs several slots; none is a multiple of a slot
 
 
 def _axis(rank: int, size: int, timeout_s: float = 30.0) -> Axis:

@@ -28,7 +28,7 @@ from frontier_llm.run.launchers import free_port
 from tests.harness.marks import thorough
 
 SECRET = b"a secret of this job"
-START_S = 60.0  # for a process that loads torch on a busy machine
+START_S = 60.0  # time limit for the start of a process that loads torch on a busy machine
 
 # Rank 0 of two. It prints the process id of the store, then does the action that its argument names.
 RANK_0 = """

@@ -128,7 +128,8 @@ def _intervals(rank: int, step_s: float, longest_s: float, steps: int) -> list[i
 @pytest.mark.parametrize(
     ("step_s", "steps", "expected"),
     [
-        (580.0, 5, [2, 3, 4, 5]),  # a straggler of a 1T step is named after 2 steps, 20 minutes, and not after 8 hours
+        # step time of a 1T model: a straggler is reported after 2 steps (20 minutes) instead of 8 hours
+        (580.0, 5, [2, 3, 4, 5]),
         (60.0, 13, [2, 7, 12]),
         (0.1, 60, [2, 27, 52]),  # never more than the largest number of steps
     ],
