@@ -131,16 +131,16 @@ def _verify(args: argparse.Namespace) -> int:
         "first",
         type=Path,
         metavar="CHECKPOINT",
-        help="run directory or checkpoints folder (its newest one), or one checkpoint",
+        help="run directory or checkpoints folder (of which the newest checkpoint is used), or one checkpoint",
     ),
     JSON,
     option(
         "second",
         type=Path,
         metavar="CHECKPOINT",
-        help="the checkpoint that it is compared with",
+        help="checkpoint with which the first one is compared",
     ),
-    line="compare two checkpoints, whatever layouts wrote them",
+    line="compare two checkpoints, which may have different layouts",
     examples=("frontier-llm checkpoint diff runs/a runs/b",),
 )
 def _diff(args: argparse.Namespace) -> int:
@@ -174,7 +174,7 @@ def _difference_lines(result: Difference, args: argparse.Namespace) -> Iterator[
 
 
 checkpoint = Command(
-    about="Look into the checkpoints of a run, and exchange models with Hugging Face. No ranks, no GPUs.",
+    about="Inspect the checkpoints of a run, and exchange models with Hugging Face. Needs no ranks and no GPUs.",
     examples=(
         "frontier-llm checkpoint list runs/quickstart",
         "frontier-llm checkpoint verify runs/quickstart",

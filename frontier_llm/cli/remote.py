@@ -22,7 +22,10 @@ URL = option("url", metavar="URL", help="folder of an object store: s3://BUCKET/
 TAKE_OVER = option(
     "--take-over",
     action="store_true",
-    help="continue here a run that another run directory has uploaded; its later uploads fail",
+    help=(
+        "continue in this directory a run that another run directory has uploaded; later uploads of the other "
+        "directory fail"
+    ),
 )
 _CREDENTIALS = "Credentials come from the environment of the store's client (AWS_*, FSSPEC_*), never from the URL."
 

@@ -197,11 +197,11 @@ def test_changes_at_one_step_share_a_label(tmp_path):
     runs = []
     for name in ("one", "two"):
         run = make_run(tmp_path / name)
-        keep_steps(run, 1)
-        with (run / "metrics.jsonl").open("a") as file:
-            for step, words in ((0, []), (20, ["parallel.tensor=1", "parallel.sequence_parallel=false"])):
-                layout = layout_of(load_run("quickstart", words), 4)
-                file.write(json.dumps({"kind": "start", "step": step, "incarnation": step, "layout": layout}) + "\n")
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        for step, words in ((0, []), (20, ["parallel.tensor=1", "parallel.sequence_parallel=false"])):
+            layout = layout_of(load_run("quickstart", words), 4)
+            lines.insert(step, json.dumps({"kind": "start", "step": step, "incarnation": step, "layout": layout}))
+        (run / "metrics.jsonl").write_text("\n".join(lines))
         runs.append(run)
     text = write_report(runs, tmp_path / "report.html").read_text()
     charts = [json.loads(chart) for chart in re.findall(r"class=figure>(.*?)</script>", text)]
