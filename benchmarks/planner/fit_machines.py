@@ -99,7 +99,7 @@ def fit_rows(rows: Sequence[PublishedRun], start: Rates, constants: Sequence[str
         knee=KNEE,
         ceilings={"fabric_bytes_s": FABRIC_CEILING},
     )
-    return fit(measurements, needed_by="benchmarks/planner/fit_machines.py", evaluations=evaluations, scale=0.5)
+    return fit(measurements, evaluations=evaluations, scale=0.5)
 
 
 def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
