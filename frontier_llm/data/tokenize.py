@@ -294,16 +294,14 @@ def make_part(job: ShardWork) -> ShardReport:
     text_bytes = damaged = 0
     examples: list[str] = []
     with IndexedWriter(job.prefix, optimal_dtype(codec.vocab_size)) as writer:
-        for item in (
-            item
-            for piece in job.pieces
-            for item in read(piece, options.text_key, options.max_bytes, options.prompt_key)
-        ):
+        items = (read(piece, options.text_key, options.max_bytes, options.prompt_key) for piece in job.pieces)
+        for item in itertools.chain.from_iterable(items):
             if isinstance(item, Damage):
                 if not options.skip_damaged:
                     raise DataError(item.why, where=item.where, fix=item.fix)
                 damaged += 1
-                examples += [f"{item.where}: {item.why}"] if len(examples) < EXAMPLES else []
+                if len(examples) < EXAMPLES:
+                    examples.append(f"{item.where}: {item.why}")
                 continue
             text_bytes += len(item.text.encode())
             writer.add_sequence(codec.encode(item.text) + [codec.eod] * item.ends_document, item.learnt)
@@ -360,7 +358,8 @@ def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_
     pieces = [piece for path in find_inputs(inputs) for piece in cut(path, options.documents, PIECE_BYTES)]
     if sum(piece.size_bytes for piece in pieces) > limit_bytes:
         pieces.sort(key=lambda piece: derive_key("training text", located(piece.path).name, piece.start))
-    for item in (item for piece in pieces for item in read(piece, options.text_key, options.max_bytes)):
+    items = (read(piece, options.text_key, options.max_bytes) for piece in pieces)
+    for item in itertools.chain.from_iterable(items):
         if not isinstance(item, Damage):
             yield item.text
         elif options.skip_damaged:
