@@ -149,7 +149,7 @@ class PackedSamples:
         inside = np.array([place - int(before[turn])], np.uint64)
         return window, int(permute(int(self.packed[window]), key, inside)[0])
 
-    def _pieces(self, k: int) -> tuple[list[int], list[int], list[int]]:
+    def _pieces_of(self, k: int) -> tuple[list[int], list[int], list[int]]:
         """Return the pieces of sample k: first token in .bin, number of tokens, and offset in the document of each."""
         number, sequence = self.locate(k)
         window = self._window(number)
@@ -158,7 +158,7 @@ class PackedSamples:
 
     def parts(self, k: int) -> Iterator[tuple[int, int]]:
         """Yield (first token in .bin, number of tokens) of each piece of sample k, without padding."""
-        starts, lengths, _ = self._pieces(k)
+        starts, lengths, _ = self._pieces_of(k)
         yield from zip(starts, lengths, strict=True)
 
     def fill(
@@ -172,7 +172,7 @@ class PackedSamples:
         Return the lengths of the sample's pieces of documents. Padding counts as the last piece.
         """
         filled = 0
-        starts, lengths, offsets = self._pieces(k)
+        starts, lengths, offsets = self._pieces_of(k)
         for start, length, offset in zip(starts, lengths, offsets, strict=True):
             tokens_S1[filled : filled + length] = self.dataset.read(start, length)
             if learnt_S1 is not None:
@@ -192,7 +192,7 @@ class PackedSamples:
 
         Padding has the origin of the token that it repeats.
         """
-        starts, lengths, _ = self._pieces(k)
+        starts, lengths, _ = self._pieces_of(k)
         ends = np.cumsum(lengths)
         place = min(place, int(ends[-1]) - 1)
         piece = int(np.searchsorted(ends, place, side="right"))
