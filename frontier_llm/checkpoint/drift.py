@@ -65,7 +65,7 @@ class Change:
     mathematics: bool
     note: str = ""
     allowable: bool = True  # False if no flag can allow it, for example other shapes of weights
-    remedy: str = ""  # a word that keeps the mathematics although the key changes
+    remedy: str = ""  # an override (key=value) that keeps the mathematics although the key changes
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
@@ -100,7 +100,10 @@ def _ends_with_run(flat: Mapping[str, Any]) -> bool:
 
 
 def _rates_depend_on_steps(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Return True if another number of steps changes the learning rates. Another schedule is a change of its own."""
+    """Return True if another number of steps changes the learning rates.
+
+    A changed schedule is reported as a separate change.
+    """
     same_schedule = before.get("optimizer.schedule") == after.get("optimizer.schedule")
     return same_schedule and (_ends_with_run(before) or _ends_with_run(after))
 
@@ -194,7 +197,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         complete: Any = RunConfig.model_validate(known).model_dump(mode="json")
     except ValidationError:
-        return config  # an older version allowed other values; compare the configuration unchanged
+        return config  # an older version allowed other values; compare the saved configuration as it is
     for path, key, value in gone:
         _section(complete, path)[key] = value
     return cast("Mapping[str, Any]", complete)
@@ -276,8 +279,8 @@ def config_changes(
         allowable = True
         if key == "data.seed" and counts:
             note = (
-                "each source keeps the order of the first seed; --restart-source PATH gives it the order of the new "
-                "seed"
+                "each source keeps the order of the first seed; --restart-source PATH gives the source PATH the "
+                "order of the new seed"
             )
             allowable = False
         elif counts and key.startswith("model.") and not _fits(saved["model"], current["model"], key):
