@@ -78,13 +78,13 @@ def simulated_part(plan: Plan) -> str:
 
 
 def step_chart(outcome: Search, numbers: Rates) -> Chart:
-    """Return a stacked bar of the step's time by cause for the choice, the runner-up and the kinds not chosen."""
-    compared = {"the choice": outcome.best}
+    """Return a stacked bar of the step's time by cause for the choice, the second-best plan and other kinds of plan."""
+    compared = {"choice": outcome.best}
     if len(outcome.plans) > 1:
-        compared["the runner-up"] = outcome.plans[1]
+        compared["second best"] = outcome.plans[1]
     compared |= {other.name: other.plan for other in alternatives(outcome, numbers) if other.plan is not None}
     causes = {name: breakdown(plan, numbers) for name, plan in compared.items()}
-    labels = [f"{name}: {_short(plan.layout)}" for name, plan in compared.items()]
+    labels = [f"{name}<br>{_short(plan.layout)}" for name, plan in compared.items()]
     names = list(dict.fromkeys(name for parts in causes.values() for name in parts))
     largest = {name: max(parts.get(name, 0.0) / sum(parts.values()) for parts in causes.values()) for name in names}
     shown = [name for name in names if largest[name] > 0.01]
@@ -95,20 +95,20 @@ def step_chart(outcome: Search, numbers: Rates) -> Chart:
         _part(name, labels, values, PARTS[index % len(PARTS)]) for index, (name, values) in enumerate(rows.items())
     ]
     return Chart(
-        title="Where a step goes",
+        title="Parts of a step's time",
         x="",
-        y="seconds of a step (simulated)",
+        y="seconds (simulated)",
         traces=traces,
         height_px=460,
-        layout={"barmode": "stack"},
+        layout={"barmode": "stack", "xaxis": {"tickangle": 0}},
     )
 
 
 def _short(layout: Layout) -> str:
-    """Return the degrees of a layout, which fit below a bar."""
+    """Return the degrees of a layout in two lines, which fit below a bar of a narrow window."""
     context = f" CP{layout.cp}" if layout.cp > 1 else ""
     sharding = " FSDP" if layout.sharding == "weights" else ""
-    return f"TP{layout.tp}{context} PP{layout.pp} DP{layout.dp}{sharding}"
+    return f"TP{layout.tp}{context} PP{layout.pp}<br>DP{layout.dp}{sharding}"
 
 
 def memory_chart(plan: Plan) -> Chart:
@@ -167,7 +167,7 @@ def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
     block = times(plan.model, plan.layout, numbers).block
     whole = flops(items, causal=True)
     seconds = float(sum(block.both(plan.layout.microbatches, numbers)))
-    traces.append(points("the whole block", [intensity(whole, moved)], [whole / seconds / 1e12], 3, shape="star"))
+    traces.append(points("the complete block", [intensity(whole, moved)], [whole / seconds / 1e12], 3, shape="star"))
     shown = [value for trace in traces for value in trace["x"]]
     ridge = numbers.peak_flops / numbers.hbm_bytes_s
     ends = sorted({round(min(*shown, ridge) / 2, 1), round(ridge, 1), 2 * max(*shown, ridge)})

@@ -28,7 +28,7 @@ from frontier_llm.schedule.registry import Number, ScheduleRule, register, regis
 from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interleaved
 
 Order = list[Action]
-PERIOD = 6  # units of a microbatch on a rank that holds two positions
+PERIOD = 6  # number of time units that a microbatch takes on a rank, which has two positions
 _UNITS = range(1, PERIOD + 1)
 GAPS = list(product(_UNITS, _UNITS, _UNITS))  # units at a V's ends: (turn of F, loss, turn of I)
 
@@ -205,7 +205,8 @@ class _Rank:
         self.last_forward = sum(action.kind is Kind.FORWARD for action in order)
         self.order: Order = []
         self.waiting: dict[Action, None] = {}  # weight gradients whose input gradient is done, in order
-        self.due: dict[Action, list[Action]] = {}  # pass → the weight gradients directly before it in the order
+        # action → the weight gradients that come directly before it in the order
+        self.due: dict[Action, list[Action]] = {}
         late: list[Action] = []
         for action in order:
             if action.kind is Kind.BACKWARD_WEIGHT:
@@ -291,7 +292,7 @@ V_HALF = VOrder(((2, 1, 2, 1),))
 V_MIN = VOrder(((1, 1, 1, 1),))
 
 
-def _v_rule(order: VOrder, idle: float) -> ScheduleRule:
+def _v_rule(order: VOrder, idle: float, about: str = "") -> ScheduleRule:
     return ScheduleRule(
         order=order,
         placement=v_shape,
@@ -300,6 +301,7 @@ def _v_rule(order: VOrder, idle: float) -> ScheduleRule:
         peak_in_flight=order.peak_in_flight,
         peak_waiting=order.peak_waiting,
         idle=idle,
+        about=about,
     )
 
 
@@ -346,8 +348,12 @@ def _of_distances(text: str) -> ScheduleRule | None:
     return None
 
 
-for name, order, idle in (("zb-v", ZB_V, 1 / 6), ("v-half", V_HALF, 1 / 2), ("v-min", V_MIN, 2 / 3)):
-    register(name, _v_rule(order, idle))
+for name, order, idle, about in (
+    ("zb-v", ZB_V, 1 / 6, "a V (rank r holds stages r and 2p - 1 - r): the least idle time with 1f1b's memory"),
+    ("v-half", V_HALF, 1 / 2, "a V with half of 1f1b's activations"),
+    ("v-min", V_MIN, 2 / 3, "a V with a third of 1f1b's activations"),
+):
+    register(name, _v_rule(order, idle, about))
 register_family("v", _of_distances)
 register(
     "interleaved-zb",
@@ -358,5 +364,6 @@ register(
         peak_in_flight=_peak_interleaved,
         peak_waiting=_waiting_interleaved,
         idle=1 / 3,
+        about="interleaved with a split backward: the smallest bubble at the most memory",
     ),
 )
