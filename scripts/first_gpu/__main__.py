@@ -48,7 +48,7 @@ STAGES = (
     Stage("families", 60, "small models of every family against the CPU"),
     Stage("waits", 30, "how often a step's host waits for the device"),
     Stage("restart", 60, "a stopped and resumed run against an uninterrupted one"),
-    Stage("hang_test", 140, "which orders of communication are safe here"),
+    Stage("hang_test", 170, "which orders of communication are safe here, and the memory of the communicators"),
     Stage("layout", 90, "tensor x pipeline x data parallel against one device"),
     Stage("addresses", 90, "every op under an address checker"),
     Stage("compiled", 90, "each op through torch.compile"),
