@@ -141,7 +141,8 @@ class Blocks(NamedTuple):
     stages: int = 1
     matrix: int = 0
     waves: int = 0
-    # Number of key blocks that are loaded early (AHEAD of triton/attention_scores.py). attention_grad_q does not have it.
+    # Number of key blocks that are loaded early (AHEAD of triton/attention_scores.py); attention_grad_q has no such
+    # option
     ahead: int = 0
     strategy: str = ""
 
