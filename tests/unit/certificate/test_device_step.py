@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from frontier_llm.certificate.axis_types import check_axis_types
+from frontier_llm.certificate.axis_types.check import check_axis_types
 from frontier_llm.certificate.device_step.count import NOT_COUNTED, DeviceCounts, count_device_step
 from frontier_llm.certificate.section import SectionVerdict
 from frontier_llm.config import load_run
