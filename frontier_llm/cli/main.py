@@ -7,6 +7,7 @@ import errno
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -15,9 +16,10 @@ from frontier_llm import __version__
 from frontier_llm.cli.arguments import Parser
 from frontier_llm.cli.needs import check_installed
 from frontier_llm.cli.vocabulary import with_new_names
-from frontier_llm.errors import FrontierError, not_installed, suggest
+from frontier_llm.errors import FrontierError, RankFailure, not_installed, suggest
 from frontier_llm.files import LIFT_VARIABLE, lift_bounds
 from frontier_llm.machine.processor import limit_instruction_set
+from frontier_llm.run.failure import PEER_HEADING
 from frontier_llm.run.rank_env import environ
 
 CLOSED_PIPE = 141  # exit code of a program that SIGPIPE ends, as a shell reports it
@@ -133,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         called = parsed.parser.prog  # command with its action, for example `frontier-llm data tokenize`
         return int(parsed.work(parsed))
     except FrontierError as error:
-        print(f"{called}: error\n{error}", file=sys.stderr)
+        heading = PEER_HEADING if isinstance(error, RankFailure) else "error"
+        print(f"{called}: {heading}\n{error}", file=sys.stderr)
         return error.exit_code
     except SystemExit as end:  # argparse has printed its message
         return int(end.code or 0)
@@ -167,7 +170,8 @@ def entry() -> NoReturn:
     and replace exit code 75 (requeue) by -6. This happened in one of eight exits on a busy machine. All files are
     closed at this point.
 
-    If the output could not be written, exit with `os._exit` too, because the interpreter would write it once more.
+    If the output could not be written, exit with `os._exit` too, because the interpreter would write it once more. The
+    same applies if a thread still waits for a store that does not respond (`checkpoint.remote.Transfer`).
     """
     code = main()
     failure = None
@@ -179,7 +183,7 @@ def entry() -> NoReturn:
         code = _code_of_lost_output(failure)
     with suppress(OSError):  # a full disk under a rank's log must not change the exit code
         sys.stderr.flush()
-    if failure is not None or "torch" in sys.modules:
+    if failure is not None or "torch" in sys.modules or threading.active_count() > 1:
         os._exit(code)
     sys.exit(code)
 

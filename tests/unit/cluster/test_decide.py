@@ -486,6 +486,7 @@ TABLE: list[tuple[str, Job, History, Now, type, dict[str, Any]]] = [
         {"plan": 0},
     ),
     # refusal
+    ("skipped steps end the job", JOB, after(made("not finite", exit_code=2)), NOW, GiveUp, {"exit_code": 2}),
     ("a refusal ends the job at once", JOB, after(made("refused", exit_code=2)), NOW, GiveUp, {"exit_code": 2}),
     (
         "even if STOP exists",
@@ -697,7 +698,6 @@ def test_the_module_reaches_neither_disk_nor_clock_nor_processes() -> None:
     names = {
         "hostlist",
         "FILE",
-        "OUT_OF_MEMORY",
         "STALE_AFTER_S",
         "Job",
         "STOP_FILE",
