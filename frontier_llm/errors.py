@@ -169,7 +169,7 @@ def suggest(name: str, valid: Iterable[str]) -> str:
 
 def nearest(value: int, valid: Iterable[int], count: int = 2) -> list[int]:
     """Return the `count` members of `valid` that are closest to `value`, sorted."""
-    if isinstance(valid, range):  # its length can be a mistyped batch size
+    if isinstance(valid, range):  # the range can be very long, for example because of a mistyped batch size
         place = min(max((value - valid.start) // valid.step, 0), len(valid))
         valid = valid[max(0, place - count) : place + count + 1]
     return sorted(sorted(set(valid), key=lambda candidate: (abs(candidate - value), candidate))[:count])

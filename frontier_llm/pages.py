@@ -100,7 +100,8 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     height_px: int = 320
-    layout: Mapping[str, Any] = field(default_factory=dict)  # further Plotly layout options; override the defaults
+    # additional Plotly layout options, which override the defaults
+    layout: Mapping[str, Any] = field(default_factory=dict)
 
 
 def line(

@@ -39,7 +39,8 @@ from frontier_llm.planner.costs.time import step_s
 KNEE = 0.03
 PRIOR = 0.003
 
-# Start values of the constants, and centre of the weak prior. The file's own values would change from fit to fit.
+# Start values of the constants, and centre of the weak prior. The values in the machine file are not used, because they
+# change with each fit.
 START = {
     "gemm_efficiency": 0.8,
     "gemm_k_half": 100.0,

@@ -65,7 +65,7 @@ class Change:
     mathematics: bool
     note: str = ""
     allowable: bool = True  # False if no flag can allow it, for example other shapes of weights
-    remedy: str = ""  # a word that keeps the mathematics although the key changes
+    remedy: str = ""  # an override (key=value) that keeps the mathematics although the key changes
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
@@ -188,7 +188,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         complete: Any = RunConfig.model_validate(known).model_dump(mode="json")
     except ValidationError:
-        return config  # an older version allowed other values; compare the configuration unchanged
+        return config  # an older version allowed other values; compare the saved configuration as it is
     for path, key, value in gone:
         _section(complete, path)[key] = value
     return cast("Mapping[str, Any]", complete)
@@ -240,7 +240,7 @@ def config_changes(
     steps_before = dict(flattened(in_steps(saved, done)))
     steps_after = dict(flattened(in_steps(current, done)))
     same_data = _trained_blend(contents[0]) == _trained_blend(contents[1])
-    # another schedule is a change of its own
+    # a changed schedule is reported as a separate change
     same_schedule = before.get("optimizer.schedule") == after.get("optimizer.schedule")
     ends_with_run = same_schedule and (_ends_with_run(before) or _ends_with_run(after))
     same_decay = _decay_end(steps_before) is not None and _decay_end(steps_before) == _decay_end(steps_after)
@@ -267,8 +267,8 @@ def config_changes(
             counts = _under(key, mathematics) and not _under(key, harmless) and not (key == "data.train" and same_data)
             if key == "data.seed" and counts:
                 note = (
-                    "each source keeps the order of the first seed; --restart-source PATH gives it the order of the "
-                    "new seed"
+                    "each source keeps the order of the first seed; --restart-source PATH gives the source PATH the "
+                    "order of the new seed"
                 )
                 changes.append(Change(key, was, now, counts, note, allowable=False))
                 continue

@@ -236,7 +236,7 @@ class _Groups:
 
 
 def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
-    """Create a process group. Only its members call this function, so that no rank does work for other groups.
+    """Create a process group. Only the members of the group call this function.
 
     MPI is an exception: all ranks must create their groups at the same time, by splitting the world.
     """
@@ -324,7 +324,7 @@ def build_mesh(
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)
-    limit_answer_time()  # called last, so that it covers the connections of RCCL's groups too
+    limit_answer_time()  # called last, so that the limit also applies to connections that RCCL's groups have opened
     return mesh
 
 

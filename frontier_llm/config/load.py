@@ -32,10 +32,12 @@ from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
 
-# Bytes of a YAML file or value. A file of this size takes a second or two to parse. The largest shipped file has 10 KB.
+# Size limit of a YAML file or value in bytes. A file of this size takes a second or two to parse. The largest shipped
+# file has 10 KB.
 MAXIMUM_BYTES = 1 << 17
 _ENDINGS = (".yaml", ".yml")
-MAXIMUM_NODES = 100_000  # Values in a YAML file with aliases expanded. The shipped files have fewer than 1,000.
+# Largest number of values in a YAML file after its aliases are expanded. Shipped files have fewer than 1,000.
+MAXIMUM_NODES = 100_000
 
 # Former name → current name, by kind of file.
 RENAMED: dict[str, dict[str, str]] = {"machines": {"eos": "h100", "selene": "a100"}}
@@ -330,7 +332,7 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
             fix=f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""),
         )
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
-    # Not a format string: it may contain braces of the user's own text.
+    # Do not use this text as a format string: it can contain braces of the user's text.
     said = error["msg"].removeprefix("Value error, ").replace("Input should", "must")
     rule = _RULES[error["type"]].format(**limits) if error["type"] in _RULES else said
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""

@@ -28,7 +28,8 @@ from frontier_llm.data.position import derive_key
 from frontier_llm.data.samples import BLOCK, Origin, check_readable, documents_of, index_path, index_table, threads
 from frontier_llm.errors import DataError
 
-WINDOW = 1 << 16  # pieces that are packed together; packing a window takes a tenth of a second, once per rank and epoch
+# number of pieces that are packed together; packing a window takes a tenth of a second, once per rank and epoch
+WINDOW = 1 << 16
 
 
 class _Window(NamedTuple):
@@ -43,7 +44,7 @@ class _Window(NamedTuple):
 class PackedSamples:
     """Samples of one indexed dataset, packed best-fit."""
 
-    masked = True  # padding is not learnt, nor is the token that a cut repeats
+    masked = True  # padding, and the token that a cut repeats, are read but not learnt
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, key: int, cache_dir: Path | None = None) -> None:
         """`key` determines packing and order. `cache_dir` is the folder of the cached tables."""

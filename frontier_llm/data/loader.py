@@ -101,7 +101,8 @@ class Batches:
         self.masks_targets = reset_at_documents or samples.masked
         self._read_ahead = range(read_ahead + 1)
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
-        # further virtual stages of this rank request the same microbatches again, so they are cached up to KEPT_BYTES
+        # the other virtual stages of this rank request the same microbatches again, so microbatches are cached up to
+        # KEPT_BYTES
         capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
         self._prepared = functools.lru_cache(capacity)(self._submit)
 
@@ -385,7 +386,7 @@ def _tokenizer_problems(run: RunConfig) -> list[Problem]:
         try:
             meta = read_meta(path)
         except FrontierError:
-            continue  # reported with the dataset
+            continue  # the dataset's own check reports this problem
         if meta is None:
             continue
         if first is None:

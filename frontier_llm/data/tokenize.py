@@ -54,11 +54,11 @@ class TokenizeOptions:
     """Options that determine the result together with the inputs and the tokenizer."""
 
     text_key: str = "text"  # JSON field or parquet column of the text.
-    documents: Literal["file", "line"] = "file"  # Whether a text file is one document, or one per line.
+    documents: Literal["file", "line"] = "file"  # "file": a text file is one document; "line": each line is a document.
     skip_damaged: bool = False  # If False, the first damaged input ends the run.
     shard_bytes: int = 32 << 20  # Input bytes per shard, a few seconds of work.
     prompt_key: str | None = None  # JSON field of a prompt before the text. Its tokens are not learnt.
-    max_bytes: int = MAXIMUM_BYTES  # Size limit of a line or an MDS shard. Smaller ones are not cut.
+    max_bytes: int = MAXIMUM_BYTES  # Size limit of a line or an MDS shard. A larger one is damaged input.
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ShardWork:
 
     @property
     def size_bytes(self) -> int:
-        """Input bytes, for the progress bar."""
+        """Size of the input in bytes, for the progress bar."""
         return sum(piece.size_bytes for piece in self.pieces)
 
 

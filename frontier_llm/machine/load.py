@@ -44,7 +44,7 @@ def load_machine(name_or_path: str) -> Machine:
 def _read_machine(path: Path, mtime_ns: int, size_bytes: int) -> Machine:
     """Read a machine file. The result is kept until the file has another time or size."""
     content, files = compose(path, "machines")
-    content.setdefault("environment", files[-1].stem)  # the last file has no base itself
+    content.setdefault("environment", files[-1].stem)  # the last file of the chain has no base
     if isinstance(device := content.get("device"), dict) and "vendor" not in device:
         content["device"] = {**device, "vendor": _stated_vendor(device.get("architecture"), content["environment"])}
     content["stacks"] = _stacks(content.get("stacks"), str(path))

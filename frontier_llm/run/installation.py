@@ -34,7 +34,7 @@ class TorchFacts:
     hip: str  # torch.version.hip; '' if torch was built without ROCm.
     cuda: str  # torch.version.cuda; '' if torch was built without CUDA.
     path: str  # directory of the torch package.
-    error: str  # why torch cannot be imported; '' if it can.
+    error: str  # reason that torch cannot be imported; '' if it can.
 
     @property
     def vendor(self) -> str:

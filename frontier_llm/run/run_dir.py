@@ -271,7 +271,8 @@ def layouts(run_dir: Path) -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = []
     for row in rows(run_dir):
         if isinstance(row.get("layout"), dict):
-            changes = [change for change in changes if change["step"] < row["step"]]  # starts that made no step
+            # delete plan changes after which no step was trained
+            changes = [change for change in changes if change["step"] < row["step"]]
             if not changes or changes[-1]["layout"] != row["layout"]:
                 changes.append(row)
     return changes
@@ -353,7 +354,7 @@ def queued_job(run_dir: Path) -> str:
     path = run_dir / "successor"
     text = (read_text(path) or "").strip()
     if text and not re.fullmatch(r"[0-9][0-9_+.\[\]-]{0,63}", text):
-        raise DamagedRecord(f"holds {text[:40]!r}, expected the id of a job", "delete it", str(path))
+        raise DamagedRecord(f"contains {text[:40]!r}, expected the id of a job", "delete it", str(path))
     return text
 
 
@@ -393,7 +394,7 @@ class Slow:
     """A host whose ranks were reported as stragglers."""
 
     host: str
-    times: int  # number of steps at which it was reported
+    times: int  # number of steps at which the host was reported
     last_step: int
     slowdown: float  # slowdown that was reported at `last_step`
 

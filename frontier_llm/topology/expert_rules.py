@@ -19,7 +19,7 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 yield Problem(
                     where=key,
                     what=f"{degree}, but {model.name} has no experts",
-                    fix=f"set {key}=1, or add a section moe to the model",
+                    fix=f"set {key}=1, or add a section `moe` to the model",
                 )
         return
     plane = max(1, world_size // parallel.pipeline)

@@ -75,7 +75,8 @@ def agree(
         if failure is not None:
             record(failure)
         store.set(_VERDICT, AGREED if failure is None else failure.to_json())
-    store.wait([_VERDICT], timedelta(seconds=timeout_s + LINGER_S))  # LINGER_S longer than rank 0 waits for the reports
+    # rank 0 waits `timeout_s` for the reports, so the others wait LINGER_S longer for its verdict
+    store.wait([_VERDICT], timedelta(seconds=timeout_s + LINGER_S))
     verdict = store.get(_VERDICT).decode()
     if verdict == AGREED:
         facts = ", ".join(f"{name} {value}" for name, value in report.facts.items())
@@ -125,7 +126,10 @@ def judge(reports: Sequence[RankReport]) -> Failure | None:
     if len(affected) > 1:
         problem = replace(
             problem,
-            what=f"{problem.what} (the same on {len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)})",
+            what=(
+                f"{problem.what} (the same problem on {len(affected)} of {len(by_host)} hosts: "
+                f"{hostlist.compress(affected)})"
+            ),
         )
     return Failure(
         problem.what,

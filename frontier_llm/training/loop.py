@@ -408,7 +408,7 @@ class _Session:
         log.info(f"saved {saved.path}")
         if self.metrics is not None:
             self.metrics.event("save", saved.step, {"path": str(saved.path)})
-            self.metrics.communication()  # so that `status` can show the communication of a running job
+            self.metrics.communication()  # `status` reads this record to show the communication of a running job
 
     def _write_run_files(self) -> None:
         names = plugins.below(self.config.plugins, self.run_dir)

@@ -146,7 +146,7 @@ class Metrics:
     def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Record an event other than a training step: an evaluation, a save, or a resume."""
         self._write(kind, step, values)
-        if self._steps_since == 0:  # leave the time of the event out of the next step's time
+        if self._steps_since == 0:  # restart the clock, so that the next step's time does not include the event
             self._since = time.perf_counter()
             self._clock.take()
 
@@ -180,7 +180,7 @@ class Metrics:
         try:
             # The file is unbuffered, so each line is one write. If the process is killed, no partial line remains.
             self._lines.write((strict_json(row, indent=None) + "\n").encode())
-        except OSError as error:  # a full disk does not end the run, like a failed save
+        except OSError as error:  # a full disk does not end the run, just as a failed save does not
             log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
         for observer in self._observers:
             try:

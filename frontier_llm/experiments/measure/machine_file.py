@@ -167,7 +167,7 @@ def memory_content(record: RunRecord, when: str) -> dict[str, Any]:
     surplus = [stage.surplus_bytes for stage in record.memory if stage.surplus_bytes is not None]
     if not surplus:
         what = "ran on CPUs, which do not count the memory of tensors" if record.memory else "has measured no memory"
-        raise DataError(what, fix="name a run that has taken its first steps on GPUs", where=str(record.directory))
+        raise DataError(what, fix="give a run that has run its first steps on GPUs", where=str(record.directory))
     machine = load_machine(record.config.machine)
     source = f"first steps of {record.directory.resolve().name} ({record.name}), {when}"
     reserve = {"value": rounded(max(surplus) / GIB), "tag": "measured", "source": source}
@@ -217,7 +217,7 @@ def _grouped_words(fitted: Rates, samples: Samples) -> Iterator[str]:
         fastest = max(2 * M * N * K * experts / seconds for M, N, K, experts, seconds in samples.grouped)
         yield (
             f"products of experts: {len(samples.grouped)} shapes, at most {fastest / TERA:.3g} TFLOP/s per rank, "
-            f"{100 * fitted.grouped_share:.0f} % of the rate of one product per expert"
+            f"{100 * fitted.grouped_share:.0f} % of the rate of one separate product per expert"
         )
 
 
@@ -253,8 +253,7 @@ def report(samples: Samples, config: RunConfig) -> str:
             f"times those above"
         )
     lines.append(
-        f"within a step: {fitted.launch_s * 1e6:.0f} us of the host per operation, {fitted.step_s * 1e3:.2g} ms per "
-        f"step"
+        f"host time within a step: {fitted.launch_s * 1e6:.0f} us per operation, {fitted.step_s * 1e3:.2g} ms per step"
     )
     for name, layout, measured_s in chain(*whole_steps(samples, config)):
         error = float(step_s(config.model, layout, fitted)) / measured_s - 1

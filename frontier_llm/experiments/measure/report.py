@@ -278,7 +278,9 @@ def _experts(records: Sequence[RunRecord]) -> str:
 
     charts = (
         over_steps(
-            "Busiest expert of the worst layer", "rows over the mean", lambda routing: max(routing["largest_over_mean"])
+            "Busiest expert of the most unbalanced layer",
+            "rows, relative to the mean of the experts",
+            lambda routing: max(routing["largest_over_mean"]),
         ),
         over_steps("Entropy of the routers' scores, mean of layers", "nats", lambda routing: fmean(routing["entropy"])),
         Chart(
@@ -427,4 +429,6 @@ def _calls(axis: str, bins: list[int]) -> Chart:
         "hoverinfo": "text",
         "marker": {"color": COLORS[0]},
     }
-    return Chart(f"How long calls of rank 0 blocked: {axis}", "blocked for less than", "calls", [trace], height_px=240)
+    return Chart(
+        f"How long calls of rank 0 blocked: {axis}", "upper limit of the blocked time", "calls", [trace], height_px=240
+    )
