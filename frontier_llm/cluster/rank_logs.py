@@ -8,7 +8,8 @@ from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
 
-from frontier_llm.run.failure import PEER_HEADING, lost_a_peer
+from frontier_llm.errors import PEER_HEADING
+from frontier_llm.run.failure import lost_a_peer
 
 _TRACEBACK = "Traceback (most recent call last)"
 # lines between chained tracebacks

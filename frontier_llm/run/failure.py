@@ -26,7 +26,6 @@ FILE = "failure.json"
 REFUSED = 2
 STUCK = 70  # EX_SOFTWARE: exit code of a rank that its watchdog ended, because another rank made no progress
 SECONDARY = "secondary failure"  # begins the last message of a rank that only lost another rank
-PEER_HEADING = "error on another rank"  # the command line prints it above a RankFailure, instead of "error"
 # Our own errors are told apart by class and heading. All other words are of torch, gloo, RCCL and the system.
 _LOST_A_PEER = re.compile(
     rf"{RankFailure.__name__}|{SECONDARY}|connection (reset|closed|refused)|broken pipe|timed out|peer|nccl|gloo|"
