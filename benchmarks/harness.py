@@ -53,7 +53,7 @@ def parse_arguments(
     """
     given = list(sys.argv[1:] if words is None else words)
     parser.add_argument(
-        "--smoke", action="store_true", help="run for some seconds only, and change no page and no result"
+        "--smoke", action="store_true", help="run for only some seconds, and change no page and no result file"
     )
     is_smoke = "--smoke" in given
     if is_smoke:

@@ -55,7 +55,7 @@ def open_plain(path: Path) -> int:
     raise OSError(errno.EINVAL, what, str(path))
 
 
-def open_below(folder: Path, name: str, flags: int, mode: int = NEW_FILE) -> int:
+def open_below(folder: Path, name: str, flags: int) -> int:
     """Open the file `name` below `folder` without following links. Create missing folders.
 
     `folder` itself can be a link that the user has made. Raises FrontierError for a link or a device below `folder`,
@@ -65,7 +65,7 @@ def open_below(folder: Path, name: str, flags: int, mode: int = NEW_FILE) -> int
     inner = _enter(folder, parents)
     try:
         # a FIFO without a reader must not block
-        descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=inner)
+        descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, NEW_FILE, dir_fd=inner)
     except OSError as error:
         raise _not_below(error, folder / name) from None
     finally:

@@ -100,7 +100,8 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     height_px: int = 320
-    layout: Mapping[str, Any] = field(default_factory=dict)  # further Plotly layout options; override the defaults
+    # additional Plotly layout options, which override the defaults
+    layout: Mapping[str, Any] = field(default_factory=dict)
 
 
 def line(
@@ -119,7 +120,7 @@ def line(
     """
     look = {"color": COLORS[index % len(COLORS)]}
     places = _plain(x)
-    return {
+    trace = {
         "type": "scatter",
         "mode": "lines+markers" if marks or len(places) == 1 else "lines",  # a line of one point is invisible
         "name": name,
@@ -127,8 +128,10 @@ def line(
         "y": _plain(y),
         "line": {**look, "width": 1.6, "dash": dash or "solid"},
         "marker": {**look, "size": 7, "symbol": marks or "circle"},
-        **({"text": list(hover)} if hover else {}),
     }
+    if hover:
+        trace["text"] = list(hover)
+    return trace
 
 
 def points(
@@ -141,17 +144,7 @@ def points(
     hover: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return a trace of points without a connecting line."""
-    return {
-        **line(
-            name,
-            x,
-            y,
-            index,
-            marks=shape,
-            hover=hover,
-        ),
-        "mode": "markers",
-    }
+    return {**line(name, x, y, index, marks=shape, hover=hover), "mode": "markers"}
 
 
 def level(name: str, y: float, x: Sequence[float]) -> dict[str, Any]:
@@ -179,9 +172,11 @@ def figure(chart: Chart) -> str:
         return ""
     grid = {"automargin": True, "gridcolor": "#8884", "zerolinecolor": "#8884"}
     legend = sum(bool(trace.get("showlegend", True)) for trace in chart.traces) > 1
+    log_x = _powers(chart) if chart.log_x else {}
+    log_y = {"type": "log"} if chart.log_y else {}
     layout = {
-        "xaxis": {**grid, "title": {"text": text(chart.x)}, **(_powers(chart) if chart.log_x else {})},
-        "yaxis": {**grid, "title": {"text": text(chart.y)}, **({"type": "log"} if chart.log_y else {})},
+        "xaxis": {**grid, "title": {"text": text(chart.x)}, **log_x},
+        "yaxis": {**grid, "title": {"text": text(chart.y)}, **log_y},
         "legend": {"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
         "margin": {"l": 50, "r": 12, "t": 30, "b": 90 if legend else 45},
         "height": chart.height_px,
@@ -228,11 +223,9 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Ite
     """Return an HTML table that scrolls sideways in a narrow window. `classes` has one CSS class for each row."""
 
     def row(tag: str, cells: Iterable[object], name: str = "") -> str:
-        return (
-            f"<tr{f' class={name}' if name else ''}>"
-            + "".join(f"<{tag}{_wraps(cell)}>{text(cell)}</{tag}>" for cell in cells)
-            + "</tr>"
-        )
+        style = f" class={name}" if name else ""
+        content = "".join(f"<{tag}{_wraps(cell)}>{text(cell)}</{tag}>" for cell in cells)
+        return f"<tr{style}>{content}</tr>"
 
     names = [*classes]
     body = "".join(row("td", cells, names[index] if names else "") for index, cells in enumerate(rows))

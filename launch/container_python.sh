@@ -1,14 +1,14 @@
 #!/bin/bash
-# The Python of a container, with the host's GPUs, network and filesystems: container_python.sh [ARGUMENT ...]
+# Run the Python of a container, with the host's GPUs, network and file systems: container_python.sh [ARGUMENT ...]
 # FRONTIER_LLM_CONTAINER    the image (launch/frontier_llm.def builds one)
 # APPTAINER_CONTAINLIBS     libraries of the host for the image (default: those that OLCF's container examples name,
 #                           where they are)
-# FRONTIER_LLM_BINDS        further paths to bind, separated by commas (data, scratch)
-# The image brings torch and ROCm, so there is no --rocm: that would put the host's ROCm in front of it. The GPUs'
-# devices are there anyway. The network's part is the site's and comes in through binds: its module's where that has set
-# them (LUMI), else the paths below.
+# FRONTIER_LLM_BINDS        additional paths to bind, separated by commas (data, scratch)
+# The image contains torch and ROCm. The option --rocm is not used, because it would put the host's ROCm before the
+# image's. The devices of the GPUs are visible without it. The libraries of the network come from the site through
+# binds: those of the site's module if it has set them (LUMI), otherwise the paths below.
 set -euo pipefail
-export PYTHONNOUSERSITE=1 # packages in ~/.local would come before the image's own
+export PYTHONNOUSERSITE=1 # without this, packages in ~/.local would precede the image's packages
 
 image="${FRONTIER_LLM_CONTAINER:?set it to the path of the container image}"
 if [[ ! -r "$image" ]]; then
@@ -21,12 +21,12 @@ if [[ -z "$runtime" ]]; then
     exit 2
 fi
 binds=("$PWD" "${FRONTIER_LLM_ROOT:-$PWD}" "${FRONTIER_LLM_NODE_LOCAL:-/tmp}")
-paths=(/lustre /pfs /scratch /project /projappl /flash /appl) # /scratch and its like are links into /pfs
+paths=(/lustre /pfs /scratch /project /projappl /flash /appl) # on LUMI, /scratch and others are links into /pfs
 if [[ -z "${SINGULARITY_BIND:-}${SINGULARITY_BINDPATH:-}${APPTAINER_BIND:-}${APPTAINER_BINDPATH:-}" ]]; then
-    paths+=(/opt/cray /var/spool/slurmd /sw) # /sw: the plugin's home on Frontier
+    paths+=(/opt/cray /var/spool/slurmd /sw) # on Frontier, /sw contains RCCL's network plugin
 fi
-# what the host's libfabric and its cxi provider link to and an image lacks goes to /.singularity.d/libs, which the
-# loader searches there
+# Libraries that the host's libfabric and cxi provider need and an image lacks are bound to /.singularity.d/libs, where
+# the container's loader searches.
 if [[ -z "${APPTAINER_CONTAINLIBS:-}${SINGULARITY_CONTAINLIBS:-}" ]]; then
     libraries=()
     for library in /usr/lib64/{libcxi.so.1,libjson-c.so.3,libnl-3.so.200,libjansson.so.4} /lib64/libtinfo.so.6; do

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs in the batch shell of every job: site environment, Python, then the supervisor that starts the ranks with srun.
 #     job.sh SITE MODULE [WORD ...]
-#     job.sh SITE --as-rank MODULE [WORD ...]     in the interpreter of the ranks: outside of a job it says what is
+#     job.sh SITE --as-rank MODULE [WORD ...]     in the interpreter of the ranks, outside of a job: reports what is
 #                                                 installed there
 #     job.sh SITE --rank-python MODULE [WORD ...] in the interpreter of the ranks, in a job: for a program without srun
 # FRONTIER_LLM_PYTHON       the interpreter (default: that of the environment active at sbatch, else python3 after the
@@ -30,11 +30,12 @@ if [[ ! "$site" =~ ^[A-Za-z0-9_-]+$ || ! -r "$root/slurm/sites/$site.sh" ]]; the
     echo "job.sh: no slurm/sites/$site.sh; render it with python -m frontier_llm.cluster.sbatch" >&2
     exit 2
 fi
-active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" # before the modules, whose own Python would come first on PATH
-# `|| true` here and below: grep ends with 1 where it finds nothing, which is as good
+# read before modules are loaded, because a module's Python would precede this one on PATH
+active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
+# `|| true` here and below: grep ends with 1 if it finds nothing, which is not an error here
 pattern='^declare -x ((FI|GLOO|HSA|MIOPEN|NCCL|PYTORCH|TORCH)_|CUDA_DEVICE_MAX|GPU_MAX_HW|OMP_NUM)'
 exported="$(export -p | grep -E "$pattern" || true)"
-names() { sed -nE 's/^declare -x ([A-Z0-9_a-z]+).*/\1/p' <<<"$1"; } # of the variables in lines of export -p
+names() { sed -nE 's/^declare -x ([A-Z0-9_a-z]+).*/\1/p' <<<"$1"; } # names of the variables in lines of export -p
 while read -r name; do unset "$name"; done < <(names "$exported" | grep . || true)
 set +u # Lmod reads variables that may be unset
 # shellcheck source=/dev/null
@@ -44,8 +45,9 @@ set +u # Lmod reads variables that may be unset
     exit 2
 }
 set -u
-# What the user has exported wins over a module's setting. A value that a module gives (FRONTIER_LLM_FROM_MODULES, from
-# the site's file) was not the user's: the module was loaded before sbatch, too.
+# A value that the user has exported replaces a module's value. If an exported value equals the module's value
+# (FRONTIER_LLM_FROM_MODULES, from the site's file), it counts as the module's: the module was also loaded before
+# sbatch.
 of_user="$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
 eval "$of_user"
 # Names for the origins that rank 0 logs (topology/rank_variables.py).
@@ -57,13 +59,13 @@ unset FRONTIER_LLM_FROM_MODULES
 
 python="${FRONTIER_LLM_PYTHON:-${active:+$active/bin/python3}}"
 python="${python:-python3}"
-# --as-rank does not unpack the archive: the active environment, from which it was packed, answers for it
+# --as-rank does not unpack the archive, but checks the active environment, from which the archive was packed
 if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" && -z "$as_rank" ]]; then
     unpacked="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE" "${@:2}")"
     python="$(sed -n 1p <<<"$unpacked")"
     FRONTIER_LLM_BROKEN_NODES="$(sed -n 2p <<<"$unpacked")" # spares take their place (cluster/slurm.py)
     export FRONTIER_LLM_BROKEN_NODES
-    export PYTHONNOUSERSITE=1 # packages in ~/.local, on NFS, would come before the archive's
+    export PYTHONNOUSERSITE=1 # without this, packages in ~/.local, on NFS, would precede the archive's packages
 fi
 if ! command -v "$python" >/dev/null; then
     echo "job.sh: no $python on $(hostname); export FRONTIER_LLM_PYTHON=/path/to/python" >&2
@@ -78,7 +80,8 @@ if ! "$python" -c "$needs"; then
 fi
 if [[ -n "${FRONTIER_LLM_CONTAINER:-}" ]]; then
     nodes="${SLURM_JOB_NUM_NODES:-1}"
-    from="${FRONTIER_LLM_BROADCAST_NODES:-1024}" # from so many nodes on, reading one image would load the file system
+    # from this number of nodes on, each node gets a copy: reading one image would overload the file system
+    from="${FRONTIER_LLM_BROADCAST_NODES:-1024}"
     if [[ "$FRONTIER_LLM_CONTAINER" == *.sif && -z "$as_rank" && "$nodes" -ge "$from" ]]; then
         copied="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_CONTAINER" "${@:2}")"
         FRONTIER_LLM_CONTAINER="$(sed -n 1p <<<"$copied")"
@@ -92,5 +95,5 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 if [[ -n "$as_rank$rank_python" ]]; then
     exec "${FRONTIER_LLM_RANK_PYTHON:-$python}" -P -m "$@"
 fi
-# -P: not the working directory's code, which may have changed since the job was queued, but this root's
+# -P: import the code of this root, not of the working directory, which may have changed since the job was queued
 exec "$python" -P -m "$@"

@@ -1,21 +1,21 @@
 #!/bin/bash
-# What each task of srun runs, one per GCD: its own log, its cores; then it becomes the given command.
+# Every task of srun runs this script, one per GCD. It opens the rank's log, binds the cores, and executes the command.
 #     rank.sh COMMAND [ARGUMENT ...]
-# FRONTIER_LLM_LOG_DIR  one file per rank there; rank 0 also speaks to the job's output
-# FRONTIER_LLM_BIND     gcd: beside its GCD by launch/bind_gcd.sh; none: as srun has bound it
+# FRONTIER_LLM_LOG_DIR  folder with one log file per rank; rank 0 also writes to the job's output
+# FRONTIER_LLM_BIND     gcd: bind to the cores beside the rank's GCD (launch/bind_gcd.sh); none: keep srun's binding
 set -euo pipefail
 
 rank="${SLURM_PROCID:-${OMPI_COMM_WORLD_RANK:-${PALS_RANKID:-${PMI_RANK:?no launcher set a rank}}}}"
 here="$(dirname "${BASH_SOURCE[0]}")"
 
-# compute nodes reach no internet, unless the site has a proxy; the value of the user wins, an empty one too
+# compute nodes have no internet access, unless the site has a proxy; a value of the user, also an empty one, is kept
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE-1}" TRANSFORMERS_OFFLINE="${TRANSFORMERS_OFFLINE-1}"
 export WANDB_MODE="${WANDB_MODE-offline}"
 export PYTHONUNBUFFERED=1
-# otherwise thousands of ranks would write the same .pyc files next to the sources, on the parallel file system
+# without this, thousands of ranks would write the same .pyc files beside the sources, on the parallel file system
 export PYTHONDONTWRITEBYTECODE=1
-ulimit -S -c 0 # no core files of tens of GB each: a watchdog ends ranks by abort
-# one line for a failed rendezvous, without the C++ frames of every rank
+ulimit -S -c 0 # no core files, which have tens of GB each: torch's watchdog ends ranks by abort
+# a failed rendezvous then prints one line, without the C++ stack of every rank
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 
 if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
@@ -30,15 +30,15 @@ if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
         exit 2
     fi
     if [[ "$rank" -eq 0 ]]; then
-        # Slurm's warning reaches every process of the step; tee has to outlive it, or rank 0 would write into a broken
-        # pipe
+        # Slurm's warning signal reaches every process of the step. tee must ignore the signal, otherwise rank 0 would
+        # write into a broken pipe.
         exec > >(trap '' USR1 USR2 TERM INT && exec tee --append "$log") 2>&1
     else
         exec >>"$log" 2>&1
     fi
 fi
-# Slurm's warning may come while Python starts, which takes long where thousands of ranks read its files: it waits until
-# the rank can hear it
+# Slurm's warning signal can arrive while Python starts, which takes long if thousands of ranks read its files. A
+# blocked signal stays pending until the rank has a handler.
 held=()
 if env --block-signal=USR1 true 2>/dev/null; then
     held=(env --block-signal=USR1)

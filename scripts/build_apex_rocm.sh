@@ -5,7 +5,7 @@
 # shellcheck source=scripts/rocm_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/rocm_env.sh"
 
-branch="${APEX_BRANCH:-release/1.10.0}"  # apex 1.N goes with torch 2.N
+branch="${APEX_BRANCH:-release/1.10.0}"  # apex 1.N is for torch 2.N
 minor="$("$python" -c 'import torch; print(torch.__version__.split(".")[1])')"
 if [[ "$branch" != "release/1.$minor."* ]]; then
   echo "error: $branch is for torch 2.$(cut -d. -f2 <<<"$branch"), but torch 2.$minor is installed" >&2

@@ -27,7 +27,7 @@ build() {
     --wheel-dir "$wheels/$name" "$package" >"$logs/$name.log" 2>&1 || return 1
   # Not piped into grep -q, which closes the pipe at its first match: Python would then fail with a broken pipe.
   contents="$("$python" -m zipfile -l "$wheels/$name"/deepspeed-*.whl)" || return 1
-  for op in "$@"; do # DeepSpeed leaves out an op that calls itself incompatible, and goes on
+  for op in "$@"; do # DeepSpeed skips an op that it considers incompatible, and continues
     grep -q "/${op}_op[^/]*\.so " <<<"$contents" || return 1
   done
 }

@@ -166,7 +166,9 @@ def excesses(found: Measure, bound: Bound) -> list[str]:
 def main() -> int:
     """Print the totals. With --check return 1 if a folder is above a bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a folder is above a bound")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a measured value of a folder exceeds its limit"
+    )
     check = parser.parse_args().check
     too_dense = False
     for name, bound in BOUNDS.items():
@@ -185,7 +187,7 @@ def main() -> int:
     print(f"frontier_llm: {len(small)} files below {SMALL_LINES} lines, at most {MOST_SMALL_FILES} allowed")
     has_too_many_small = len(small) > MOST_SMALL_FILES
     if has_too_many_small:
-        advice = "join each to the file of the same package that shares its subject"
+        advice = "merge each into a file of the same package with the same subject"
         print(f"frontier_llm has too many small files; {advice}: {', '.join(small)}", file=sys.stderr)
     return int(check and (too_dense or bool(wide) or has_too_many_small))
 

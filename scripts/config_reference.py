@@ -113,7 +113,9 @@ def type_text(annotation: str) -> str:
     if len(parts) > 1:
         return " or ".join(type_text(part) for part in parts)
     if annotation.startswith("Annotated["):
-        raise ValueError(f"{annotation} has no words: give the type a name in config/fields.py, and NAMES its words")
+        raise ValueError(
+            f"{annotation} has no description: give the type a name in config/fields.py, and add a description to NAMES"
+        )
     return size_text(annotation) or NAMES.get(annotation, annotation)
 
 

@@ -22,7 +22,8 @@ if [[ ! -x .venv/bin/python ]]; then
   if packages="$("$python" -c "$find_torch" 2>/dev/null)"; then
     echo "== using the torch in $packages" >&2
     "$python" -m venv --system-site-packages .venv
-    # The environment of an environment sees only the packages of the base interpreter, so the folder is named.
+    # A virtual environment that is created from another one sees only the packages of the base interpreter, so a .pth
+    # file names the folder with torch.
     folder="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     echo "$packages" >"$folder/torch_of_this_machine.pth"
   else

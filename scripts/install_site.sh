@@ -14,7 +14,7 @@ host_python="${PYTHON:-python}"
 python="$host_python"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-described() { # a value of the site file, or of its machine file
+described() { # print a value of the site file, or of its machine file
     "$host_python" -c 'import sys
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.machine.load import load_machine
@@ -37,7 +37,7 @@ else
 fi
 architecture="$(described architecture)"
 if [[ -n "$architecture" ]]; then
-    tools="$PWD/build/kernel_tools" # what reads code objects: needed by the build alone
+    tools="$PWD/build/kernel_tools" # packages that read code objects; only the build needs them
     "$python" -m pip install --quiet --upgrade --target "$tools" msgpack pyelftools
     PYTHONPATH="$tools:$PYTHONPATH" "$python" setup.py build_ops --arch "$architecture"
 fi

@@ -29,7 +29,7 @@ from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_model
 
 LADDER = ("ladder-30k", "ladder-70k", "ladder-170k", "ladder-360k", "ladder-840k")
-COMPARED = "ladder-170k"  # the rung for precision, layouts, seeds and learning rates
+COMPARED = "ladder-170k"  # model that is also trained with other precisions, layouts, seeds and learning rates
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (arXiv:2203.15556), table 3
 # Warm-up as a share of the steps, and the final learning rate as a share of the highest.
 WARMUP = 0.05

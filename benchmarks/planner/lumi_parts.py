@@ -19,7 +19,7 @@ ROWS = "mi250x_rows.tsv"
 MODEL = "lumi-mds-175b-"
 COLLECTIVES = "lumi_collectives.tsv"
 MICROBATCHES = "lumi_microbatches.tsv"
-FURTHER_MICROBATCHES = 8  # simulated in addition, to predict the time of one microbatch
+FURTHER_MICROBATCHES = 8  # number of microbatches that are simulated in addition, to predict the time of one
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,12 @@ CASES = {
 class Linear:
     """Backward of one linear layer, in seconds, and the compute that precedes it."""
 
-    before_s: float  # compute between the layer's output gradient and the next layer: attention, norm, activation
-    input_s: float  # product of the input gradient
-    weight_s: float  # product of the weight gradient, with its addition
+    # time of the compute between the layer's output gradient and the next layer: attention, norm, activation
+    before_s: float
+    input_s: float  # time of the product of the input gradient
+    weight_s: float  # time of the product of the weight gradient, including its addition to the buffer
     column: bool  # column-parallel: it gathers its input again and scatters its input gradient
-    collective_s: float  # one of its collectives over tp
+    collective_s: float  # time of one of the layer's collectives over tp
     numel: float  # elements of the weight on this rank
 
 
@@ -50,7 +51,7 @@ class Stream:
 
     seconds_per_element: float
     bucket_numel: float
-    pieces: bool  # a sum is cut so that each piece fits into the compute before the next collective
+    pieces: bool  # True: a sum is cut into pieces that fit into the compute before the next collective
     compute_s: float = 0.0
     communication_s: float = 0.0
     filled: float = 0.0  # elements of the incomplete bucket

@@ -126,7 +126,7 @@ def draw(path: Path, found: np.ndarray, chance: np.ndarray, planner: float) -> N
 
 
 def main() -> int:
-    """Return 0 always."""
+    """Print the tables and plot the figure. Returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, nargs="?", default=TABLE)
     parser.add_argument("--seeds", type=int, default=24)

@@ -50,7 +50,7 @@ class PublishedRun:
     stack: str
     model: ModelConfig
     layout: Layout
-    seconds: float  # per step
+    seconds: float  # step time
     # False: degrees or batch are not stated, or the machine file belongs to a similar cluster. Such a row is never
     # fitted.
     known: bool

@@ -40,7 +40,7 @@ class RowPrediction:
 
     @property
     def error(self) -> float:
-        """Relative error of the time. A negative error is a prediction that is too fast."""
+        """Relative error of the time. If it is negative, the predicted time is too short."""
         return self.seconds / self.row.seconds - 1
 
     @property

@@ -104,7 +104,7 @@ def software_of(row: Row) -> dict[str, Any]:
     if "rowwise" in row["id"]:  # torchtitan's table states the scaling and the kind of TP in the name of a row
         options["scales_fp8_rows"] = True
     if "asyncTP" in row["id"]:
-        options["chunk_overlap"] = 1.0  # copy engines transfer a piece while the product of another piece runs
+        options["chunk_overlap"] = 1.0  # copy engines transfer one piece while the product of another piece runs
     if row["fused_cross_entropy"]:
         options["fused_cross_entropy"] = is_yes(row["fused_cross_entropy"], False)
     return options

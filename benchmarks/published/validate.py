@@ -42,8 +42,10 @@ class Accuracy:
     bias: float
     pairs: int  # pairs of rows that differ only in their layout
     order: float | None  # share of pairs in the measured order, percent; None without pairs
-    regret: float | None  # mean loss if the predicted best of a group is used, percent; None without groups
-    false_no_fit: int  # runs that took place but that the planner would refuse
+    # mean excess of the step time if the layout that is predicted as best of a group is used, percent; None without
+    # groups
+    regret: float | None
+    false_no_fit: int  # number of measured runs that the planner would refuse for lack of memory
 
 
 def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accuracy:
@@ -240,7 +242,7 @@ def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bo
     )
     if not predictions:
         raise DataError(
-            "no row holds a time, a model shape, a known cluster and a layout that exists here"
+            "no row has a time, a model shape, a known cluster and a supported layout"
             + (f"; {why}" if reasons else ""),
             "see benchmarks/published for the columns",
             "plan --validate",
@@ -257,7 +259,7 @@ def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bo
             print(f"{one.row.dataset:24} {one.row.key:44} {times}")
     print(
         "seconds per step, percent; `order` is the share of pairs ranked as measured\n"
-        "`refused` counts runs that took place but would have been called too big (should be 0)"
+        "`refused` is the number of measured runs that the planner would refuse for lack of memory (should be 0)"
     )
     print(as_text(scores))
     if any(one.pairs for one in scores):

@@ -61,7 +61,7 @@ def test_unseen_rows_keep_the_bar(dataset: str, bar: float) -> None:
 
 
 def test_megatron_core_keeps_its_bar_over_both_parts() -> None:
-    """There are five rows, one of them unseen. They are too few to require 10 % of the unseen part alone."""
+    """Only one of the five rows is unseen. One row is too few for a limit of its own."""
     assert (
         score("Megatron-Core H100", "all", predict([row for row in ROWS if row.dataset == "Megatron-Core H100"])).mape
         <= 10.0

@@ -59,7 +59,7 @@ def import_engine(config: RunConfig) -> None:
 def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe: Connection) -> None:
     """Build the training state of one rank, then run a step for each request on the pipe."""
     torch.set_num_threads(1)
-    log.set_rank(1, 2)  # as another rank than 0, so that no process logs for the run
+    log.set_rank(1, 2)  # log only as a rank other than 0, so that no process prints the run's messages
     config = load_run(run, overrides)
     connect(
         rank,

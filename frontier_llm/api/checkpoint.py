@@ -41,7 +41,9 @@ class Model(torch.nn.Module):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the model was trained with. Raises FrontierError if it is not known or not here."""
+        """The tokenizer that the model was trained with. Raises FrontierError if it is unknown, or not on this
+        computer.
+        """
         if self._tokenizer is None:
             self._tokenizer = open_tokenizer(self._opened, None)
         return self._tokenizer

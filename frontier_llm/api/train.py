@@ -160,7 +160,9 @@ class _Child:
 
 
 class _Rows:
-    """The new rows of a metrics file that another process writes. Rows that it had at the beginning are left out."""
+    """The new rows of a metrics file that another process writes. Rows that the file had when this object was made are
+    left out.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

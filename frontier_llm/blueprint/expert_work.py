@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     sent: float
     received: float  # rows that arrive; with a capacity limit all of them are kept until backward
     computed: float
-    # two-stage all-to-all: number of nodes, and rows of the first stage, between nodes
+    # for the two-stage all-to-all: the number of nodes, and the rows that the first stage sends between nodes
     nodes: int = 1
     to_nodes: float = 0
     from_nodes: float = 0
@@ -65,7 +65,8 @@ def room_of(moe: MoeConfig, tokens: int) -> int | None:
 
 
 def most_rows(room: int, experts: int, tokens: int, choices: int) -> int:
-    """Return the most rows that `experts` experts may receive from `tokens` tokens, each with `choices` experts.
+    """Return the largest number of rows that `experts` experts may receive from `tokens` tokens, each with `choices`
+    experts.
 
     Each expert accepts `room` rows. With a capacity limit exactly this many rows are sent, padded if necessary.
     """
@@ -128,7 +129,7 @@ def _bounded_rows(moe: MoeConfig, layout: Layout, tokens: int, computed: float) 
 
 
 def _host_waits(moe: MoeConfig, rows: Rows, ranks: int) -> int:
-    """Return how often the host waits for row counts from the device in one layer."""
+    """Return the number of times that the host waits for row counts from the device in one layer."""
     if moe.capacity is not None:
         return 0
     if rows.nodes > 1:

@@ -34,9 +34,9 @@ SHARDS = "sharded weights and gradients"
 # How this package adds a weight gradient to its fp32 buffer on a GPU (ops/torch_linear.py): by the kernel of the
 # product, after a product with fp32 output, or after a product that is rounded to 16 bit.
 WeightGradients = Literal["in-product", "fp32-product", "rounded-product"]
-# Bytes of memory traffic per parameter of each method, in addition to a product that writes 16 bit. The first: reads
-# and writes 4, writes no 16 bit. The second: writes 4 instead of 2, reads 4 + 4, writes 4. The third: reads 2 + 4,
-# writes 4.
+# Bytes of memory traffic per parameter of each method, in addition to a product that writes its result in 16 bit.
+# "in-product" reads 4 and writes 4, and saves the write of 2. "fp32-product" writes 4 instead of 2, then reads 4 + 4
+# and writes 4. "rounded-product" reads 2 + 4 and writes 4.
 ADDING_BYTES: dict[WeightGradients, float] = {"in-product": 6.0, "fp32-product": 14.0, "rounded-product": 10.0}
 
 
@@ -52,7 +52,7 @@ class SoftwareOptions:
     fused_softmax: bool = True  # Scale, mask and softmax in one 16-bit kernel. Only for unfused attention.
     fused: bool = True  # One kernel each for norm, bias+activation, residual.
     fused_cross_entropy: bool = True  # Reads 16-bit logits once forward. False: a chain of kernels over fp32 copies.
-    # Bytes of optimizer state per parameter, master copy included. 0 = those of this package's optimizer.
+    # Bytes of optimizer state per parameter, master copy included. 0 = the bytes of this package's optimizer.
     optimizer_state_bytes: NonNegativeFloat = 0.0
     gradient_bytes: Literal[2, 4] = 4  # Bytes per element of a gradient that is summed over dp.
     # Bytes per parameter of gradients beside those of `gradient_bytes`. DeepSpeed's BF16_Optimizer keeps fp32 sums and
@@ -64,8 +64,8 @@ class SoftwareOptions:
     accumulate_bytes: NonNegativeFloat = 8.0  # Bytes of memory traffic per parameter to add one microbatch's gradient.
     # The kernel of a weight gradient also adds it to the buffer. Its time is the longer one of product and addition.
     adding_in_product: bool = False
-    # How the installed torch adds weight gradients. With a value, it replaces the two options above, unless
-    # `accumulate_bytes` is 0. None: not known.
+    # How the installed torch adds weight gradients. A value replaces the two options above, unless `accumulate_bytes`
+    # is 0. None: not known.
     weight_gradients: WeightGradients | None = None
     optimizer_bytes: NonNegativeFloat = 30.0  # Bytes of memory traffic per owned parameter in the optimizer step.
     p2p_split: bool = False  # Pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
@@ -216,10 +216,12 @@ class Item:
     cause: str
     work: Work
     repeated_by: tuple[str, ...] = ()  # recompute modes that repeat the work before backward
-    apart: bool = False  # True: the item is executed only if the schedule computes weight gradients as separate actions
+    apart: bool = False  # True: executed only if the schedule computes weight gradients as separate actions
 
     def repeats(self, modes: Mapping[str, float]) -> float:
-        """Return how often an average layer repeats the work. `modes` maps recompute modes to shares of the layers."""
+        """Return the mean number of repetitions of the work over the layers. `modes` maps recompute modes to shares of
+        the layers.
+        """
         return sum(share for mode, share in modes.items() if mode in self.repeated_by)
 
 

@@ -97,12 +97,12 @@ class Layout:
 
     @property
     def global_batch(self) -> int:
-        """Sequences of one step over all replicas."""
+        """Number of sequences of one step, over all replicas."""
         return self.micro_batch * self.microbatches * self.dp
 
     @property
     def edp(self) -> int:
-        """Replicas of each expert."""
+        """Number of replicas of each expert."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property

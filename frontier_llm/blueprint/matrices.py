@@ -32,7 +32,7 @@ class Matrices:
     count: int
     rows: int
     columns: int
-    split: int | None  # index into (count, rows, columns) of the size that is cut over tp (experts: etp)
+    split: int | None  # index into (count, rows, columns) of the size that tp (for experts: etp) splits
 
     @property
     def transposed(self) -> bool:

@@ -31,7 +31,9 @@ class OptimizerRule:
     # True if the update needs the complete tensor, so that ZeRO must not cut it
     whole: Callable[[Parameter], bool] = lambda parameter: False
     gathers: bool = (
-        False  # ZeRO may cut the tensor if complete tensors leave large gaps; the update gathers it (optim.matrices)
+        # True: if complete tensors leave large gaps, ZeRO may cut this tensor, and the update gathers it
+        # (optim.matrices)
+        False
     )
     # Small additional tensors with other shapes than the parameter. They are PARTIAL on the axes over which the update
     # sums them. Each replica that owns a slice of the parameter keeps its rank's tensors completely (optim.matrices).

@@ -34,7 +34,7 @@ class StageSpec:
 VOCABULARY = (
     "embedding.token.weight",
     "head.weight",
-)  # Rows are tokens. Rows from vocab_size on are padding, which is never read and gets no gradient.
+)  # One row per token. Rows from vocab_size on are padding, which is never read and gets no gradient.
 Number = Any  # An int, or a numpy array of ints with one element per layout.
 
 

@@ -211,8 +211,8 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
     square = batch * S * S * 2.0  # bytes of the score matrix in 16 bit
-    # How often the 16-bit score matrix is read or written. Separate softmax kernels compute in fp32: convert 3, scale
-    # 4, mask 4.5, softmax 4, convert 3 times.
+    # Number of times that the 16-bit score matrix is read or written. Separate softmax kernels compute in fp32: 3 for
+    # the conversion, 4 for the scale, 4.5 for the mask, 4 for the softmax and 3 for the conversion back.
     passes = (2.0 if software.fused_softmax else 18.5) + (2.5 if software.dropout else 0.0)
     forward = [Item(Phase.F, ATTENTION, work, ANY) for work in (scores, values, Pass(passes * square, 2))]
     backward = [
@@ -270,7 +270,7 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
     way = context_way(model, layout.tp, cp, layout.context_attention)
     if way == "gather":
-        for under in (Under.NOTHING, Under.ATTENTION):  # attention to half 1 overlaps the gather of half 2
+        for under in (Under.NOTHING, Under.ATTENTION):  # attention to half 1 overlaps with the gather of half 2
             half = held * cp * g * row
             yield send(Phase.F, "all_gather", half, under)
             yield send(Phase.I, "all_gather", half, under)
@@ -283,8 +283,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # Gradients return to the rank of their keys.
         # From the second block on, separate kernels merge the output of a block into the sum (in fp32) and sum
-        # gradients. Half of the blocks concern all queries and half of them only half of the queries, so the mean is
-        # 0.75.
+        # gradients. Half of the blocks have all queries, and the other half have only half of the queries, so the mean
+        # is 0.75.
         merged = (cp - 1) * 0.75 * held * a * B * D * statistics_bytes(layout.dtype)
         yield Item(Phase.F, EXCHANGE, Pass(7 * merged, 6 * (cp - 1)), ANY)
         yield Item(Phase.I, EXCHANGE, Pass(3 * merged * (1 + 2 * g / a), 3 * (cp - 1)))
@@ -295,7 +295,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
             packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # packing by rank, and unpacking in order
             yield Item(phase, EXCHANGE, packed, ANY if phase is Phase.F else ())
-        # Keep attention's output before the all-to-all. The output after the all-to-all is kept too, by another item.
+        # The input of the all-to-all, which is attention's output, is kept until backward. The output of the all-to-all
+        # is kept too, by another item.
         yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))
 
 

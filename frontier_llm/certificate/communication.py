@@ -91,7 +91,7 @@ def _order_evidence(subject: Subject, schedule: Schedule, mode: str) -> Iterator
         bound = "one communication in flight per rank: one common order without a circular wait"
     else:
         bound = "many communications in flight, without a circular wait"
-    yield f"the lists of all {subject.world_size:,} ranks end with {bound}"
+    yield f"all {subject.world_size:,} ranks complete their lists of communications, with {bound}"
 
 
 def _stream_evidence(subject: Subject, mode: str) -> Iterator[str]:

@@ -134,7 +134,7 @@ def best_problems(config: RunConfig) -> Iterator[Problem]:
     elif best is not None and not config.train.eval_interval:
         yield Problem(
             where="train.keep_best",
-            what="the run has only one evaluation, at its end, so there is no choice of checkpoints",
+            what="the run is evaluated only once, at its end, so there is only one checkpoint to choose from",
             fix="set train.eval_interval=100",
         )
 

@@ -82,8 +82,13 @@ def with_fallback(
     own = subject.fullest_plan
     roomier = roomier_plan(request.config, request.job.nodes, subject.world_size, own)
     if roomier is None:
-        what = f"no layout on these nodes needs clearly less than the {own.peak_bytes / GIB:.1f} GiB of the run's own"
-        raise ConfigError(what, "use more nodes, set train.recompute=full, or submit without it", "--fallback-plan")
+        what = (
+            f"no layout on these nodes needs clearly less memory than the {own.peak_bytes / GIB:.1f} GiB of the run's "
+            "own layout"
+        )
+        raise ConfigError(
+            what, "use more nodes, set train.recompute=full, or submit without --fallback-plan", "--fallback-plan"
+        )
     plans = plan_overrides(request.config, roomier)
     fallback = admit(replace(request, config=load(plans[1])))
     warning_s = max(request.job.warning_s, fallback.job.warning_s)

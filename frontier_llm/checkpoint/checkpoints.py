@@ -61,7 +61,8 @@ class Checkpoints:
         """
         self.directory = checkpoints_folder(train)
         self.keep = train.keep_checkpoints
-        self.lag_steps = max(1, train.save_interval // 10)  # steps after the copy before training waits for the commit
+        # steps that training may run after the copy; then it waits for the commit
+        self.lag_steps = max(1, train.save_interval // 10)
         if train.save_lag_steps is not None:
             self.lag_steps = train.save_lag_steps
         self.world = mesh.world

@@ -36,7 +36,8 @@ class JobFacts:
     optimizer: str = ""  # Name of the optimizer. Set by Checkpoints.
     job: str = ""  # Job id of the scheduler, '' outside a job.
     restart: int = 0  # Number of requeues of this job.
-    incarnation: int = 0  # Number of this start of the run, by the supervisor. Checkpoints sets the lock's number.
+    # Number of this start of the run, given by the supervisor. Checkpoints replaces it with the lock's number.
+    incarnation: int = 0
 
     @property
     def data(self) -> dict[str, str]:

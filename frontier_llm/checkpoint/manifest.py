@@ -41,7 +41,7 @@ MIN_BLOCK_BYTES = 1 << 20
 MAX_BLOCK_BYTES = 1 << 30
 MAX_PLUGINS = 1_000
 _MAX_DIMS = 8
-MAX_STEPS = 10**12  # limit for a run; also the bound of train.steps
+MAX_STEPS = 10**12  # largest number of steps of a run; train.steps has the same limit
 _IMPOSSIBLE = (
     "no run can have this position in its data: restore the checkpoint from a copy, or move it away to continue "
     "from an older one"
@@ -240,8 +240,8 @@ def _refuse_other_version(error: ValidationError, where: str) -> None:
     fix = "use the frontier_llm that wrote it, or a newer one"
     if version < READ_VERSIONS[0]:
         fix = (
-            "nothing was changed on disk; git checkout b4b69c5, the last commit that reads it, resume the run there "
-            "for one save, and go on from that save with this version"
+            "the checkpoint is unchanged. To convert it, git checkout b4b69c5 (the last commit that reads it), "
+            "resume the run there until it has saved once, and continue from that save with this version"
         )
     raise CheckpointError(what, fix, where)
 
@@ -269,7 +269,7 @@ def _kind_problems(manifest: Manifest) -> list[str]:
         **{tensor.name: tensor.kinds for tensor in manifest.tensors if tensor.kinds},
     }
     return [
-        f"the kinds of {owner} are {kinds}, which no optimizer writes"
+        f"the kinds of optimizer state of {owner} are {kinds}, and no optimizer writes these kinds"
         for owner, kinds in listed.items()
         if (kinds[0] != MASTER and kinds != (STATISTIC,))
         or len(set(kinds)) < len(kinds)

@@ -169,7 +169,7 @@ def _joined(counted: list[_Counted], current: _Counted, stretches: tuple[Stretch
     If several blends contain the same dataset with the same samples, only the last of these streams continues.
     """
     streams: list[Stream] = []
-    replaced: Counter[Any] = Counter()  # (dataset, length, packing) → number of its streams in later blends
+    replaced: Counter[Any] = Counter()  # (dataset, length, packing) → number of such streams in later blends
     for one in reversed([*(other for other in counted if other is not current), current]):
         mentions: Counter[Any] = Counter()
         placed = []

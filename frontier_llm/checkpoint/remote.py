@@ -32,8 +32,8 @@ from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import created, lifted_bound, write_all
 from frontier_llm.run.complete import MAX_MANIFEST_BYTES, digest_line, fault, named_step, step_name
 
-FILES_AT_ONCE = 4  # files that one process sends or receives at the same time; each needs one 50 MiB buffer of s3fs
-SENT_BYTES = 8 << 20  # bytes between two waits of the rate limit
+FILES_AT_ONCE = 4  # number of files that one process transfers at the same time; s3fs needs a buffer of 50 MiB for each
+SENT_BYTES = 8 << 20  # bytes that are sent between two pauses of the rate limit
 # Function that is called with the number of bytes that were sent or received since the last call. The number is 0 if a
 # local file was read and compared with its digest.
 OnBytes = Callable[[int], object]
@@ -52,7 +52,7 @@ class RateLimit:
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._sleep = sleep
-        self._free_s = clock()  # time at which all bytes so far may have been sent
+        self._free_s = clock()  # earliest time at which the rate limit allows the next bytes
         self._lock = threading.Lock()
 
     def spend(self, count: int) -> None:

@@ -5,14 +5,14 @@ Two runs that write to one URL would replace each other's checkpoints. The rule:
 * A run directory is identified by its path and by the random name in its `remote.json`. A copy of a run directory has
   another path, and a directory of another machine with the same path has another name.
 * A start may `claim` the URL if there is no claim, if the claim is its own, or if the claim was released. The last job
-  of a run directory releases the claim when it ends in order.
+  of a run directory releases the claim when it ends without an error.
 * A claim never expires by time, because a job may wait in the queue for days. If a run directory ended without a
   release, the user takes over: `frontier-llm checkpoint pull URL RUN_DIR --take-over`.
 * A process that has claimed the URL may write while the claim names its run directory (`check`). It stops for good if
   the claim names another run directory, even a released claim: that directory may have written checkpoints.
 
-Object stores have no atomic comparison. Two claims at the same time can therefore both succeed, and the check before a
-manifest is written stops the first of them.
+Object stores have no atomic compare-and-swap. Two claims at the same time can therefore both succeed. The record of the
+later write remains, and the check before a manifest is written stops the other run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Writer:
     run_dir: str  # absolute path
     host: str
     renewed_unix_s: float
-    is_released: bool = False  # True if its last job has ended in order
+    is_released: bool = False  # True if its last job has ended without an error
 
     def describe(self) -> str:
         """Return text such as '/scratch/a on n0 (last sign 5 min ago)'."""

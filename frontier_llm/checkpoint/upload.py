@@ -27,7 +27,7 @@ from frontier_llm.run.uploads import UploadRecord, uploads_to, write_uploads
 
 FIRST_PAUSE_S = 2.0  # pause after a failed upload, doubled after each further failure
 LONGEST_PAUSE_S = 300.0
-RELEASE_S = 10.0  # longest time for the last message to the store
+RELEASE_S = 10.0  # time limit for the last request to the object store
 
 
 class Uploads:
@@ -148,7 +148,7 @@ class Uploads:
                 if self._current is not None:
                     digest = self._digest(self._current)
                 problem = self._run(request)
-            except OSError as error:  # a file system that does not answer, or no memory for another process
+            except OSError as error:  # the file system does not answer, or there is no memory for another process
                 problem = {"kind": UNREACHABLE, "text": str(error)}
             with self._lock:
                 self._record_result(digest, problem)
@@ -173,7 +173,7 @@ class Uploads:
             return {"task": "push", "checkpoint": str((self._directory / step_name(waiting[0])).absolute())}
 
     def _record_result(self, digest: bytes, problem: dict[str, str] | None) -> None:
-        """Note what a request has reached, for the next choice and for `status`."""
+        """Record the result of a request, for the next choice and for `status`."""
         if self._must_end():
             return
         step = self._current

@@ -28,7 +28,7 @@ from frontier_llm.run.signals import SIGNALS
 from frontier_llm.run.threads import in_daemon
 from frontier_llm.units import strict_json
 
-NICENESS = 10  # below the rank on the same cores
+NICENESS = 10  # lower priority than the rank that runs on the same cores
 # kinds of problems
 DAMAGED = "damaged"  # the local checkpoint cannot be uploaded
 TAKEN = "taken"  # another run directory writes to the URL
@@ -79,7 +79,7 @@ def _wait_for_answer(descriptor: int, must_end: Callable[[], bool], longest_s: f
     while not must_end():
         now_s = time.monotonic()
         if now_s - moved_s > STALL_S or now_s - began_s > longest_s:
-            return {"kind": UNREACHABLE, "text": f"the store accepted nothing for {now_s - moved_s:.0f} s"}
+            return {"kind": UNREACHABLE, "text": f"the object store accepted no data for {now_s - moved_s:.0f} s"}
         if not select.select([descriptor], [], [], POLL_S)[0]:
             continue
         piece = os.read(descriptor, 65536)
@@ -95,7 +95,7 @@ def _wait_for_answer(descriptor: int, must_end: Callable[[], bool], longest_s: f
 
 
 def _answers(said: bytes) -> list[bytes]:
-    """Return the lines that are no marks of progress. The last of them is the process's answer."""
+    """Return the lines that are not marks of progress. The last of them is the process's answer."""
     return [line for line in said.splitlines() if line.strip(b"+")]
 
 

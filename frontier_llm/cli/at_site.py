@@ -14,14 +14,20 @@ if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
 
 RUN_JOB = (
-    option("--spares", type=natural, default=0, metavar="N", help="further nodes, to replace dead ones (default: 0)"),
+    option(
+        "--spares",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="additional nodes, which replace nodes that fail (default: 0)",
+    ),
     *JOB,
     option("--time", metavar="H:MM:SS", help="walltime of one slice (default: predicted, at most the site's)"),
     option(
         "--max-node-hours",
         type=positive_amount,
         metavar="H",
-        help="save and end when all jobs of the run together have used so many",
+        help="save and end the run when all its jobs together have used this number of node-hours",
     ),
 )
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @command(
     JSON,
-    *run_options("its layout is measured, with comm.algorithms=hierarchical both algorithms"),
+    *run_options("its layout is measured; with comm.algorithms=hierarchical both algorithms are measured"),
     option(
         "--min",
         type=size_of,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         "--emit-machine",
         type=Path,
         metavar="FILE",
-        help="write a machine file with what was measured, for `plan` and for runs",
+        help="write a machine file with the measured values, for `plan` and for runs",
     ),
     option(
         "--figures",
@@ -57,7 +57,10 @@ if TYPE_CHECKING:
     option(
         "--hang-test",
         action="store_true",
-        help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog",
+        help=(
+            "do not measure, but run training steps under a watchdog to find the modes of comm.in_flight that do not "
+            "hang here"
+        ),
     ),
     option(
         "--steps",
@@ -96,7 +99,7 @@ def comm(args: argparse.Namespace) -> int:
         if place is None:
             raise LayoutError(
                 "a layout of one rank communicates nothing",
-                "add e.g. parallel.tensor=2, or start it with srun",
+                "add e.g. parallel.tensor=2, or start the command with srun",
                 "bench comm",
             )
         from frontier_llm.blueprint.layout import layout_of
@@ -244,8 +247,8 @@ def _piece_lines(pieces: list[PiecesTime]) -> Iterator[str]:
     for one in pieces:
         alone = f"{format_seconds(one.product_s)} product and {format_seconds(one.collective_s)} {one.operation} each"
         yield (
-            f"a tp product in {one.pieces} pieces of {alone}: {format_seconds(one.together_s)} together, "
-            f"{100 * one.overlap:.0f} % hidden"
+            f"a matrix product of tp in {one.pieces} pieces ({alone}): {format_seconds(one.together_s)} if overlapped, "
+            f"{100 * one.overlap:.0f} % of the communication hidden"
         )
 
 

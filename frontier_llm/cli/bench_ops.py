@@ -41,8 +41,8 @@ if TYPE_CHECKING:
         default="cpu",
         help="cuda is also ROCm's name in torch (default: cpu)",
     ),
-    line="each fused op against eager torch, in one interleaved run",
-    about="Measure each fused op against eager torch, in one interleaved run.",
+    line="time each fused op and eager torch, alternately in one run",
+    about="Time each fused op and the same op in eager torch, alternately in one run.",
     examples=(
         "frontier-llm bench ops --model llama-2-7b --device cuda",
         "frontier-llm bench ops --json",
@@ -96,4 +96,4 @@ def _table(timings: list[Timing]) -> str:
                 rate = f"{ours.bytes_moved / ours.seconds / 1e9:.0f} GB/s"
             gain = f"{eager.seconds / ours.seconds:.2f}x"
             rows.append((op, format_seconds(ours.seconds), format_seconds(eager.seconds), gain, rate))
-    return "\n".join([aligned(("op", ">ours", ">eager", ">gain", ">rate of ours"), rows), *failures])
+    return "\n".join([aligned(("op", ">ours", ">eager", ">gain", ">our rate"), rows), *failures])

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
         metavar="N",
         help="measured steps, after two of warm-up (default: 5)",
     ),
-    line="the training step against this device's own matrix-product rate",
-    about="Measure the training step against this device's own matrix-product rate.",
+    line="time the training step, relative to this device's rate of matrix products",
+    about="Time the training step and compare its rate with the rate of matrix products alone on this device.",
     examples=(
         "frontier-llm bench step quickstart --steps 10",
         "frontier-llm bench step bench parallel.tensor=2",

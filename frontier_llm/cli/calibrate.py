@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         type=positive,
         default=2,
         metavar="N",
-        help="ranks that measure at the same time: the number that will train (default: 2)",
+        help="number of ranks that measure at the same time; use the number that will train (default: 2)",
     ),
     option(
         "--repeats",
@@ -35,14 +35,19 @@ if TYPE_CHECKING:
         "--budget-s",
         type=positive_amount,
         metavar="SECONDS",
-        help="time for the measurements, after the ranks have started: measure in rounds of one timing per sample, as "
-        "many as fit, at least one and at most --repeats (default: no limit)",
+        help=(
+            "time limit of the measurements, counted from the start of the ranks' work. A round times each sample "
+            "once; as many rounds as fit are measured, from 1 to --repeats (default: no limit)"
+        ),
     ),
     option(
         "--memory-from",
         type=Path,
         metavar="DIR",
-        help="measure nothing: write the machine of this run with the memory that its first steps found beside tensors",
+        help=(
+            "measure nothing; write the machine file of this run with the device memory outside tensors that the "
+            "run's first steps have recorded"
+        ),
     ),
     option(
         "--emit-machine",
@@ -73,7 +78,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
     if args.emit_machine.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            f"{args.emit_machine} is no name of a machine file",
+            f"{args.emit_machine} is not the name of a machine file",
             f"--emit-machine {args.emit_machine.with_suffix('.yaml')}",
             "--emit-machine",
         )

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli import interchange, remote
 from frontier_llm.cli.arguments import JSON, Command, ProgressBar, command, option, show
-from frontier_llm.config.urls import is_url
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.tables import aligned
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable, strict_json
@@ -45,6 +44,8 @@ class _Found:
 
 def _found(place: str) -> list[_Found]:
     """Return the checkpoints at a path or URL, oldest first. Raises CheckpointError if there is none."""
+    from frontier_llm.config.urls import is_url
+
     if is_url(place):
         from frontier_llm.checkpoint.remote import at_url, summary, verify
 
@@ -130,16 +131,16 @@ def _verify(args: argparse.Namespace) -> int:
         "first",
         type=Path,
         metavar="CHECKPOINT",
-        help="run directory or checkpoints folder (its newest one), or one checkpoint",
+        help="run directory or checkpoints folder (of which the newest checkpoint is used), or one checkpoint",
     ),
     JSON,
     option(
         "second",
         type=Path,
         metavar="CHECKPOINT",
-        help="the checkpoint that it is compared with",
+        help="checkpoint with which the first one is compared",
     ),
-    line="compare two checkpoints, whatever layouts wrote them",
+    line="compare two checkpoints, which may have different layouts",
     examples=("frontier-llm checkpoint diff runs/a runs/b",),
 )
 def _diff(args: argparse.Namespace) -> int:
@@ -173,7 +174,7 @@ def _difference_lines(result: Difference, args: argparse.Namespace) -> Iterator[
 
 
 checkpoint = Command(
-    about="Look into the checkpoints of a run, and exchange models with Hugging Face. No ranks, no GPUs.",
+    about="Inspect the checkpoints of a run, and exchange models with Hugging Face. Needs no ranks and no GPUs.",
     examples=(
         "frontier-llm checkpoint list runs/quickstart",
         "frontier-llm checkpoint verify runs/quickstart",

@@ -47,7 +47,7 @@ def completions(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tup
 
 
 @command(
-    option("shell", choices=("bash", "zsh"), help="for which shell"),
+    option("shell", choices=("bash", "zsh"), help="shell that will run the script"),
     line="print a script that completes commands and options",
     about="Print a script that completes commands, options and names of models and runs. For this shell, and in "
     "~/.bashrc for every one: "

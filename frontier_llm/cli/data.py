@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="files, joined in this order, directories or URLs of .mds/.npy/.bin",
+        help=".mds, .npy or .bin files (joined in this order), or directories or URLs with such files",
     ),
     option(
         "--output",
@@ -78,7 +78,7 @@ def _import(args: argparse.Namespace) -> int:
 
 @command(
     *run_options(),
-    line="build a run's sample indices ahead of it, without its ranks",
+    line="build the sample indices of a run before the run starts, in one process",
     examples=("frontier-llm data index pretrain_22b",),
 )
 def _index(args: argparse.Namespace) -> int:
@@ -121,10 +121,10 @@ def _index(args: argparse.Namespace) -> int:
         type=natural,
         default=0,
         metavar="N",
-        help="also count the tokens that sequences of N cut from their beginning",
+        help="also count the tokens that are separated from the beginning of their document if samples have N tokens",
     ),
     JSON,
-    line="counts, token histogram and decoded samples of a dataset; checks all of its index",
+    line="print counts, a token histogram and decoded samples of a dataset, and check its complete index",
     examples=("frontier-llm data inspect data/books --samples 5",),
 )
 def _inspect(args: argparse.Namespace) -> int:
@@ -147,10 +147,10 @@ def _inspect(args: argparse.Namespace) -> int:
         "--vocab-size",
         type=positive,
         metavar="N",
-        help="ids that a model has (default: that of the tokenizer in the dataset's record)",
+        help="number of ids in the model's vocabulary (default: that of the tokenizer in the dataset's record)",
     ),
     JSON,
-    line="read every token and index entry of datasets; name the first id that a vocabulary does not have",
+    line="read every token and index entry of datasets; report the first id that is outside the vocabulary",
     examples=("frontier-llm data check data/books data/news --vocab-size 32000",),
 )
 def _check(args: argparse.Namespace) -> int:
@@ -221,7 +221,7 @@ def _words(value: Any) -> str:
 
 
 @command(
-    option("directory", metavar="DIR", help="where to write them"),
+    option("directory", metavar="DIR", help="directory to write to"),
     option(
         "--vocab-size",
         type=positive,
@@ -229,7 +229,7 @@ def _words(value: Any) -> str:
         metavar="N",
         help="ids (default: 4096)",
     ),
-    option("--tokenizer", help="use this one, e.g. `bytes`, instead of training one"),
+    option("--tokenizer", help="use this tokenizer, e.g. `bytes`, instead of training one"),
     option(
         "--workers",
         type=positive,
@@ -237,7 +237,7 @@ def _words(value: Any) -> str:
         help="processes (default: one per core)",
     ),
     JSON,
-    line="tokenizer and datasets from this Python's own standard library; no download",
+    line="make a tokenizer and datasets from this Python's own standard library, without a download",
     examples=("frontier-llm data stdlib data/stdlib --vocab-size 4096",),
 )
 def _stdlib(args: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         help="characters to show of each sample's text (default: 60)",
     ),
     JSON,
-    line="source, sample, documents and text of what a step read",
+    line="print source, sample number, documents and text of the samples that a step has read",
     examples=("frontier-llm data show runs/quickstart --step 100",),
 )
 def show_step(args: argparse.Namespace) -> int:
@@ -100,7 +100,7 @@ def _plan_row(source: PlannedSource) -> tuple[object, ...]:
 @command(
     *run_options(),
     JSON,
-    line="sources, tokens, tokenizers and epochs of each phase, and what is read twice or left out",
+    line="print sources, tokens, tokenizers and epochs of each phase, and the data that is read twice or left out",
     examples=(
         "frontier-llm data plan quickstart",
         "frontier-llm data plan quickstart train.steps=2000",

@@ -22,7 +22,7 @@ BOUND = option(
     type=positive,
     default=128,
     metavar="N",
-    help="of a line or an unpacked MDS shard (default: 128)",
+    help="largest accepted line or unpacked MDS shard, in MiB (default: 128)",
 )
 OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
 TEXT_OPTIONS = (
@@ -38,7 +38,11 @@ TEXT_OPTIONS = (
         default="file",
         help="a document is a whole text file, or each line (default: file)",
     ),
-    option("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping"),
+    option(
+        "--skip-damaged",
+        action="store_true",
+        help="skip damaged inputs and list them, instead of stopping at the first",
+    ),
     BOUND,
 )
 
@@ -68,7 +72,7 @@ TEXT_OPTIONS = (
     option(
         "--overwrite",
         action="store_true",
-        help="replace another tokenizer of that name, which datasets may have been made with",
+        help="replace an existing tokenizer of that name, even if datasets were made with it",
     ),
     JSON,
     *TEXT_OPTIONS,
@@ -83,7 +87,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 
     if not args.output.endswith((".model", ".json")):
         raise DataError(
-            f"--output {args.output} has no ending that names a kind of tokenizer",
+            f"--output {args.output} does not end in .model or .json, so the kind of tokenizer is unknown",
             fix="end it in .model (sentencepiece) or .json (Hugging Face)",
         )
     train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
@@ -94,9 +98,11 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     trained = train(texts, beside, args.vocab_size, args.sample_mib << 20)
     if beside != output:
         if beside.read_bytes() != output.read_bytes():
-            fix = f"use {beside}, to which the new one was written, or add --overwrite"
+            fix = f"use the new tokenizer, which was written to {beside}, or replace the old one with --overwrite"
             raise DataError(
-                "is already another tokenizer, with which datasets may have been made", where=args.output, fix=fix
+                "already contains another tokenizer, and datasets may have been made with it",
+                where=args.output,
+                fix=fix,
             )
         beside.unlink()
     if trained.vocab_size < args.vocab_size:
@@ -155,7 +161,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     option(
         "--in-job",
         action="store_true",
-        help="in a job's batch shell: every node of the job makes a share of the parts (slurm/tokenize.sbatch)",
+        help="in a job's batch shell: every node of the job tokenizes a share of the parts (slurm/tokenize.sbatch)",
     ),
     option("--job-step", choices=("plan", "share"), help=argparse.SUPPRESS),  # the steps of --in-job
     JSON,
@@ -165,47 +171,29 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 )
 def tokenize_text(args: argparse.Namespace) -> int:
     """Under a launcher with several tasks, each task makes its share of the parts and joins nothing."""
-    from frontier_llm.data.tokenize import TokenizeOptions, make_share, missing_dataset, tokenize
+    from frontier_llm.data.tokenize import TokenizeOptions, make_dataset, make_share, missing_dataset, plan_dataset
     from frontier_llm.run.rank_env import discover
 
     if args.in_job:
         return _tokenize_in_job(args)
-    shard_bytes = args.shard_mib << 20
-    max_bytes = args.max_mib << 20
     options = TokenizeOptions(
         text_key=args.text_key,
         documents=args.documents,
         skip_damaged=args.skip_damaged,
-        shard_bytes=shard_bytes,
+        shard_bytes=args.shard_mib << 20,
         prompt_key=args.prompt_key,
-        max_bytes=max_bytes,
+        max_bytes=args.max_mib << 20,
     )
+    plan = plan_dataset(args.inputs, args.output, args.tokenizer, options)
     if args.job_step == "plan":
-        digest = missing_dataset(args.inputs, args.output, args.tokenizer, options, args.overwrite)
-        print(digest or "")
+        print(missing_dataset(plan, args.overwrite) or "")
         return 0
     place = discover()
     if place is not None and (place.world_size > 1 or args.job_step == "share"):
-        parts = make_share(
-            inputs=args.inputs,
-            prefix=args.output,
-            tokenizer=args.tokenizer,
-            options=options,
-            workers=args.workers,
-            overwrite=args.overwrite,
-            index=place.rank,
-            count=place.world_size,
-        )
+        parts = make_share(plan, args.workers, args.overwrite, index=place.rank, count=place.world_size)
         log.info(f"{args.output}: {place.hostname} has finished its share of {plural(parts, 'part')}")
         return 0
-    meta = tokenize(
-        inputs=args.inputs,
-        prefix=args.output,
-        tokenizer=args.tokenizer,
-        options=options,
-        workers=args.workers,
-        overwrite=args.overwrite,
-    )
+    meta = make_dataset(plan, args.workers, args.overwrite)
     show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 

@@ -11,8 +11,12 @@ from frontier_llm.cli.settings import refuse_settings
 
 @command(
     option("--site", help="name or path of a site file (default: FRONTIER_LLM_SITE, else generic)"),
-    option("--run", metavar="RUN", help="run file: its directory is checked, with room for two of its checkpoints"),
-    option("overrides", metavar="key=value", nargs="*", help="with --run: changes to it"),
+    option(
+        "--run",
+        metavar="RUN",
+        help="run file; its run directory must be writable and have free space for two checkpoints",
+    ),
+    option("overrides", metavar="key=value", nargs="*", help="with --run: changes to the run"),
     option(
         "--run-dir",
         default=".",
@@ -23,7 +27,10 @@ from frontier_llm.cli.settings import refuse_settings
     option(
         "--installation",
         action="store_true",
-        help="only what is installed in the interpreter of the ranks: a login node has no GPU",
+        help=(
+            "check only what is installed in the Python interpreter of the ranks, for example on a login node, which "
+            "has no GPU"
+        ),
     ),
     option(
         "--timeout",

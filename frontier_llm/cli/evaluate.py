@@ -188,7 +188,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     datasets = args.data or ([] if args.task else _validation(opened.run))
     if args.needles and not datasets:
         raise ConfigError(
-            "needles are hidden in held-out text, and none is given", where="--needles", fix="give --data PREFIX"
+            "needs held-out text in which the needles are hidden, but no dataset is given",
+            where="--needles",
+            fix="give --data PREFIX",
         )
     if not datasets and not args.task:
         raise ConfigError("there is nothing to evaluate", fix="give --data PREFIX or --task NAME=FILE")

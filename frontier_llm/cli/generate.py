@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="may be given several times; without it a new document begins",
+        help="text to continue; may be given several times. Without a prompt the model begins a new document",
     ),
     option("--prompt-file", metavar="FILE", help="a text file, one prompt per line"),
     option(
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
         "--stop",
         action="append",
         metavar="TEXT",
-        help="ends the text; may be given several times",
+        help="text that ends a continuation; may be given several times",
     ),
     option(
         "--batch-size",
@@ -139,7 +139,7 @@ def _generate(args: argparse.Namespace) -> int:
             layout = degrees(args)
             raise LayoutError(
                 f"{model.mesh.world.size} ranks are more than tensor {layout.tensor} x pipeline {layout.pipeline}",
-                fix="start the product of both as the number of ranks",
+                fix="start exactly tensor x pipeline ranks",
             )
         live = prints and not args.json and len(prompts) == 1
         if live:

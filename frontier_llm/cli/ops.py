@@ -105,8 +105,8 @@ def _check(args: argparse.Namespace) -> int:
         help="working precision (default: bf16)",
     ),
     JSON,
-    line="op x back-end x architecture: available, or why not",
-    about="Print op x back-end x architecture: available, or why not.",
+    line="print which back-ends of each op are available on each architecture, or why not",
+    about="Print for each op, back-end and architecture whether it is available, or the reason why not.",
     examples=("frontier-llm ops list --dtype bf16",),
 )
 def _list(args: argparse.Namespace) -> int:
@@ -176,8 +176,8 @@ def _list(args: argparse.Namespace) -> int:
         help="table to write (default: %(default)s)",
     ),
     JSON,
-    line="time every attention back-end that is here, and write the order for ops.attention_table",
-    about="Time every attention back-end that is here, and write the order for ops.attention_table.",
+    line="time every attention back-end that is available, and write their order for ops.attention_table",
+    about="Time every attention back-end that is available, and write their order for ops.attention_table.",
     examples=("frontier-llm ops tune --model llama-2-7b",),
 )
 def _tune(args: argparse.Namespace) -> int:
@@ -206,8 +206,10 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 ops = Command(
-    about="Which fused op runs with which back-end, and why not with another; what the prebuilt GPU kernels are made "
-    "of, and do.",
+    about=(
+        "Show which back-end each fused op uses and why it does not use another. Inspect, check and time the "
+        "prebuilt GPU kernels."
+    ),
     examples=("frontier-llm ops list --dtype bf16", "frontier-llm ops kernels gfx90a", "frontier-llm ops check --all"),
     actions={"list": _list, "kernels": _kernels, "check": _check, "tune": _tune},
 )

@@ -64,14 +64,14 @@ _DEFAULT_MACHINE = "frontier"
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="plan around a choice, e.g. tensor=8; may be repeated",
+        help="compare only layouts with this value, e.g. tensor=8; may be repeated",
     ),
     option(
         "--what-if",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="compare the choice with one that has this changed",
+        help="compare the chosen layout with layouts that have this value instead",
     ),
     option(
         "--explain",
@@ -148,7 +148,11 @@ def plan(args: argparse.Namespace) -> int:
         return _measured(args)
     if args.model and args.run:
         fix = f"frontier-llm plan {args.model}, or frontier-llm plan --run {args.run}"
-        raise ConfigError(f"a model and a run are named: {args.model} and --run {args.run}", fix, "plan MODEL")
+        raise ConfigError(
+            f"a model and a run are given, but only one is planned: {args.model} and --run {args.run}",
+            fix,
+            "plan MODEL",
+        )
     refuse_layout(args.overrides)
     from frontier_llm.planner.search import without_garbage_collection
 
@@ -165,8 +169,8 @@ def _validate(args: argparse.Namespace) -> int:
     checkout = root_dir()
     if not (checkout / "benchmarks" / "published").is_dir():
         raise ConfigError(
-            "the published rows and the code that reads them are not here: they are in benchmarks/published of a "
-            f"checkout, and frontier_llm is installed from a wheel ({Path(__file__).resolve().parents[1]})",
+            f"frontier_llm is installed from a wheel ({Path(__file__).resolve().parents[1]}), which does not contain "
+            "the published measurements: they are in benchmarks/published of a source checkout",
             "in a checkout, run: python -m frontier_llm plan --validate [FILE]",
             "plan --validate",
         )
@@ -203,7 +207,8 @@ def _plan(args: argparse.Namespace) -> int:
     base = longest.config if longest else None
     if run and longest and run.train.phases:
         print(
-            f"note: the layout is planned for {longest.describe()}, the longest; submit and train check all",
+            f"note: the layout is planned for {longest.describe()}, which has the longest sequences; submit and train "
+            "check all phases",
             file=sys.stderr,
         )
     settings = parse_overrides(args.overrides)

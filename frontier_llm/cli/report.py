@@ -28,7 +28,7 @@ from frontier_llm.cli.arguments import JSON, PLUGIN, command, option, show
         metavar="FILE",
         help="text that is shown as a generated sample",
     ),
-    option("--machine", help="show the step times that this machine file predicts beside the measured ones"),
+    option("--machine", help="show predicted step times (from this machine file) beside the measured ones"),
     PLUGIN,
     JSON,
     option(

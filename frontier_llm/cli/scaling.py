@@ -24,7 +24,7 @@ BATCH_PER_REPLICA = option(
     "--batch-per-replica",
     type=positive,
     metavar="N",
-    help="in sequences (default: ORNL's for that model)",
+    help="sequences per step and replica (default: the value of ORNL's published runs of that model)",
 )
 
 
@@ -80,14 +80,17 @@ def _series_command(mode: Mode, batch: Sequence[Option], line: str) -> Command:
         option(
             "--side-by-side",
             action="store_true",
-            help="with --in-job: points that fit beside each other at the same time, on disjoint nodes",
+            help=(
+                "with --in-job: run several points at the same time on disjoint nodes, if the allocation has enough "
+                "nodes"
+            ),
         ),
         option(
             "--spares",
             type=natural,
             default=0,
             metavar="N",
-            help="with --in-job: nodes of the allocation that stay free, to replace dead ones (default: 0)",
+            help="with --in-job: nodes of the allocation that stay free and replace nodes that fail (default: 0)",
         ),
         option(
             "--preflight",
@@ -316,8 +319,8 @@ def _simulate(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     option("directory", metavar="DIR", help="directory that holds the points, at any depth"),
     option("--output", metavar="DIR", help="where to write (default: the same directory)"),
     JSON,
-    line="harvest run directories into a table and figures",
-    about="Harvest run directories into a table and figures: CSV, JSON and a self-contained HTML page.",
+    line="collect the results of run directories in a table and figures",
+    about="Collect the results of run directories in a table and figures: CSV, JSON and a self-contained HTML page.",
     examples=("frontier-llm scaling report runs/scaling",),
 )
 def _report(args: argparse.Namespace) -> int:
@@ -330,7 +333,10 @@ def _report(args: argparse.Namespace) -> int:
 
 
 scaling = Command(
-    about="Make a series of runs that differ only in nodes, queue it, harvest it into a table and figures.",
+    about=(
+        "Make and queue a series of runs that differ only in the number of nodes, and collect the results in a table "
+        "and figures."
+    ),
     examples=(
         "frontier-llm scaling weak --model gpt-175b --nodes 16,32 --site frontier -A ABC1",
         "frontier-llm scaling strong --model gpt-1t --nodes 64,384 --site lumi --simulate",
@@ -338,7 +344,7 @@ scaling = Command(
     ),
     actions={
         "weak": _series_command("weak", (BATCH_PER_REPLICA,), "the global batch grows with data parallelism"),
-        "strong": _series_command("strong", (), "the global batch stays"),
+        "strong": _series_command("strong", (), "the global batch is constant"),
         "report": _report,
     },
 )

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         action="append",
         default=[],
         metavar="N",
-        help="also show jobs, days and node-hours of the same run on N nodes (may be repeated)",
+        help="also show the number of jobs, days and node-hours of the same run on N nodes (may be repeated)",
     ),
     option(
         "--continue-with",
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     option(
         "--dry-run",
         action="store_true",
-        help="show the script, the command and what the site lacks; write and queue nothing",
+        help="show the script, the command and the problems that would refuse the job; write and queue nothing",
     ),
     JSON,
     about="Queue a run. The job saves before its walltime and continues by itself until its last step, a file STOP "

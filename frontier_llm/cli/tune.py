@@ -40,14 +40,14 @@ DIRECTORY = "runs/tune"
         "--nodes",
         type=positive,
         metavar="N",
-        help="nodes of a trial (default: the allocation's, less the spares)",
+        help="number of nodes of a trial (default: all nodes of the allocation except the spares)",
     ),
     option(
         "--spares",
         type=natural,
         default=0,
         metavar="N",
-        help="nodes of the allocation that stay free, to replace dead ones (default: 0)",
+        help="nodes of the allocation that stay free and replace nodes that fail (default: 0)",
     ),
     option(
         "--ranks",
@@ -73,7 +73,7 @@ DIRECTORY = "runs/tune"
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="search around a choice, as for `plan`; may be repeated",
+        help="search only layouts with this value, as in `plan`; may be repeated",
     ),
     option(
         "--layouts",

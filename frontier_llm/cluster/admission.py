@@ -48,12 +48,12 @@ class Cost:
 
     @property
     def steps(self) -> int:
-        """Steps left until train.steps."""
+        """Number of steps left until train.steps."""
         return max(0, self.config.train.steps - self.done)
 
     @property
     def job_steps(self) -> int:
-        """Steps of the next job, which ends at its walltime."""
+        """Number of steps of the next job, which ends at its walltime."""
         if self.slice_hours is None:
             return self.steps
         trained_s = self.slice_hours * 3600 - START_S - self.warning_s
@@ -206,7 +206,9 @@ def admit(request: submit.JobRequest) -> submit.JobRequest:
 
 
 def cost_problems(request: submit.JobRequest) -> Iterator[Problem]:
-    """Yield what the site or Slurm would refuse, and, if the step time is predicted, costs that are refused."""
+    """Yield the problems for which the site, Slurm or the cost rules would refuse the job. Cost rules need a predicted
+    step time.
+    """
     yield from submit.job_problems(request)
     if request.step_s:
         cost = cost_of(request)

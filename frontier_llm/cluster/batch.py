@@ -130,7 +130,7 @@ ALL_SETTINGS = frozenset(setting.name for setting in _SETTINGS)
 
 
 def split_settings(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return (fields of the job by name, all other words). A later word for the same field wins.
+    """Return (fields of the job by name, all other words). If several words set a field, the last is used.
 
     Raises FrontierError for a word `job.…` that is not a setting or has an invalid value.
     """

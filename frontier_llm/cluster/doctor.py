@@ -306,7 +306,10 @@ def _gcd_findings(site: Site, fact: Facts) -> Iterator[NodeFinding]:
             what = f"{len(memory)} of {site.gpus_per_node} are visible"
             yield NodeFinding("GCDs", (), what, BROKEN if memory else NO_GCD)
     if weak:
-        what = f"{min(weak)} GiB at the least, {MIN_GCD_GIB:.0f} GiB needed ({len(weak)} GCDs have less)"
+        what = (
+            f"{min(weak)} GiB on the GCD with the least memory, but {MIN_GCD_GIB:.0f} GiB needed ({len(weak)} GCDs "
+            "have less)"
+        )
         yield NodeFinding("GCD memory", (), what, "exclude the node: a GCD has lost memory or is in use")
     if is_bound and fact.cores < wanted:
         remedy = f"request --cpus-per-task={site.cpus_per_task} and --exclusive"

@@ -69,4 +69,4 @@ def run_on_nodes(words: Sequence[str]) -> None:
         lost = slurm.unhealthy(nodes)
         if not lost:
             raise FrontierError(f"the tasks on the nodes ended with exit code {code}", REPEAT, "srun")
-        log.warn(f"{hostlist.compress(lost)} failed; the other nodes do the missing work")
+        log.warn(f"{hostlist.compress(lost)} failed; the other nodes do its remaining work")

@@ -47,8 +47,8 @@ class Notice:
 def webhook_address(job: Job) -> str:
     """Return the address of the webhook. '' if there is none.
 
-    Raises FrontierError if its file is missing or readable by others, or if it holds no address. The text of the error
-    does not contain the address.
+    Raises FrontierError if its file is missing or readable by others, or if it contains no address. The text of the
+    error does not contain the address.
     """
     where = WEBHOOK_VARIABLE
     address = environ(WEBHOOK_VARIABLE) or ""
@@ -56,7 +56,7 @@ def webhook_address(job: Job) -> str:
         where = job.webhook_file
         address = _private_text(Path(job.webhook_file)).strip()
     if address and not address.startswith(("https://", "http://")):
-        raise FrontierError("holds no address", "write https://…", where)
+        raise FrontierError("contains no address", "write https://…", where)
     return address
 
 

@@ -87,8 +87,8 @@ def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: 
     open_points: list[str] = []
     if archive := environ("FRONTIER_LLM_ENV_ARCHIVE"):
         open_points.append(
-            f"{archive} is unpacked only in the job: the check uses the active environment, and the archive should be "
-            f"a copy of it"
+            f"{archive} is unpacked only in the job, so the active environment was checked instead; the archive "
+            "should be a copy of it"
         )
         if not Path(archive).is_file():
             return Readiness(

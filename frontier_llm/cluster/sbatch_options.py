@@ -59,5 +59,5 @@ def option_problems(words: Sequence[str]) -> Iterator[Problem]:
 
 
 def as_options(words: Sequence[str]) -> dict[str, str]:
-    """Return name -> value. A later word for the same option wins."""
+    """Return name -> value. If several words set an option, the last is used."""
     return {key: value for key, _, value in (word.partition("=") for word in words)}

@@ -267,7 +267,7 @@ def _used_node_hours(directory: Path, fields: Mapping[str, str]) -> float:
 
 
 def _note_lines(parts: RunParts, name: str, is_sound: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Record the lines of a file that were left out."""
+    """Record that lines of a file are damaged and were ignored."""
     if what := parts.read(lambda directory: damaged_lines(directory / name, is_sound), ""):
         parts.note(Problem(name, what))
 

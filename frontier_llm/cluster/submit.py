@@ -71,7 +71,7 @@ class JobRequest:
 
     @property
     def tasks_per_node(self) -> int:
-        """Ranks per node."""
+        """Number of ranks per node."""
         return self.job_tasks_per_node or self.site.tasks_per_node
 
     @property
@@ -159,7 +159,7 @@ def problems(request: JobRequest) -> Iterator[Problem]:
 
 
 def job_problems(request: JobRequest) -> Iterator[Problem]:
-    """Yield what the site or Slurm would refuse: limits, options and invalid names."""
+    """Yield the problems for which the site or Slurm would refuse the job: limits, options and invalid names."""
     job = request.job
     site = request.site
     if not request.is_running:

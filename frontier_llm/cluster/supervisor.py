@@ -289,7 +289,7 @@ def refuse_second_holder(run: BatchRun) -> None:
 def _warn_of_records(run: BatchRun) -> None:
     """Warn of unreadable starts, and of a warning time that has been too short so far."""
     if what := damaged_lines(run.directory / "attempts.jsonl", run_dir.is_attempt):
-        log.warn(f"attempts.jsonl: {what}; the node-hours of these starts are not counted")
+        log.warn(f"attempts.jsonl: {what}; the node-hours of the starts in these lines are not counted")
     needed_s = measured_warning_s(run.directory)
     if needed_s is not None and needed_s > run.job.warning_s:
         log.warn(

@@ -132,7 +132,9 @@ class AuthenticatedStore(dist.Store):
                 time.sleep(0.01)
 
     def _ask(self, operation: str, *arguments: bytes, within_s: float = 0.0) -> Parts:
-        """Send a request and return the values of its answer. The server may answer up to `within_s` later."""
+        """Send a request and return the values of its answer. The server has `within_s` seconds longer than usual to
+        answer.
+        """
         with self._room:
             try:
                 connection = self._idle.pop() if self._idle else self._connect()

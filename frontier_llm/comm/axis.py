@@ -116,11 +116,12 @@ class Started:
         axis.ledger.count_in_flight(self._in_flight)
         with axis.ledger.blocked(self._call, last=False):
             self._work = begin() if axis.in_flight is None else axis.in_flight.take(begin, staged)
-        if axis.in_flight is not None:  # end it before the next one begins, even if wait() is called later
+        # end this communication before the next one begins, even if wait() is called later
+        if axis.in_flight is not None:
             self._end()
 
     def wait(self) -> None:
-        """Wait for the result and record the blocked time. Further calls return at once."""
+        """Wait for the result and record the blocked time. Later calls return at once."""
         if self._call.finished:
             return
         with self._axis.ledger.blocked(self._call):
@@ -140,11 +141,9 @@ class Started:
 def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Collectives], Pending]) -> Pending:
     """Start a collective with the algorithm (flat or hierarchical) that the axis chooses for it."""
     group = axis.collectives(operation, size_bytes)
-    return (
-        DONE
-        if group is None
-        else Started(axis, operation, size_bytes, lambda: start(group), staged=group is axis.hierarchical)
-    )
+    if group is None:
+        return DONE
+    return Started(axis, operation, size_bytes, lambda: start(group), staged=group is axis.hierarchical)
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -216,7 +215,7 @@ def start_all_to_all_rows(
     A caller without a row for a rank sends an unused row.
     """
     assert min(*received, *sent) > 0 and sum(sent) == x.shape[0], (
-        "an all-to-all without rows between two ranks hangs RCCL"
+        "the hierarchical all-to-all needs rows between every pair of ranks: RCCL hangs if two ranks exchange none"
     )
     if axis.group is None:
         return x, DONE

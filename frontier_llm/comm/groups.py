@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +189,9 @@ class _Groups:
         for channel in placement.streams:
             axis = channels[channel.value]
             limit_s = min(LIMIT_S, 0.9 * self._limit_s(axis.name))
+            open_channel = partial(_open_channel, axis, placement.streams[channel], self.device)
             with self.memory.first_use(axis.name):
-                first_use(  # noqa: B023, RUF100
-                    limit_s,
-                    axis.name,
-                    axis.ranks,
-                    self.device,
-                    lambda: _open_channel(axis, placement.streams[channel], self.device),  # noqa: B023
-                )
+                first_use(limit_s, axis.name, axis.ranks, self.device, open_channel)
 
     def _limit_s(self, name: str) -> float:
         # axes such as dp.rail, dp.cp and pp.forward use the time-out of the axis before the dot
@@ -236,7 +232,7 @@ class _Groups:
 
 
 def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
-    """Create a process group. Only its members call this function, so that no rank does work for other groups.
+    """Create a process group. Only the members of the group call this function.
 
     MPI is an exception: all ranks must create their groups at the same time, by splitting the world.
     """
@@ -324,7 +320,7 @@ def build_mesh(
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)
-    limit_answer_time()  # called last, so that it covers the connections of RCCL's groups too
+    limit_answer_time()  # called last, so that the limit also applies to connections that RCCL's groups have opened
     return mesh
 
 

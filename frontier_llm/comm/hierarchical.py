@@ -31,7 +31,8 @@ from frontier_llm.comm.axis import (
 from frontier_llm.comm.composed import start_exchange
 from frontier_llm.comm.group import DONE, Pending
 
-# Bytes that a rank sends per chunk and stage. A Slingshot NIC reaches full speed far below this size (estimated).
+# Bytes that a rank sends per chunk and stage. Much smaller messages already reach a Slingshot NIC's full speed
+# (estimated).
 CHUNK_BYTES = 8 << 20
 
 
@@ -123,10 +124,10 @@ class HierarchicalGroup:
     The ledger counts the collectives of both stages, under the names of the node axis and the rail axis.
     """
 
-    def __init__(self, node: Axis, rail: Axis, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, node: Axis, rail: Axis) -> None:
         self._node = node
         self._rail = rail
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = CHUNK_BYTES
         self._rank = rail.rank * node.size + node.rank
         self._size = node.size * rail.size
         self._side: torch.cuda.Stream | None = None

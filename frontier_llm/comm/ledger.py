@@ -21,7 +21,7 @@ from frontier_llm.files import write_replaced
 from frontier_llm.units import strict_json
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
-RECORDED_CALLS = 512  # number of last calls that are kept, about 100 bytes each
+RECORDED_CALLS = 512  # number of most recent calls that are kept, about 100 bytes each
 
 
 def mark() -> torch.cuda.Event:

@@ -21,7 +21,8 @@ from frontier_llm.comm.group import DONE, Pending, Sending, listed, named
 from frontier_llm.comm.host_memory import MEMORY_DIR, library
 from frontier_llm.errors import BackendError, RankFailure
 
-SLOT_BYTES = 512 * 1024  # Bytes per step of a collective. A rank's four slots fit into a core's share of the cache.
+# Bytes that one step of a collective moves. The four slots of a rank fit into a core's share of the cache.
+SLOT_BYTES = 512 * 1024
 # Address space for messages in flight between two ranks. Memory is committed only when it is used.
 ARENA_BYTES = 1 << 30
 PIECE_BYTES = ARENA_BYTES // 8
@@ -272,7 +273,8 @@ class ShmGroup:
                 missing = [rank for rank in everyone if library().fl_shm_is_missing(self._region, rank)]
                 peer = named(self._name, missing, self._ranks) or peer
             raise RankFailure(
-                f"{us}: no answer from {peer} within {waited_s:g} s; steps published by axis rank: {steps}",
+                f"{us}: no answer from {peer} within {waited_s:g} s; last step that each rank of the axis has "
+                f"published: {steps}",
                 fix=f"see what {peer} is doing (py-spy dump); raise train.timeout_s if it is only slow",
             )
         if status == _MISMATCH:

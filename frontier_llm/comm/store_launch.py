@@ -103,4 +103,5 @@ class StoreProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        in_daemon(self._process.wait, "store process")  # so that no zombie is left
+        # reaps the process when it ends, so that it does not stay a zombie
+        in_daemon(self._process.wait, "store process")

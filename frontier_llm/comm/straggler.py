@@ -32,8 +32,8 @@ MIN_PAST = 3
 MAX_PAST = 16
 MIN_PEERS = 4  # Smallest number of ranks in a stage for a comparison with each other.
 # A rank is slow if its busy time exceeds the usual busy time by more than all three limits. MIN_SHARE is a share of the
-# usual busy time; a smaller excess does not matter to operators. SPREADS is a multiple of the usual spread (median
-# absolute deviation).
+# usual busy time; a smaller excess is not worth a report. SPREADS is a multiple of the usual spread (median absolute
+# deviation).
 MIN_SHARE = 0.10
 MIN_EXCESS_S = 0.02  # A smaller excess can come from other programs of the operating system.
 FIRST_STEPS = 2  # Steps of the first interval. The time of its second step determines the length of later intervals.

@@ -17,8 +17,8 @@ from frontier_llm.errors import RankFailure
 from frontier_llm.failpoints import hit
 from frontier_llm.run.threads import in_daemon
 
-# Time limit for one group. If nine tenths of the group's time-out are less, they are the limit, because at the time-out
-# the back-end ends the process without naming the group.
+# Time limit for one group. The limit is at most nine tenths of the group's time-out, because at the time-out the
+# back-end ends the process without naming the group.
 LIMIT_S = 180.0
 _REMEDY = (
     "start again, because such hangs are intermittent. If the same group hangs again, exclude one of its nodes "
@@ -38,7 +38,7 @@ def first_use(
 
     `work` runs in a thread, because the host cannot interrupt the call that makes a communicator.
     """
-    gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread would use GPU 0
+    gpu = torch.cuda.current_device() if device.type == "cuda" else None  # without this, a new thread would use GPU 0
 
     def run() -> None:
         if gpu is not None:

@@ -45,8 +45,7 @@ _ELSEWHERE = {
     "curriculum_learning": "data.*",
     "zero_optimization.zenflow": "none (asynchronous updates change the losses)",
     "zero_optimization.elastic_checkpoint": "train.save_interval",
-    "zero_optimization.round_robin_gradients": "none (with it, DeepSpeed reports a wrong place of a parameter's "
-    "state, and checkpoints would be wrong)",
+    "zero_optimization.round_robin_gradients": "none (with it DeepSpeed reports wrong positions in the state)",
     "zero_optimization.mics_shard_size": "none (the optimizer state is split over all of dp)",
 }
 

@@ -57,7 +57,7 @@ def resolved(config: RunConfig, done: Stretches) -> RunConfig:
         return config
     content = config.model_dump(mode="json", exclude_unset=True)
     if config.train.phases and config.train.steps == sum(phase.steps for phase in config.train.phases):
-        content["train"].pop("steps", None)  # The sum of the phases replaces it.
+        content["train"].pop("steps", None)  # The sum of the phases' steps replaces train.steps.
     return RunConfig.model_validate(content, context=done)
 
 

@@ -32,7 +32,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-# Bounded, so that a mistyped number cannot make a search for divisors or neighbours endless.
+# The upper bound prevents that a mistyped number makes a search for divisors or nearby values endless.
 PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
 
@@ -69,8 +69,8 @@ def _written(value: Any) -> Any:
 StepCount = Annotated[PositiveInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
 WarmupSteps = Annotated[NonNegativeInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
 
-# Sizes have their own upper bounds, far above any model or machine. A mistyped digit is refused at once. Without the
-# bound, a million layers keep the check of the layout busy for minutes.
+# Sizes have their own upper bounds, far above any model or machine, so a mistyped number is refused at once. Without
+# the bound, the check of a layout with a million layers takes minutes.
 LayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
 DenseLayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=65_536)]
 HeadCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]

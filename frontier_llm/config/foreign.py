@@ -13,8 +13,9 @@ from frontier_llm.config.places import configs_dir
 from frontier_llm.errors import closest, suggest
 
 PAGE = "docs/coming_from.md"
-# Share of equal letters from which a name counts as mistyped. One wrong, missing, doubled or swapped letter reaches
-# it. Other words, such as --tensor and --tokens, stay below.
+# Smallest share of equal letters at which two names count as one name with a typing mistake. Names with one wrong,
+# missing, doubled or swapped letter have a larger share. Different words, such as --tensor and --tokens, have a smaller
+# share.
 SIMILAR = 0.8
 
 

@@ -15,7 +15,7 @@ def is_key(name: str) -> bool:
     section: Any = RunConfig
     for part in name.split("."):
         fields = getattr(section, "model_fields", None)
-        if fields is None:  # in a section that may be absent, such as model.rope_scaling.factor
+        if fields is None:  # the key is in a section that may be absent, such as model.rope_scaling.factor
             return True
         if part not in fields:
             return False
@@ -24,13 +24,15 @@ def is_key(name: str) -> bool:
 
 
 def check_allowable(names: Collection[str]) -> None:
-    """Raise a ConfigError that lists each name of `--allow-change` that is no key of a run."""
+    """Raise a ConfigError that lists each name of `--allow-change` that is not a key of a run."""
     mistyped = [name for name in names if not is_key(name)]
     if mistyped:
         raise ConfigError(
             [
                 Problem(
-                    "--allow-change", f"{name!r} is no key of a run", unknown_key_fix(RunConfig, tuple(name.split(".")))
+                    "--allow-change",
+                    f"{name!r} is not a key of a run",
+                    unknown_key_fix(RunConfig, tuple(name.split("."))),
                 )
                 for name in mistyped
             ]

@@ -32,10 +32,12 @@ from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
 
-# Bytes of a YAML file or value. A file of this size takes a second or two to parse. The largest shipped file has 10 KB.
+# Size limit of a YAML file or value in bytes. A file of this size takes a second or two to parse. The largest shipped
+# file has 10 KB.
 MAXIMUM_BYTES = 1 << 17
 _ENDINGS = (".yaml", ".yml")
-MAXIMUM_NODES = 100_000  # Values in a YAML file with aliases expanded. The shipped files have fewer than 1,000.
+# Largest number of values in a YAML file after its aliases are expanded. Shipped files have fewer than 1,000.
+MAXIMUM_NODES = 100_000
 
 # Former name → current name, by kind of file.
 RENAMED: dict[str, dict[str, str]] = {"machines": {"eos": "h100", "selene": "a100"}}
@@ -228,6 +230,9 @@ def _expand_model(content: dict[str, Any], directory: Path | None) -> dict[str, 
     return content
 
 
+ONE_OF_TWO = "remove one of the two arguments"
+
+
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """Convert ['train.steps=5', 'data.train=null'] to a nested mapping. Values are YAML.
 
@@ -256,30 +261,20 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 target[parent] = {"base": target[parent]}
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
-                problems.append(
-                    Problem(
-                        where=word,
-                        what=f"sets a key of {parent!r}, which another argument sets to a value without keys",
-                        fix="remove one of the two arguments",
-                    )
-                )
+                what = f"sets a key of {parent!r}, which another argument sets to a value without keys"
+                problems.append(Problem(where=word, what=what, fix=ONE_OF_TWO))
                 target = {}
         earlier = target.get(leaf)
         if isinstance(earlier, dict) and value is not None and any(other.startswith(f"{key}.") for other in typed):
-            # such as model.layers=2 followed by model=NAME
-            value = {"base": value} if isinstance(value, str) else value
+            if isinstance(value, str):  # such as model.layers=2 followed by model=NAME
+                value = {"base": value}
             if isinstance(value, dict):
-                target[leaf] = merge(earlier, value)
+                value = merge(earlier, value)
             else:
-                problems.append(
-                    Problem(
-                        where=word,
-                        what=f"sets {key!r} to a value without keys, and another argument sets a key of it",
-                        fix="remove one of the two arguments",
-                    )
-                )
-        else:
-            target[leaf] = value
+                what = f"sets {key!r} to a value without keys, and another argument sets a key of it"
+                problems.append(Problem(where=word, what=what, fix=ONE_OF_TWO))
+                value = earlier
+        target[leaf] = value
         typed.append(key)
     if problems:
         raise ConfigError(problems)
@@ -330,7 +325,7 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
             fix=f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""),
         )
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
-    # Not a format string: it may contain braces of the user's own text.
+    # Do not use this text as a format string: it can contain braces of the user's text.
     said = error["msg"].removeprefix("Value error, ").replace("Input should", "must")
     rule = _RULES[error["type"]].format(**limits) if error["type"] in _RULES else said
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""

@@ -43,8 +43,8 @@ class RopeScaling(Section):
 class MoeConfig(Section):
     """Mixture of experts in place of the MLP. A router sends each token to a few experts (docs/moe.md)."""
 
-    experts: Annotated[int, Field(ge=2, le=65536)]  # E, experts of each layer.
-    top_k: ExpertCount  # Experts that process each token.
+    experts: Annotated[int, Field(ge=2, le=65536)]  # E, number of experts of each layer.
+    top_k: ExpertCount  # Number of experts that process each token.
     expert_hidden: Width | None = None  # Width of an expert; None = ffn_hidden.
     dense_layers: DenseLayerCount = 0  # Number of first layers that keep an ordinary MLP of width ffn_hidden.
     # Width of the shared expert, which processes every token; 0 = no shared expert.
@@ -57,9 +57,9 @@ class MoeConfig(Section):
     # Add a bias for each expert to the scores that choose the experts; training moves it towards an even load.
     selection_bias: bool = False
     bias_rate: NonNegativeFloat = 1e-3  # Step size of the selection bias.
-    # Most tokens of a rank's microbatch that an expert processes, relative to an even share; None = no limit.
+    # Limit of the tokens of a rank's microbatch that one expert processes, relative to an even share; None = no limit.
     capacity: PositiveFloat | None = None
-    # Set of tokens over which the load is balanced: docs/moe.md.
+    # Set of tokens over which the load of the experts is balanced: docs/moe.md.
     balance: Literal["sequence", "microbatch", "global"] = "sequence"
     # Weight of each layer's balance loss; the log has the loss without this weight as router-balance.
     balance_weight: NonNegativeFloat = 0.01
@@ -71,10 +71,10 @@ class ModelConfig(Section):
     """Shape and architecture of the transformer."""
 
     name: str = "custom"  # Name in messages and records; default for a model file: the file's name.
-    layers: LayerCount  # Transformer blocks.
+    layers: LayerCount  # Number of transformer blocks.
     hidden: Width  # H, width of the residual stream.
-    heads: HeadCount  # A, query heads.
-    kv_heads: HeadCount | None = None  # Key/value heads (grouped-query attention); None = heads.
+    heads: HeadCount  # A, number of query heads.
+    kv_heads: HeadCount | None = None  # Number of key/value heads (grouped-query attention); None = heads.
     head_dim: Width | None = None  # D, width of a head; None = hidden / heads.
     ffn_hidden: Width  # F, width inside the MLP.
     vocab_size: VocabularySize  # Size of the tokenizer's vocabulary, without padding.
@@ -83,14 +83,14 @@ class ModelConfig(Section):
     sequence_length: SequenceLength  # S, the context in tokens.
     # Learned table of vectors, rotated queries and keys, or a linear slope added to the scores.
     position: Literal["learned", "rope", "alibi"] = "rope"
-    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"  # Normalisation of every block, and before the output head.
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"  # Normalisation in every block and before the output head.
     norm_eps: PositiveFloat = 1e-5  # Added to the variance (rmsnorm: the mean square).
     # Activation of the MLP; swiglu and geglu have a gate and therefore a third matrix.
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "swiglu"
-    bias: bool = False  # Biases in the linear layers.
+    bias: bool = False  # True: the linear layers have biases.
     qkv_bias: bool | None = None  # Bias in the query, key and value projection (Qwen 2 has only this one); None = bias.
-    norm_bias: bool = False  # Bias in LayerNorm.
-    norm_plus_one: bool = False  # RMSNorm's weight is added to 1 (Gemma).
+    norm_bias: bool = False  # True: LayerNorm has a bias.
+    norm_plus_one: bool = False  # True: RMSNorm multiplies by 1 + weight (Gemma).
     # Normalise the input of each sub-layer (pre), its output (post, OLMo 2), or both.
     norm_placement: Literal["pre", "post", "both"] = "pre"
     # RMSNorm of queries and keys, of each head (Qwen 3) or over all heads (OLMo).
@@ -98,17 +98,18 @@ class ModelConfig(Section):
     parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x)).
     tied_embeddings: bool = False  # The output head shares the weights of the token embedding.
     rope_theta: PositiveFloat = 10000.0  # Base of the wavelengths of the rotations.
-    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # Share of head_dim that rotates (NeoX: 0.25).
-    # Tokens that a query attends to, itself included; None = all tokens before it.
+    # Share of head_dim to which the rotation is applied (NeoX: 0.25).
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # Number of tokens that a query attends to, itself included; None = all tokens up to itself.
     sliding_window: PositiveInt | None = None
-    # With a sliding window: each n-th layer attends to all tokens (Gemma 2: 2); None = no layer does.
+    # With a sliding window: every n-th layer attends to all tokens (Gemma 2: n = 2); None = no layer attends to all.
     full_attention_every: LayerCount | None = None
     score_width: Width | None = None  # Scores are q·k divided by the square root of this width; None = head_dim.
     # c in c tanh(score / c), a soft bound of attention's scores; None = no bound.
     score_softcap: PositiveFloat | None = None
     logit_softcap: PositiveFloat | None = None  # The same soft bound for the logits.
     scaled_embedding: bool = False  # Multiply token embeddings by the square root of hidden (Gemma).
-    # Share of the outputs of embedding, attention and MLP that training sets to zero.
+    # Share of the outputs of embedding, attention and MLP that training sets to zero (dropout rate).
     dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0
     rope_scaling: RopeScaling | None = None  # Slower rotations for a longer context; None = rotations as trained.
     alibi_max_bias: PositiveFloat = 8.0  # b in 2^(-b n / A), the slope of head n of A.

@@ -24,7 +24,7 @@ class RunPhase:
     """Steps first … end − 1 of a run, counted from 0."""
 
     number: int  # Counted from 1.
-    config: RunConfig  # Configuration of these steps, without train.phases.
+    config: RunConfig  # Configuration of this phase's steps, without train.phases.
     first: int
     end: int
 
@@ -92,7 +92,7 @@ def saves_between(train: TrainConfig, done: int, until: int) -> int:
     saves = _multiples(train.save_interval, done, last_inner)
     if train.save_final and reaches_end:
         saves += 1
-    if train.keep_best:  # An evaluation with the best loss so far saves at once.
+    if train.keep_best:  # a checkpoint is saved at once after an evaluation with the best loss so far
         saves += _multiples(train.eval_interval, done, last_inner) + reaches_end
     return saves
 

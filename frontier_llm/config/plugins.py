@@ -147,7 +147,7 @@ def plugin_paths(content: Mapping[str, Any], directory: Path, where: str) -> dic
     """
     names = content.get("plugins")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return dict(content)  # the schema refuses other types
+        return dict(content)  # other types stay unchanged, and the schema refuses them
     return {**content, "plugins": [_placed(name, directory, where) if name.endswith(".py") else name for name in names]}
 
 

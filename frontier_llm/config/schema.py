@@ -36,21 +36,23 @@ from frontier_llm.config.model import ModelConfig, RopeScaling
 class ParallelConfig(Section):
     """Degrees of the mesh, pipeline schedule, and sharding of the optimizer state."""
 
-    tensor: Degree = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs).
+    tensor: Degree = 1  # tp, number of ranks that split each layer; on MI250X at most the devices of a node (8 GCDs).
     # Permit tensor-parallel groups that span nodes, for measurements; every layer then waits for the network.
     cross_node_tensor: bool = False
-    pipeline: Degree = 1  # pp, pipeline ranks that split the layers.
-    data: Degree | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp).
-    context: Degree = 1  # cp, ranks that split each sequence; the sequence length is a multiple of 2 cp.
+    pipeline: Degree = 1  # pp, number of pipeline ranks that split the layers.
+    # dp, number of replicas that read different samples; None = world_size / (tp * cp * pp).
+    data: Degree | None = None
+    context: Degree = 1  # cp, number of ranks that split each sequence; the sequence length must be a multiple of 2 cp.
     context_attention: Literal["auto", "gather", "ring", "heads"] = "auto"  # Attention algorithm across cp ranks.
-    # ep, ranks of a stage that share the experts; taken from the tensor and data ranks.
+    # ep, number of ranks over which the experts are distributed; these are tensor and data ranks of one stage.
     expert: Degree = 1
-    # etp, ranks that split each expert's width; independent of tensor, which splits attention.
+    # etp, number of ranks that split each expert's width; independent of tensor, which splits attention.
     expert_tensor: Degree = 1
-    # Copies of a token sent to another node: one for each of its experts there (flat), or one in all (hierarchical).
+    # Copies of a token sent to another node: one for each of the token's experts there (flat), or only one
+    # (hierarchical).
     expert_all_to_all: Literal["auto", "flat", "hierarchical"] = "auto"
-    # Virtual stages per pipeline rank. More than 1 needs a schedule that supports it: interleaved, or a V schedule
-    # (always 2).
+    # Number of virtual stages per pipeline rank. More than 1 needs a schedule that supports them: interleaved, or a V
+    # schedule (always 2).
     chunks: LayerCount = 1
     schedule: str = "1f1b"  # 1f1b, interleaved, zb-h1, zb-v, v-half, … (docs/schedules.md), or a registered schedule.
     # Megatron's sequence parallelism: tp ranks split the activations between blocks along the sequence.
@@ -64,19 +66,20 @@ class ParallelConfig(Section):
     # 1 = the optimizer state is split over dp; 0 = every replica holds all of it. 2 and 3 occur in records of older
     # runs and are refused.
     zero: Literal[0, 1, 2, 3] = 1
-    stage_layers: tuple[LayerCount, ...] | None = None  # Layers of each virtual stage in order; None = balanced.
+    # Number of layers of each virtual stage, in order; None = balanced.
+    stage_layers: tuple[LayerCount, ...] | None = None
 
     @property
     def model_ranks(self) -> int:
-        """Ranks of one model replica. The world size is a multiple of this number."""
+        """Number of ranks of one model replica. The world size is a multiple of this number."""
         return self.tensor * self.context * self.pipeline
 
 
 class BatchConfig(Section):
     """Batch sizes in samples (sequences of model.sequence_length tokens)."""
 
-    global_batch: GlobalBatch  # Samples of one optimizer step, over all ranks.
-    micro_batch: MicroBatch = 1  # Samples that a stage of one replica processes at once.
+    global_batch: GlobalBatch  # Number of samples in one optimizer step, over all ranks.
+    micro_batch: MicroBatch = 1  # Number of samples that a stage of one replica processes at once.
 
 
 class OptimizerConfig(Section):
@@ -88,7 +91,8 @@ class OptimizerConfig(Section):
     name: str = "adamw"
     # Implementation of gradient sums and state sharding: this program's, or DeepSpeed's ZeRO-1.
     engine: Literal["native", "deepspeed"] = "native"
-    # Path of a DeepSpeed JSON that is passed on; keys that this file decides are refused.
+    # Path of a DeepSpeed JSON file that is passed to DeepSpeed; it may not contain settings that the run file
+    # determines.
     deepspeed_config: str | None = None
     lr: PositiveFloat = 3e-4  # Highest learning rate, reached after warm-up.
     min_lr: NonNegativeFloat = 3e-5  # Learning rate at the end of the decay.
@@ -102,7 +106,7 @@ class OptimizerConfig(Section):
     # cosine, linear: step at which the decay ends (None = train.steps); wsd: length of the decay.
     decay_steps: WarmupSteps | None = None
     momentum: BelowOne = 0.95  # muon: Nesterov momentum of the matrices.
-    # muon: query, key and value weights are three matrices, or three for each key/value head.
+    # muon: query, key and value weights form three matrices (together), or three for each key/value head (groups).
     heads: Literal["together", "groups"] = "together"
 
     @model_validator(mode="before")
@@ -124,7 +128,7 @@ class PrecisionConfig(Section):
     gradient_wire: Literal["full", "bf16"] = "full"
     # fp16: initial scale of the step's mean loss; None = 1024 for each token of the batch.
     initial_loss_scale: PositiveFloat | None = None
-    loss_scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles.
+    loss_scale_window: PositiveInt = 1000  # fp16: number of steps without overflow after which the scale doubles.
     min_loss_scale: PositiveFloat = 1.0  # fp16: lower bound of the scale.
 
 
@@ -133,7 +137,7 @@ class DataSource(Section):
 
     path: PathText  # Path without .bin/.idx.
     weight: PositiveFloat = 1.0  # Share of the samples, relative to the other sources.
-    # Refuse a run whose phases together read this dataset more often.
+    # Largest number of epochs: a run whose phases together read this dataset more often is refused.
     max_epochs: PositiveFloat | None = None
 
 
@@ -165,7 +169,7 @@ class DataConfig(Section):
     )
     allow_synthetic: bool = False  # Permit a long and expensive run on synthetic data.
     tokenizer: PathText | None = None  # Sentencepiece .model, Hugging Face tokenizer.json, or hf://OWNER/NAME.
-    reset_at_documents: bool = False  # Attention and positions do not cross document boundaries.
+    reset_at_documents: bool = False  # True: attention does not cross document boundaries, and positions restart there.
     # Join documents and cut them at the sequence length (concatenate), or keep a document whole if it fits (best-fit).
     packing: Literal["concatenate", "best-fit"] = "concatenate"
     seed: NonNegativeInt = 1234  # Seed of the order of documents and samples.
@@ -210,13 +214,13 @@ class OpsConfig(Section):
     deterministic: Literal["auto"] | bool = "auto"
     # Let `auto` use far slower ops: on a GPU if the prebuilt kernels are missing, and on a CPU in fp16.
     allow_fallback: bool = False
-    no_jit: bool = False  # Report any attempt to compile during training as an error.
+    no_jit: bool = False  # Any attempt to compile during training is an error.
 
 
 class TimeoutConfig(Section):
     """Seconds after which a collective or message of an axis fails. None = train.timeout_s."""
 
-    tp: PositiveFloat | None = None  # Communication of tensor parallelism.
+    tp: PositiveFloat | None = None  # Timeout of communication of tensor parallelism.
     cp: PositiveFloat | None = None  # Keys and values between the ranks that split a sequence.
     pp: PositiveFloat | None = None  # Messages of the pipeline.
     dp: PositiveFloat | None = None  # Gradients and weights between replicas.
@@ -237,17 +241,18 @@ class CommConfig(Section):
     overlap_gradients: bool = True
     # Overlap pipeline messages with compute; False: wait for each message in schedule order.
     overlap_messages: bool = True
-    # Elements in a bucket of gradients or weights; Megatron-LM's default, 160 MB of fp32.
+    # Number of elements in a bucket of gradients or weights; the default is Megatron-LM's, 160 MB of fp32.
     bucket_elements: PositiveInt = 40_000_000
-    # Let ZeRO's all-gather of updated weights end at their first use in the next forward; False: within the step.
+    # True: ZeRO's all-gather of updated weights ends at their first use in the next forward; False: within the step.
     overlap_weights: bool = False
     # Overlap expert communication with another microbatch, in schedules that pair microbatches (dualpipe-v).
     overlap_experts: bool = True
-    tensor_chunks: PositiveInt = 1  # Pieces into which tp communication is split, to overlap with matrix products.
+    # Number of pieces into which a tp collective is split, to overlap with its matrix product.
+    tensor_chunks: PositiveInt = 1
     # Key-value store of the rendezvous; auto, direct and node mean torch's TCPStore.
     store: Literal["auto", "torch", "authenticated", "direct", "node"] = "auto"
     timeouts_s: TimeoutConfig = TimeoutConfig()  # Timeouts by axis.
-    # Communications that may be in flight at a time; auto: as the machine file states.
+    # Number of communications of a rank that may be in flight at a time; auto: the machine file's value.
     in_flight: Literal["auto", "one", "many"] = "auto"
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path.
 
@@ -285,8 +290,8 @@ class PhaseModel(Section):
 class PhaseBatch(Section):
     """Keys of the batch that a phase may change."""
 
-    global_batch: GlobalBatch | None = None  # Samples of one step of this phase; None = batch.global_batch.
-    micro_batch: MicroBatch | None = None  # Samples that a stage processes at once; None = batch.micro_batch.
+    global_batch: GlobalBatch | None = None  # Number of samples in one step of this phase; None = batch.global_batch.
+    micro_batch: MicroBatch | None = None  # Number of samples that a stage processes at once; None = batch.micro_batch.
 
 
 class PhaseData(Section):
@@ -301,7 +306,7 @@ class PhaseData(Section):
 class PhaseConfig(Section):
     """A phase of a run: its length, and its differences from the rest of the run file (`config/phases.py`)."""
 
-    steps: StepCount  # Optimizer steps, or text such as "20B tokens" or "2 epochs".
+    steps: StepCount  # Number of optimizer steps, or text such as "20B tokens" or "2 epochs".
     model: PhaseModel = PhaseModel()
     batch: PhaseBatch = PhaseBatch()
     data: PhaseData = PhaseData()
@@ -356,40 +361,40 @@ class TrainConfig(Section):
     """Length of the run, its intervals, and the place of its results."""
 
     run_dir: PathText = "runs/default"  # Folder for records, logs and checkpoints.
-    # Optimizer steps of the complete run, or "20B tokens", "2 epochs"; default with phases: their sum.
+    # Number of optimizer steps of the run, or "20B tokens", "2 epochs"; default with phases: the sum of their steps.
     steps: StepCount = 100
     # Phases with other data, batch or context; the last one extends to train.steps.
     phases: tuple[PhaseConfig, ...] = ()
     seed: NonNegativeInt = 1234  # Seed of the initial weights and of dropout's masks.
     # Activations that backward recomputes: none, selective (attention core), full (layers), or a list by layer.
     recompute: Recompute = "none"
-    # Weights of further loss terms: output-z, or a registered term (`model.losses.register`).
+    # Weights of additional loss terms: output-z, or a registered term (`model.losses.register`).
     loss_weights: Mapping[str, float] = {}
-    log_interval: PositiveInt = 1  # Steps between lines of the log.
-    eval_interval: NonNegativeInt = 0  # Steps between evaluations; 0 = only at the end.
-    eval_samples: NonNegativeInt = 64  # Samples of each set of data.validation in each evaluation.
+    log_interval: PositiveInt = 1  # Number of steps between two lines of the log.
+    eval_interval: NonNegativeInt = 0  # Number of steps between two evaluations; 0 = only at the end.
+    eval_samples: NonNegativeInt = 64  # Number of samples of each set of data.validation in each evaluation.
     # {piqa: piqa.jsonl, …}: multiple-choice questions for each evaluation.
     eval_tasks: Mapping[SetName, EvalTask] = {}
-    save_interval: NonNegativeInt = 0  # Steps between checkpoints; 0 = only at the end.
+    save_interval: NonNegativeInt = 0  # Number of steps between two checkpoints; 0 = only at the end.
     # Save after the last step; False with save_interval=0: a stopped run saves no checkpoint either.
     save_final: bool = True
-    # Steps that training continues after a save's copy, before it waits for the disk; None = save_interval / 10.
+    # Number of steps that training may run after a save's copy; then it waits for the disk. None = save_interval / 10.
     save_lag_steps: NonNegativeInt | None = None
     keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 2  # Number of newest checkpoints that stay on disk.
-    # Steps; never delete checkpoints at multiples of this number; 0 = delete all old ones.
+    # Never delete a checkpoint whose step is a multiple of this number; 0 = delete all old checkpoints.
     keep_every: NonNegativeInt = 0
     # validation or validation/NAME: save each checkpoint with the best loss at once, keep it, and name it in BEST.
     keep_best: str | None = None
     # Folder of an object store to which each kept checkpoint is uploaded, e.g. s3://BUCKET/RUN (docs/object_store.md).
     remote: RemoteUrl | None = None
-    remote_mib_per_s: NonNegativeFloat = 0.0  # Most MiB per second of the uploads; 0 = no limit.
-    remote_wait_s: NonNegativeFloat = 600.0  # Most seconds that a finished run waits for its last upload.
+    remote_mib_per_s: NonNegativeFloat = 0.0  # Largest rate of the uploads in MiB per second; 0 = no limit.
+    remote_wait_s: NonNegativeFloat = 600.0  # Longest time in seconds that a finished run waits for its last upload.
     tensorboard: bool = True  # Also write the metrics for TensorBoard.
-    # Further receivers of the metrics: wandb, mlflow, or a plugin's (`training.observers.register`).
+    # Additional receivers of the metrics: wandb, mlflow, or a plugin's observer (`training.observers.register`).
     observers: tuple[str, ...] = ()
-    profile: ProfileConfig | None = None  # Steps whose trace is written; None = no trace.
-    # auto: the GPU of the machine file, or the CPU if it states none. cpu: the CPU, without a check. cuda: a GPU of any
-    # vendor.
+    profile: ProfileConfig | None = None  # Steps of which a trace is written; None = no trace.
+    # auto: the GPU of the machine file, or the CPU if the machine file has no GPU. cpu: the CPU, without a check. cuda:
+    # a GPU of any vendor.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     peak_tflops: PositiveFloat | None = None  # Peak TFLOP/s of one device, for MFU; None = from the machine file.
     # Timeout of any collective in seconds; comm.timeouts_s overrides it for each axis.
@@ -405,26 +410,27 @@ class GuardConfig(Section):
     spike_sigmas: NonNegativeFloat = 0.0
     # Number of accepted steps over which the mean is taken.
     spike_window: Annotated[int, Field(ge=2, le=1_000_000)] = 128
-    spike_action: Literal["skip", "rewind"] = "skip"  # Skip the update, or return to a checkpoint and leave data out.
+    # Skip the update, or return to a checkpoint and leave the data of the spike out.
+    spike_action: Literal["skip", "rewind"] = "skip"
     rewind_steps: PositiveInt = 100  # Return to a checkpoint at least this number of steps before the spike.
-    rewind_skip_steps: PositiveInt = 200  # Number of steps whose data is left out, counted from the checkpoint.
+    rewind_skip_steps: PositiveInt = 200  # Number of steps after that checkpoint whose data is left out.
     max_skips_in_row: PositiveInt = 100  # Consecutive skipped steps after which the run stops.
-    # Steps between computing one step twice on all replicas, to detect wrong arithmetic; 0 = never.
+    # Number of steps between two checks in which all replicas compute one step twice, to find wrong results; 0 = never.
     recompute_interval: NonNegativeInt = 0
-    # Most steps between comparisons of the ranks' compute times; 0 = never.
+    # Largest number of steps between two comparisons of the ranks' compute times; 0 = never.
     straggler_interval: NonNegativeInt = 25
-    # Most seconds between comparisons of the ranks' compute times. A rank is reported after two slow intervals.
+    # Longest time in seconds between two such comparisons. A rank is reported after two slow intervals.
     straggler_seconds: PositiveFloat = 300.0
     # Measure every node before the first step, and exclude slow nodes; auto = on 16 nodes and more.
     start_rates: Literal["auto"] | bool = "auto"
-    # Steps between comparisons of all weight copies, also before each save; 0 = never.
+    # Number of steps between two comparisons of all copies of the weights, also compared before each save; 0 = never.
     replica_check_interval: NonNegativeInt = 100
 
 
 class RunConfig(Section):
     """Root of a run file: the configuration of a complete run."""
 
-    model: ModelConfig  # The transformer: a name, a path, or keys.
+    model: ModelConfig  # The transformer: the name or path of a model file, or its keys.
     parallel: ParallelConfig = ParallelConfig()
     batch: BatchConfig
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -434,7 +440,7 @@ class RunConfig(Section):
     comm: CommConfig = CommConfig()
     train: TrainConfig = TrainConfig()
     guard: GuardConfig = GuardConfig()
-    machine: str = "local"  # Name of a file in configs/machines, or a path.
+    machine: str = "local"  # Name of a file in configs/machines, or the path of a machine file.
     # Modules or .py files that register schedules, optimizers, losses: docs/extending.md.
     plugins: tuple[str, ...] = ()
 

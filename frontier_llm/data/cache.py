@@ -74,7 +74,7 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
         yield False
         return
     except OSError:
-        lock.unlink(missing_ok=True)  # a lock file without its holder's name would let all processes wait
+        lock.unlink(missing_ok=True)  # with a lock file that does not name its holder, all processes would wait
         raise
     heartbeat = Heartbeat(lock, HEARTBEAT_S)
     try:

@@ -33,7 +33,7 @@ DAMAGE_FIX = (
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Size limit of a parquet row group or page, as a multiple of `max_bytes`. A page is decoded as one unit.
 GROUP_OF_LARGEST = 8
-PASSED_BYTES = MAXIMUM_BYTES  # Bytes read past a too long line of a packed file to find its end.
+PASSED_BYTES = MAXIMUM_BYTES  # Limit of the bytes that are read to find the end of a too long line in a packed file.
 # A longer text file becomes one document of several sequences, so that memory stays bounded.
 CHUNK_BYTES = 4 << 20
 
@@ -77,7 +77,7 @@ class _Unpacked(io.RawIOBase):
         try:
             data = self._content.read1(len(buffer))
         except (OSError, EOFError, zlib.error) as error:
-            self.damage = f"is damaged or truncated, so the rest is skipped: {error}"
+            self.damage = f"is damaged or truncated, so the rest of the file is skipped: {error}"
             return 0
         buffer[: len(data)] = data
         return len(data)
@@ -259,9 +259,8 @@ def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[by
         ends = len(line) <= max_bytes or _end_line(content, line, PASSED_BYTES if unpacked else None)
         yield line
         if unpacked and not ends:
-            unpacked.damage = (
-                f"unpacks to one line of more than {format_bytes(max_bytes + PASSED_BYTES)}, so the rest is skipped"
-            )
+            most = format_bytes(max_bytes + PASSED_BYTES)
+            unpacked.damage = f"unpacks to one line of more than {most}, so the rest of the file is skipped"
             return
 
 
@@ -344,7 +343,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
             text_bytes = 0
             if page_bytes > most_bytes:
                 raise DataError(TOO_LARGE.format(format_bytes(most_bytes) + " in a page"))
-            # each value may need a page of its own, or be the same long dictionary entry
+            # each value can need its own page, or all values can be the same long dictionary entry
             rows = max(1, min(1024, most_bytes // max(page_bytes, 1)))
             for batch in file.iter_batches(row_groups=[group], columns=[text_key], batch_size=rows):
                 for value in batch.column(0).to_pylist():

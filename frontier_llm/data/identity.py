@@ -21,7 +21,7 @@ class Dataset(NamedTuple):
 
 
 def datasets_of(configs: Iterable[RunConfig]) -> dict[str, Dataset]:
-    """Return path → dataset for everything that any phase trains on, except synthetic data.
+    """Return path → dataset for all training data of all phases, except synthetic data.
 
     Raises DataError for a dataset that cannot be read.
     """

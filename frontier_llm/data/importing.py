@@ -27,7 +27,7 @@ from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count, strict_json
 
-BLOCK_TOKENS = 1 << 20  # tokens read at a time; a longer document becomes several sequences
+BLOCK_TOKENS = 1 << 20  # number of tokens that are read at a time; a longer document becomes several sequences
 MDS_SUFFIXES = (".mds", ".mds.zstd", ".mds.gz")
 SUFFIXES = (".npy", ".bin", *MDS_SUFFIXES)
 
@@ -52,7 +52,7 @@ def import_tokens(
     at `prefix` (unless `overwrite`), and while another process makes a dataset at `prefix`.
     """
     codec = load_tokenizer(tokenizer)
-    known = f"known endings: {', '.join(SUFFIXES)}; text goes through `frontier-llm data tokenize`"
+    known = f"known endings: {', '.join(SUFFIXES)}; for text, use `frontier-llm data tokenize`"
     files = find_inputs(inputs, lambda path: path.name.endswith(SUFFIXES), "token", known)
     plan = [codec.digest, dtype, column, [identity_of(path) for path in files]]
     digest = hashlib.sha256(strict_json(plan).encode()).hexdigest()
@@ -61,21 +61,21 @@ def import_tokens(
     with sole_maker(prefix, digest, "check space and permissions, then run the same command again"):
         with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
             unfinished = 0
-            for block in (
-                block for path in files for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes)
-            ):
-                unfinished = _write(writer, block, codec.eod, unfinished)
+            for path in files:
+                for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes):
+                    unfinished = _write(writer, block, codec.eod, unfinished)
             if unfinished:
                 writer.end_document()
             if not writer.token_count:
                 raise DataError("the inputs contain no tokens", where=str(prefix), fix="check the input paths")
-        # the text's size is not known, so text_bytes is 0 and no bits per byte are reported
-        counts = codec.vocab_size, codec.eod, writer.document_count, writer.token_count
         meta = DatasetMeta(
-            codec.name,
-            codec.digest,
-            *counts,
-            text_bytes=0,
+            tokenizer=codec.name,
+            tokenizer_digest=codec.digest,
+            vocab_size=codec.vocab_size,
+            eod=codec.eod,
+            documents=writer.document_count,
+            tokens=writer.token_count,
+            text_bytes=0,  # the text's size is not known, so no bits per byte are reported
             inputs_digest=digest,
             largest_id=writer.largest_id,
         )
@@ -130,7 +130,7 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
                 raise DataError(
                     "is a remote .npy file, which cannot be read block by block",
                     where=str(path),
-                    fix="download it first, and give its path",
+                    fix="download the file first, and give the path of the copy",
                 )
             try:
                 array = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
@@ -148,7 +148,7 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
         wanted = np.dtype(dtype).newbyteorder("<")
         size = path.stat().st_size
         if size % wanted.itemsize:
-            what = f"its {size} bytes are not a whole number of {dtype} tokens"
+            what = f"its size of {size} bytes is not a multiple of the size of a {dtype} token"
             raise DataError(
                 what, where=str(path), fix="give the correct --dtype, or copy the file again: it may be truncated"
             )

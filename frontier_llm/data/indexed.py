@@ -38,7 +38,8 @@ VERSION = 1
 DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name).newbyteorder("<") for code, name in DTYPE_NAMES.items()}
 DTYPE_CODES = {dtype.newbyteorder("="): code for code, dtype in DTYPES.items()}
 READ_ONLY = 1  # Mode of a sequence whose tokens are read but not learnt.
-# Most sequences for a full check at each open (20 MB of .idx). A larger file is checked when its sample index is built.
+# Largest number of sequences (20 MB of .idx) with which a file is checked completely each time it is opened. A larger
+# file is checked when its sample index is built.
 SCAN_LIMIT = 1 << 20
 SCAN_CHUNK = 1 << 20
 DIGEST_BLOCK_BYTES = 1 << 16
@@ -149,8 +150,8 @@ class IndexedDataset:
             raise _unreadable(path, error) from error
         if size_bytes < self._map.size:
             fix = (
-                "the file was truncated while it was in use; restore it and start again: the run continues from its "
-                "checkpoint"
+                "the file was truncated while it was in use; restore the file and start again: the run continues "
+                "from its checkpoint"
             )
             raise _damaged(path, size_bytes, f"{self._map.size} bytes, as at the start", f"{size_bytes}", fix)
         return self._map

@@ -28,7 +28,7 @@ SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 # Size limit of a line and of a decompressed MDS shard (Mosaic's default is 64 MiB), set by --max-mib.
 MAXIMUM_BYTES = 128 << 20
 MAXIMUM_FOOTER_BYTES = 32 << 20  # Limit for a parquet file, enough for about 100,000 column chunks.
-BUFFER_BYTES = 1 << 20  # Part of a parquet column read at a time. pyarrow's default is all of a row group.
+BUFFER_BYTES = 1 << 20  # Bytes of a parquet column that are read at a time. pyarrow's default is a complete row group.
 DATASET = "dataset://"  # Prefix of a dataset on the Hugging Face Hub (hub.py).
 TOO_LARGE = "has more than {}; if the input is correct, give a larger --max-mib"
 

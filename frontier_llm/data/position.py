@@ -88,7 +88,7 @@ class Stream(_Record):
     sequence_length: Size
     packing: Packing
     order: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # key of the samples' order
-    taken: Count  # number of samples taken, including left-out ones
+    taken: Count  # number of samples that the run has taken from this stream, including samples that were left out
     # (first sample, number of samples) of each range without training
     left_out: Annotated[tuple[Range, ...], Field(max_length=MAXIMUM_RANGES)] = ()
     retired: bool = False  # True if another stream of the dataset has replaced it
@@ -302,7 +302,7 @@ class Position(_Record):
         if any(left >= right for left, right in pairwise(numbers)) or any(
             number >= len(self.streams) for number in numbers
         ):
-            yield f"position.blend names streams {numbers} of {len(self.streams)}"
+            yield f"position.blend names streams {numbers}, but only {len(self.streams)} exist"
             return
         if len({(stream.sequence_length, stream.packing, stream.retired) for stream in self.current}) > 1:
             yield "position.blend mixes sequence lengths, packings or retired streams"
@@ -310,7 +310,10 @@ class Position(_Record):
             yield "position.blend names a retired stream"
         period = sum(self.weights)
         if self.weights and (period > MAXIMUM_PERIOD or math.gcd(*self.weights) != 1):
-            yield f"position.blend has weights {list(self.weights)[:8]}, which are not the smallest whole ones"
+            yield (
+                f"position.blend has weights {list(self.weights)[:8]}, which are not reduced to the smallest whole "
+                "numbers"
+            )
         taken = sum(stream.taken for stream in self.current)
         if self.dealt > taken:
             yield f"position.dealt is {self.dealt}, but its streams have taken {taken}"

@@ -154,7 +154,7 @@ def _stat(name: str, info: dict[str, Any]) -> Stat:
         raise UnreachableError(
             "the server does not report the size of the file",
             where=name,
-            fix="download it first, and give its path",
+            fix="download the file first, and give the path of the copy",
         )
     marks = (info[key] for key in VERSIONS if info.get(key) is not None)
     return Stat(int(info["size"]), str(next(marks, "")))

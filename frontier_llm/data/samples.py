@@ -32,7 +32,7 @@ from frontier_llm.data.position import derive_key, order_key
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count
 
-BLOCK = 64  # Documents per index entry: 0.125 byte per document. A lookup reads up to 64 documents (about 3 us).
+BLOCK = 64  # Documents per index entry (0.125 byte per document). A lookup reads up to 64 documents (about 3 us).
 CACHE_FROM_DOCUMENTS = 1 << 20  # A smaller index is built in memory in a tenth of a second.
 EPOCHS_IN_MEMORY = 3
 MAXIMUM_THREADS = 8
@@ -226,7 +226,8 @@ class DocumentSamples:
         """Build and cache the epochs' indices for the first `samples` samples."""
         if self.dataset.document_count >= CACHE_FROM_DOCUMENTS:
             after = self.first_of_epoch(self.epoch_of(max(samples - 1, 0)) + 1)
-            # the last sample of an epoch extends into the next epoch, and the shuffle can place it anywhere
+            # the last sample of an epoch extends into the next epoch, and the shuffle can move this sample to any
+            # position
             for epoch in range(after * self.sequence_length // self.dataset.token_count + 1):
                 self.index.prefix(epoch)
 

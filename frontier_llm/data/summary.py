@@ -48,7 +48,8 @@ def dataset_warnings(run: RunConfig, position: Position = START) -> Iterator[str
         epochs = end.tokens_of(stream.dataset) / stream.dataset_tokens
         if epochs > MANY_EPOCHS:
             what = (
-                f"the run reads {stream.path} {epochs:.1f} times; a model learns little from more than {MANY_EPOCHS} "
+                f"the run reads {stream.path} {epochs:.1f} times; according to published measurements, a model learns "
+                f"little from more than {MANY_EPOCHS} "
                 f"epochs"
             )
             yield f"{what} (arXiv:2305.16264): add data, reduce the weight of this dataset, or reduce train.steps"

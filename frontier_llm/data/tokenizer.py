@@ -238,7 +238,7 @@ def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
         raise DataError("no such tokenizer", where=str(path.absolute()), fix=fix)
     for file in filter(None, (path, _merges_beside(path), path.with_name("tokenizer_config.json"))):
         if file.is_file() and file.stat().st_size == 0:  # a file in /proc also has size 0, and may be endless
-            raise DataError("is empty", where=str(file), fix="give the tokenizer's own file")
+            raise DataError("is empty", where=str(file), fix="give the file of the tokenizer itself")
         if file.is_file() and file.stat().st_size > lifted_bound(MAXIMUM_BYTES):
             limit = format_bytes(lifted_bound(MAXIMUM_BYTES))
             what = f"has {format_bytes(file.stat().st_size)}, more than the limit of {limit} for a tokenizer"

@@ -78,7 +78,7 @@ class State:
         return STARTS_PER_TRAINING * self.start_s
 
     def step_error(self) -> float:
-        """Return measured over announced time of the steps of the training before this part. 1 without one."""
+        """Return the measured time over the announced time of all steps trained so far. 1 before the first training."""
         ended = [part for part in self.parts if part.name.startswith("training") and part.end_s is not None]
         steps_s = sum(part.announced_s - self.training_start_s for part in ended)
         if steps_s <= 0:
@@ -118,7 +118,10 @@ def count_words(size_bytes: int) -> Counter[str]:
 
 
 def expected_s(name: str, state: State) -> float:
-    """Return the time that a part will take, without the results that exist already. Raises KeyError for its name."""
+    """Return the time that a part will take, without the results that exist already.
+
+    Raises KeyError for an unknown part.
+    """
     parts = {
         "data": lambda: 1.0 if DATA.exists() else TEXTS_PER_DATA * state.text_s,
         "calibrate": lambda: 0.0 if MACHINE.exists() else state.training_start_s + BUDGET_S,

@@ -43,8 +43,8 @@ class KeyValueCache:
         self._biases: dict[int, Tensor] = {}  # biases of this pass by window size
         low, high = (int(place) for place in positions_SB.aminmax())
         self._length = max(self._length, high + 1)
-        # If all rows have equal positions, the tokens fill one block of the store. If each row has one token, and this
-        # token has the last position, it attends to all filled slots. Then no mask is needed.
+        # If all rows have equal positions, the tokens fill one block of the store. No mask is needed if each row has
+        # one token at the last position, because this token attends to all filled slots.
         self._block = slice(low, high + 1) if high - low + 1 == len(positions_SB) else None
         self._sees_all = self._block is not None and low == high == self._length - 1
 

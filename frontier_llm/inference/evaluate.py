@@ -15,7 +15,7 @@ from frontier_llm.inference.tasks import Task, TaskOption, requests
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Accuracies of one task. None for a normalisation that has no meaning."""
+    """Accuracies of one task. `acc_norm` is None for a task whose options are contexts."""
 
     task: str
     format: str

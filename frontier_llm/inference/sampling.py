@@ -11,7 +11,8 @@ from torch import Tensor
 
 from frontier_llm.errors import ConfigError, Problem
 
-CANDIDATES = 1024  # number of tokens that are sorted first; 16 times more in each further step while a filter keeps all
+# number of tokens that are sorted first; while a filter keeps all sorted tokens, 16 times as many are sorted
+CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Sampler:
             order_BK = _likeliest(scaled_BV, min(width, V))
             ordered_BK = scaled_BV.gather(1, order_BK)
             probabilities_BK = keep_likely(ordered_BK, sampling.top_k, sampling.top_p, sampling.min_p, log_total_B1)
-            # Otherwise the filters may keep further tokens beyond these K, or a token beyond K may have the logit of
+            # Otherwise the filters may also keep tokens beyond these K, or a token beyond K may have the same logit as
             # the last kept token.
             if width >= V or bool((ordered_BK.gather(1, _last(probabilities_BK)) > ordered_BK[:, -1:]).all()):
                 return order_BK, probabilities_BK

@@ -45,7 +45,8 @@ def score(
     check_requests(model.config, requests)
     window = model.config.sequence_length + 1
     texts = [([*context, *continuation][-window:], len(continuation)) for context, continuation in requests]
-    # longest first: rows of a batch have similar lengths, and a lack of memory shows in the first batch
+    # sort longest first: the rows of a batch then have similar lengths, and if memory is too small, the first batch
+    # fails
     order = sorted(range(len(texts)), key=lambda index: (-len(texts[index][0]), index))
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     sums_NP = torch.zeros(len(texts), 1 + parts, dtype=torch.float64)  # greedy flag, log-probability of each part

@@ -30,7 +30,8 @@ class Variable:
     value: str
     reason: str
     source: str
-    also: tuple[str, ...] = ()  # other names of the same setting: if the user has exported one, ours stays unset
+    # other names of the same setting: if the user has exported one of them, this variable is not set
+    also: tuple[str, ...] = ()
 
     def on_rank(self, folder: str, local_rank: int) -> Variable:
         """Return the variable with its value for one rank. `folder`: the job's private folder on the rank's node."""
@@ -101,7 +102,7 @@ _PYTORCH = (
     Variable(
         "OMP_NUM_THREADS",
         "7",
-        "the usable cores of a GCD's L3 region; the default would start 56 threads per rank",
+        "one thread for each usable core of a GCD's L3 region; the default would start 56 threads per rank",
         OLCF,
     ),
     Variable(
@@ -137,7 +138,7 @@ _ROCM = (
     Variable(
         "TORCH_NCCL_HIGH_PRIORITY",
         "1",
-        "older ROCm gives streams of another priority queues of their own; newer ROCm ignores priorities",
+        "older ROCm gives streams of different priority different queues; newer ROCm ignores priorities",
         "ROCm/rocm-systems#8485",
     ),
     Variable(
@@ -152,7 +153,7 @@ _ROCM = (
         "MIOpen's SQLite files break on a parallel file system ('disk I/O error')",
         OLCF,
     ),
-    Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "the reason of MIOPEN_USER_DB_PATH", OLCF),
+    Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "same reason as MIOPEN_USER_DB_PATH", OLCF),
     Variable(
         # torch 2.10 and 2.13 both read this name. torch 2.13 prefers it to PYTORCH_ALLOC_CONF.
         "PYTORCH_HIP_ALLOC_CONF",
@@ -173,16 +174,16 @@ _SLINGSHOT = (
     Variable(
         "NCCL_SOCKET_IFNAME",
         "hsn0,hsn1,hsn2,hsn3",
-        "bootstrap over the high-speed network, not the management one",
+        "RCCL's bootstrap uses the high-speed network, not the management network",
         HPE,
     ),
-    Variable("NCCL_CROSS_NIC", "1", "rings may change NIC from node to node: faster on large systems", HPE),
+    Variable("NCCL_CROSS_NIC", "1", "rings may use another NIC on each node, which is faster on large systems", HPE),
     Variable("FI_CXI_DISABLE_HOST_REGISTER", "1", "avoids ROCm calls that deadlock RCCL", HPE),
     Variable("FI_CXI_DEFAULT_CQ_SIZE", "131072", "completion queues of large jobs overflow with the default", HPE),
     Variable("FI_CXI_DEFAULT_TX_SIZE", "2048", "room for many unexpected rendezvous messages", HPE),
-    Variable("FI_CXI_RDZV_EAGER_SIZE", "0", "all messages by rendezvous", HPE),
-    Variable("FI_CXI_RDZV_THRESHOLD", "0", "all messages by rendezvous", HPE),
-    Variable("FI_CXI_RDZV_GET_MIN", "0", "all messages by rendezvous", HPE),
+    Variable("FI_CXI_RDZV_EAGER_SIZE", "0", "all messages use the rendezvous protocol", HPE),
+    Variable("FI_CXI_RDZV_THRESHOLD", "0", "all messages use the rendezvous protocol", HPE),
+    Variable("FI_CXI_RDZV_GET_MIN", "0", "all messages use the rendezvous protocol", HPE),
     Variable("FI_CXI_RX_MATCH_MODE", "hybrid", "software matching when the NIC's match list overflows", HPE),
 )
 
@@ -267,8 +268,8 @@ MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 def queues_variable(queues: int) -> Variable:
     """Return the variable for a run with many communications in flight, whose ranks have `queues` streams each."""
     reason = (
-        "a hardware queue for each stream of a rank: streams that share a queue wait for each other, and a receive "
-        "that is posted ahead then blocks what its sender waits for"
+        "one hardware queue for each stream of a rank. Streams that share a queue wait for each other: a receive "
+        "that is posted early would block the work for which its sender waits"
     )
     return Variable(QUEUES, str(queues), reason, "ROCm/rocm-systems#8916, ROCm/rccl#2191")
 

@@ -43,7 +43,7 @@ def _choice(config: RunConfig) -> tuple[str, str]:
     run_dir = Path(config.train.run_dir)
     recorded = recorded_dtype(run_dir)
     if recorded is not None:
-        return recorded, f"the newest checkpoint in {run_dir} was trained in it"
+        return recorded, f"the newest checkpoint in {run_dir} was trained in this precision"
     if _uses_gpu(config):
         return "bf16", "the device is a GPU"
     if has_bf16_instructions():
@@ -74,7 +74,7 @@ def problem_on_cpu(config: RunConfig) -> Problem | None:
         "fp16 on a CPU: a matrix product takes 6 to 140 times as long as in fp32, because only torch's own loops "
         "compute it",
         "set precision.dtype=fp32, or auto, which is bf16 if this CPU has bf16 instructions; or use a GPU; "
-        "ops.allow_fallback=true accepts the time, for example to test a few steps",
+        "ops.allow_fallback=true allows slow fp16, for example to test a few steps",
     )
 
 

@@ -25,7 +25,7 @@ class InstructionSet:
     """One CPU instruction set, with its name in each library."""
 
     name: str  # name in the C++ ops, and value of VARIABLE
-    flags: frozenset[str]  # the CPU must have these flags of /proc/cpuinfo
+    flags: frozenset[str]  # flags in /proc/cpuinfo that the CPU must have
     aten: str  # ATEN_CPU_CAPABILITY
     torch: str  # torch.backends.cpu.get_cpu_capability()
     onednn: str  # ONEDNN_MAX_CPU_ISA

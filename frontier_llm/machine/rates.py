@@ -33,20 +33,21 @@ class Rates(Software):
     # device
     peak_flops: float  # FLOP/s of dense 16-bit matrix products
     memory_bytes: float
-    safe_bytes: float  # predicted memory up to which plans have run (`safe_gib` of the machine file)
+    safe_bytes: float  # largest predicted memory of plans that have run (`safe_gib` of the machine file)
     hbm_bytes_s: float  # peak
-    compute_units: int  # SMs or CUs: the wave size of tiled kernels
+    compute_units: int  # number of SMs or CUs, which is the number of tiles that a kernel computes at the same time
     speed_variation: float  # standard deviation of the speed of devices of one type, relative to their mean speed
     # node and network
     node_devices: int
     nodes: int
     node_network_bytes_s: float  # all NICs of a node, one direction, peak
-    fabric_size: tuple[int, ...]  # numbers of devices of a group inside the node
+    fabric_size: tuple[int, ...]  # group sizes (numbers of devices) inside the node
     fabric_bytes_s: tuple[float, ...]  # bus bandwidth for each `fabric_size`, reached by large messages
     fabric_latency_s: float  # fixed time of one collective inside the node
     fabric_hop_s: float  # time per ring step inside the node
     network_efficiency: float  # share of node_network_bytes_s that large messages reach
-    network_crowding: float  # further factor if several communicators of a node share its NICs at the same time
+    # bandwidth is also multiplied by this factor if several communicators of a node share its NICs
+    network_crowding: float
     network_latency_s: float  # fixed time of one collective or message across nodes
     network_hop_s: float  # time per ring step across nodes (ring-only reduce-scatter and all-gather)
     all_reduce_table: Table | None  # over nodes, every device of a node in one communicator; None: ring formula
@@ -82,7 +83,7 @@ class Rates(Software):
     contention: tuple[tuple[int, float], ...] = ()
     host_executes: bool = False  # the device is a CPU: the host cannot dispatch operations while earlier ones run
     meeting_s: float = 0.0  # seconds that ranks wait for the slowest rank at each collective in a layer
-    spread: float = 0.0  # further waiting time, as a share of the compute between two such collectives
+    spread: float = 0.0  # additional waiting time, as a share of the compute between two such collectives
     one_in_flight: bool = False  # each communication of a rank ends before the next begins (comm.in_flight)
     # time of the collectives of sharded weights, which torch executes, relative to the times in the tables
     sharded_slowdown: float = 1.0

@@ -46,14 +46,14 @@ class Device(Section):
     name: str
     # "none": no particular GPU is expected. Ranks use the GPU that torch finds, otherwise the CPU. No check is made.
     vendor: Vendor = "none"
-    # architecture of the prebuilt kernels that the device runs: gfx90a, sm_80 …; None: any architecture of the vendor
+    # architecture whose prebuilt kernels the device runs: gfx90a, sm_80 …; None: any architecture of the vendor
     architecture: str | None = None
     peak_tflops: Number  # dense bf16/fp16
     memory_gib: Number
     memory_gbps: Number  # GB/s, peak
-    # predicted memory up to which plans have run; None: plans may use all of memory_gib
+    # largest predicted memory of plans that have run; None: plans may use all of memory_gib
     safe_gib: Number | None = None
-    compute_units: Number  # SMs or CUs
+    compute_units: Number  # number of SMs or CUs
     # standard deviation of the speed of devices of this type, as a share of the speed
     speed_variation: Number = Number(
         value=0, tag="estimated", source="not measured: it needs runs on more than one node"
@@ -104,7 +104,7 @@ class Waiting(Sourced):
     """Time that ranks wait for the last rank before a collective inside a layer begins."""
 
     meeting_us: NonNegativeFloat  # waiting time per collective
-    spread: NonNegativeFloat  # further waiting time, as a share of the compute since the last collective
+    spread: NonNegativeFloat  # additional waiting time, as a share of the compute since the last collective
     # time of the collectives of sharded weights relative to the table's times; another library executes them
     sharded: NonNegativeFloat = 1.0
 
@@ -112,7 +112,7 @@ class Waiting(Sourced):
 class Node(Section):
     """Devices and NICs of a node, and the fabric between its devices."""
 
-    count: Number  # nodes of the machine
+    count: Number  # number of nodes of the machine
     devices: Number
     nics: Number
     nic_gbps: Number  # GB/s per NIC and direction
@@ -178,8 +178,8 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
 
     description: str
     source: str  # source of the options in `SoftwareOptions`
-    # Name of a stack in this file that has run. A plan must also be good with the shares of that stack that are lower
-    # than the estimated shares of this stack.
+    # Name of another stack in this file, which has run. If a share of that stack is lower than the estimated share of
+    # this stack, a plan must also be good with the lower share.
     slow_as: str = ""
     gemm_efficiency: Number
     gemm_k_half: Number
@@ -205,11 +205,11 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
     chunk_overlap: Number = Number(
         value=0,
         tag="estimated",
-        source="pieces of tp's products were never measured here (bench comm)",
+        source="split products of tp were never measured on this machine (bench comm)",
     )
     fabric_share: Number  # share of node.fabric_gbps that this stack's collectives reach
     # share of the priced rate between nodes that this stack's collectives and messages reach
-    network_share: Number = Number(value=1, tag="estimated", source="no reason to lose bandwidth")
+    network_share: Number = Number(value=1, tag="estimated", source="no loss of bandwidth is known")
     reserve_gib: Number
     fragmentation: Number
 
@@ -265,7 +265,8 @@ class Machine(Section):
     network: Network
     allreduce: AllReduceTable | None = None
     algorithms: str | None = None  # table in configs/algorithms for runs on this machine (comm.algorithms)
-    in_flight: InFlight = InFlight(mode="many", tag="estimated", source="no reason is known against it")  # as stated
+    # mode and source of comm.in_flight=auto
+    in_flight: InFlight = InFlight(mode="many", tag="estimated", source="no hang is known")
     default_stack: str
     stacks: dict[str, Stack]
     operations: Operations | None = None
@@ -310,5 +311,5 @@ class Machine(Section):
 
     @property
     def devices_per_node(self) -> int:
-        """GPUs of a node. An MI250X node has 8 (its GCDs)."""
+        """Number of GPUs of a node. An MI250X node has 8 (its GCDs)."""
         return int(self.node.devices.value)

@@ -44,7 +44,8 @@ def rope_table(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     amplitude = 1.0
     if scaling is not None:
         frequencies_R = _SLOWED[scaling.kind](frequencies_R, exponents_R, model, scaling)
-        # With more keys, YaRN makes the softmax sharper. It scales cos and sin, and so queries and keys.
+        # YaRN makes the softmax sharper for longer contexts. For this it scales cos and sin, and thereby queries and
+        # keys.
         if scaling.kind == "yarn":
             amplitude = 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
     angles_SR = torch.arange(model.sequence_length, dtype=torch.float64, device=device)[:, None] * frequencies_R

@@ -135,7 +135,8 @@ class Stage(nn.Module):
         routers = dict[int, Routed]()
         added = None
         for layer, block in zip(self._layers, self.blocks, strict=True):
-            if layer in self._recomputed:  # recompute saves its inputs, so pass the sum: one tensor and not two
+            # recompute keeps its inputs, so pass the sum, which is one tensor instead of two
+            if layer in self._recomputed:
                 x, added, routed = recompute(lambda x, block=block: block(x, None, positions), _sum(x, added))
             else:
                 x, added, routed = block(x, added, positions)

@@ -21,7 +21,7 @@ from frontier_llm.ops.routing import Routing
 Pair = tuple[Tensor, Tensor]  # an op's result, and the reference's result in float64
 
 FIRST_TARGET = 100  # first vocabulary id of the shard in the cross-entropy cases
-ROWS_BEHIND = 200  # number of rows after the last group of rows, which no op may read
+ROWS_BEHIND = 200  # number of additional rows after the last group; no op may read them
 DROP_KEY = 0xFEDCBA9876543210
 
 

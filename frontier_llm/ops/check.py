@@ -75,7 +75,7 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
             yield Check(case, limit, slice(0, -1))
             # The gradient of the row weights is a sum in fp32, so it has the limit for fp32.
             yield Check(case, FP32_LIMIT, slice(-1, None))
-        yield Check(catalogue.accumulate_rows(67, 2064 - odd), FP32_LIMIT)  # a sum in fp32 too
+        yield Check(catalogue.accumulate_rows(67, 2064 - odd), FP32_LIMIT)  # the result is a sum in fp32
     if dtype is torch.float32:
         for case in _routers():
             yield Check(case, FP32_LIMIT)
@@ -109,7 +109,7 @@ def _pointwise(dtype: torch.dtype, odd: int) -> Iterator[Case]:
     yield catalogue.accumulate(dtype, 66000 - odd)
     yield catalogue.sum_of_squares(dtype, 66000 - odd)
     for residual in (True, False):
-        # The eight features of a lane are an eighth of a row apart, so test with long rows.
+        # The eight features of a lane have a distance of one eighth of a row, so the test needs long rows.
         yield catalogue.drop(dtype, 5, 2, 2176 - odd, residual=residual)
     yield catalogue.embedding(dtype, 1040 - odd)
 

@@ -16,7 +16,8 @@ from frontier_llm.config import RunConfig
 from frontier_llm.errors import Problem
 
 BUILD_COMMAND = "scripts/build_deepspeed_ops.sh"
-PIN_BACKEND = "DS_PIN_MEMORY_BACKEND"  # DeepSpeed's variable; `native` pins host memory with an op of DeepSpeed
+# DeepSpeed's variable; with the value `native`, an op of DeepSpeed pins host memory
+PIN_BACKEND = "DS_PIN_MEMORY_BACKEND"
 
 # Every op that a DeepSpeed run can load with the settings that this project supports, and the feature that loads it
 # (DeepSpeed 0.19.8).

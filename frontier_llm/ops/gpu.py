@@ -18,8 +18,10 @@ from frontier_llm.ops.gpu_buffers import GpuBuffers
 from frontier_llm.ops.gpu_routing import GpuRouting
 from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 
-_PROGRAMS = 240  # number that occupies a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper
-_MOST_ROWS = 32  # most rows that one program sums; the partial sums then have 1/32 of the numbers that it reads
+# number of programs that fills a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper
+_PROGRAMS = 240
+# largest number of rows that one program sums; the partial sums then have 1/32 of the elements that it reads
+_MOST_ROWS = 32
 
 
 def rows_per_strip(rows: int, column_blocks: int = 1) -> int:

@@ -40,8 +40,8 @@ class GpuAttention(DifferentiableOps):
             raise BackendError(what, "set ops.attention=sdpa, or change model.head_dim")
         if scores.offset < 0:
             what = (
-                f"the queries begin {-scores.offset} positions before the keys: the prebuilt attention needs keys that "
-                f"begin before or with the queries"
+                f"the queries begin {-scores.offset} positions before the keys: the prebuilt attention needs keys "
+                "that begin at or before the first query"
             )
             raise BackendError(what, "set ops.attention=reference")
         slopes, documents, key_documents = _extras(q, k, scores)
@@ -236,5 +236,6 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
     """Return sequence, batch and head stride of each tensor, by the names of the kernels' arguments."""
     named: dict[str, int] = {}
     for name, x in tensors.items():
-        named.update(zip(_STRIDES[name], x.stride(), strict=False))  # three names: the last stride is 1 and has none
+        # the last stride is always 1 and is not an argument, so there are only three names
+        named.update(zip(_STRIDES[name], x.stride(), strict=False))
     return named

@@ -135,7 +135,8 @@ class Blocks(NamedTuple):
     stages: int = 1
     matrix: int = 0
     waves: int = 0
-    ahead: int = 0  # AHEAD of triton/attention.py; attention_grad_q does not have it
+    # number of key blocks that are loaded early (AHEAD of triton/attention.py); attention_grad_q has no such option
+    ahead: int = 0
     strategy: str = ""
 
 
@@ -171,8 +172,9 @@ _CDNA: _AttentionBlocks = {
     },
     "attention_delta": _DELTA,
 }
-# AHEAD replaces Triton's second stage. With two stages, Triton does not swizzle keys in shared memory. They are read
-# transposed, so that eight lanes access the same bank (docs/benchmarks/ops.md).
+# With ahead=1 the kernel itself loads the next block of keys early, instead of Triton's pipelining (num_stages=2). With
+# num_stages=2 Triton does not swizzle keys in shared memory. Keys are read transposed, so eight lanes would access the
+# same bank (docs/benchmarks/ops.md).
 _CDNA2_FORWARD = {
     "d64": Blocks(128, 32, 4, waves=3, ahead=1, strategy="max-ilp"),
     "d128": Blocks(128, 32, 4, waves=2, ahead=1, strategy="max-ilp"),
@@ -210,8 +212,8 @@ _HOPPER: _AttentionBlocks = {
 ATTENTION_BLOCKS = {"gfx90a": _CDNA2, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
 ATTENTION_KINDS = ("", "-extras", "-softcap")  # "-softcap" adds score capping and sliding windows to "-extras"
-# The length of attention's per-row statistics and documents is padded to a multiple of this. It is a multiple of every
-# block size, so that blocks are read completely and without a mask.
+# The length of attention's per-row statistics and documents is padded to a multiple of this number. The number is a
+# multiple of every block size, so blocks are read completely and without a mask.
 ROWS_PER_PAD = 128
 ROPE_BLOCKS = (32, 64, 128)  # highest number of rotated pairs of a head, by variant of rope and heads
 # highest number of experts, by variant of the routing kernels
@@ -271,9 +273,9 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
             choices = {"BLOCK_K": MOST_CHOICES} if kernel == "route_forward" else {}
             yield f"e{block}", Variant({"BLOCK_N": 1024 // block, "BLOCK_E": block} | choices, 4)
     elif kernel == "drop":
-        # A lane has eight features: a block of 1024 lanes is three quarters empty with 2048 columns. One warp of 256
-        # lanes is fastest on an H200 (docs/benchmarks/h200.md). Waves of 64 keep 1024, which was not timed: with one
-        # wave of 256 lanes, Triton sends the mask through shared memory.
+        # A lane has eight features, so with 2048 columns three quarters of a block of 1024 lanes are idle. One warp of
+        # 256 lanes is fastest on an H200 (docs/benchmarks/h200.md). Waves of 64 keep 1024, which was not timed: with
+        # one wave of 256 lanes, Triton sends the mask through shared memory.
         yield "any", Variant({"BLOCK": 256}, 1) if wave == 32 else Variant({"BLOCK": 1024}, 4)
     elif kernel == "accumulate_rows":
         # Few columns per program, because a norm of 4,096 columns must give work to all compute units. A wave of 64

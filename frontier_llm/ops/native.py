@@ -22,14 +22,14 @@ def load_cpu_library() -> str:
         torch.ops.load_library(str(CPU_LIBRARY))
     except OSError as error:
         return f"{CPU_LIBRARY.name} does not load into torch {torch.__version__}: {str(error).splitlines()[0]}"
-    # A library from before this attribute was added does not record its sources. The result is then None.
+    # Older libraries do not have this attribute. The result is then None.
     built_from = getattr(torch.ops.frontier_llm, "built_from", None)
     sources = torch_ops_sources()
     if sources is not None and (built_from is None or built_from() != sources):
-        # Refuse an old library. If only the meaning of an argument has changed, it would compute wrong numbers without
-        # an error.
+        # Refuse an old library: if the meaning of an argument has changed, the library would compute wrong numbers
+        # without an error.
         return f"{CPU_LIBRARY.name} was built from other sources than the present csrc/cpu"
-    if environ(VARIABLE):  # otherwise the library uses the CPU's best instruction set
+    if environ(VARIABLE):  # without the variable the library uses the CPU's best instruction set
         torch.ops.frontier_llm.use_instruction_set(chosen_set().name)
     return ""
 

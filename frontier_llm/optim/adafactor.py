@@ -82,8 +82,8 @@ def _second_moment(run: OwnedRange, row_means: Tensor, column_means: Tensor) -> 
     of_row = _matrix_of_row(run, row_means)
     columns = column_means.flatten(0, 1)
     rows, begin = _rows(run)
-    # The scale is the mean of all squares. It equals the mean of the column means and the mean of the row means. Use
-    # the means whose dim tensor parallelism does not split.
+    # The scale is the mean of all squares, which is the mean of the column means and also the mean of the row means.
+    # Use the means whose dim tensor parallelism does not split.
     scale = columns.mean(1)
     if matrices_of(run.spec.parameter)[0].split == 2:
         belongs = one_hot(of_row, len(columns)).to(columns)

@@ -47,13 +47,13 @@ class Bucket:
 
     parameters: list[ShardedParameter]
     offsets: list[int]  # first element of each parameter in the bucket
-    flat_weights: Tensor  # [numel], working precision; complete if `arriving` is DONE
+    flat_weights: Tensor  # [numel], working precision; all elements are valid if `arriving` is DONE
     gradients: Tensor  # [numel], fp32 (fp64 under fp64)
     decay: bool
     partial_axes: tuple[str, ...]  # gradients are summed over these axes before dp
     kinds: tuple[str, ...]  # Names of the tensors that the optimizer keeps: the master copy and its states.
     whole: bool  # the update needs complete tensors
-    apart: bool  # `whole` is true, and no parameter spans the slices of two owners
+    apart: bool  # True if `whole` is true and no parameter spans the slices of two owners
     dp: Axis
     owner: Axis  # dp with ZeRO-1. Otherwise an axis of one rank, which owns the complete bucket.
     first_use: int = 0  # position of the bucket's earliest parameter in the order of the forward pass

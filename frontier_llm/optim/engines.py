@@ -65,7 +65,7 @@ def draw_masters(optimizer: Optimizer, seed: int, working: torch.dtype) -> None:
     """
     for part in optimizer.state():
         if MASTER not in part.tensors:
-            continue  # a statistic, which starts at zero
+            continue  # statistics have no master and start at zero
         master = part.tensors[MASTER]
         rounded = torch.empty(master.shape, dtype=working, device=master.device)
         initial_rows(replace(part.spec, offset=part.rectangle.offset, shape=part.rectangle.shape), seed, rounded)

@@ -66,7 +66,8 @@ class Statistics:
     def __init__(self, bucket: Bucket, rule: OptimizerRule, mesh: Mesh) -> None:
         self._bucket = bucket
         self._of = {parameter.spec.name: _declared(rule, parameter.spec) for parameter in bucket.parameters}
-        # Sort by the axes of the sums, so that one collective sums all tensors with the same axes.
+        # Sort the tensors by the axes over which they are summed, so that one collective sums all tensors with the same
+        # axes.
         self._specs = sorted(
             (spec for specs in self._of.values() for spec in specs),
             key=lambda spec: spec.parameter.partial_axes(),

@@ -116,7 +116,7 @@ class Optimizer(Protocol):
     def wait_for_gather(self) -> None:
         """Wait for weights that are still being gathered.
 
-        Call this method before a rank exits, and before weights are read in another way than as a module's parameter.
+        Call this method before a rank exits, and before weights are read otherwise than through a module's parameter.
         """
 
     def state(self) -> list[StateRectangle]:

@@ -61,7 +61,8 @@ class GradientSync:
         """
         for bucket in self._buckets:
             bucket.gradients.zero_()
-        expected = self.microbatches if reduce else 0  # from 0 the count falls below 0 and starts no sum
+        # a count that starts at 0 becomes negative and never starts a sum
+        expected = self.microbatches if reduce else 0
         self._missing = {bucket: expected * uses for bucket, uses in self._uses.items()}
         self._pending = []
 

@@ -92,8 +92,8 @@ class Engine:
         self._overlap = overlap
         self._loss_weights = {LOSS: 1.0, **loss_weights}
         self._shapes = {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
-        # Called with each action before it runs, and with None at the end of a step. Of a paired forward and backward,
-        # the action that resumes is passed each time.
+        # Called with each action before it runs, and with None at the end of a step. For a paired forward and backward,
+        # it is called with the resumed action each time the other one pauses.
         self.on_action: Callable[[Action | None], object] = lambda action: None
         self._execute = in_ranges(
             {
@@ -131,8 +131,8 @@ class Engine:
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
         """Run one action, or a pair of a forward and a backward whose collectives overlap."""
         if len(unit) > 1 and self._interleaving is not None:
-            # The backward begins, because its first operation sends rows to experts. The forward computes attention
-            # first.
+            # The backward runs first, because its first operation sends rows to experts, whereas the forward begins
+            # with attention.
             self._interleaving.run_both(unit[::-1], lambda action: self._execute[action.kind](action), self.on_action)
             return
         for action in unit:
@@ -150,13 +150,11 @@ class Engine:
             losses = {LOSS: y, **losses}
         else:
             self._flight.outgoing[Kind.SEND_FORWARD, *key] = y.detach()
+        weighted = []
         for name, value in losses.items():
             self._flight.losses[name] += value.detach()
-        weighted = [
-            value if name == LOSS else value * self._loss_weights[name]
-            for name, value in losses.items()
-            if value.requires_grad
-        ]
+            if value.requires_grad:
+                weighted.append(value if name == LOSS else value * self._loss_weights[name])
         if y.requires_grad:  # an evaluation has no backward
             # Keep only the graph of y. The values of y are then freed as soon as the message with them has been sent.
             loss = torch.stack(weighted).sum() if len(weighted) > 1 else next(iter(weighted), None)

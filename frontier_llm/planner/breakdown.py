@@ -56,7 +56,7 @@ SOURCES = {
     "optimizer": ("hbm_efficiency", "step_s"),
     "weight all-gather": ("node_network_bytes_s", "network_share", "network_hop_s"),
 }
-# constants that most stacks do not state → the value with which they have no effect
+# constants that most stacks do not define → the value with which they have no effect
 NEUTRAL = {"network_share": 1.0}
 
 

@@ -45,7 +45,7 @@ BY_STAGE = dict(zip("0123", SHARDING, strict=False))  # parallel.zero → shardi
 MEANINGS: dict[str, Mapping[str, Any]] = {
     "expert_all_to_all": _choices(ParallelConfig, "expert_all_to_all"),
     "sequence_parallel": {"true": True, "false": False, "1": True, "0": False},
-    "recompute": dict.fromkeys(RECOMPUTE),  # or several
+    "recompute": dict.fromkeys(RECOMPUTE),  # also a list of these modes
     "zero": BY_STAGE,
     "data_mode": {"zero": "optimizer", "fsdp": "weights"},
     "axis_order": {name: name for name in AXIS_ORDERS},

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Share of a step below which a difference between two plans is not significant. Predictions are 3-6 % off
 # (docs/benchmarks/planner.md).
 RESOLUTION = 0.03
-TIE = 0.01  # share of a step within which the simplest plan is chosen
+TIE = 0.01  # of plans whose step times differ by at most this share, the simplest is chosen
 
 
 def preference(plan: Plan) -> float:
@@ -36,8 +36,8 @@ def preference(plan: Plan) -> float:
 def not_by_time() -> str:
     """Return the reason for an order of plans by `preference` that is not the order of their steps."""
     return (
-        f"not sorted by time alone: FSDP (its overlap is an estimate) and plans within 5 % of the memory must be "
-        f"faster by {100 * RESOLUTION:.0f} %"
+        "plans are not sorted by time alone: FSDP (its overlap is an estimate) and plans that fill memory to within "
+        f"5 % must be faster by {100 * RESOLUTION:.0f} %"
     )
 
 
@@ -120,7 +120,9 @@ def why_not(choice: Plan, other: Plan, plans: Sequence[Plan]) -> str:
         return f"{reasons}, so it must be faster by {100 * RESOLUTION:.0f} % to be chosen"
     loss = dict(zip(map(id, plans), losses(plans), strict=True)).get(id(other), 0.0)
     if loss > RESOLUTION:
-        return f"with the slow values of the estimated constants it loses {100 * loss:.1f} % to the best plan"
+        return (
+            f"with the slow values of the estimated constants it is up to {100 * loss:.1f} % slower than the best plan"
+        )
     if choice.is_safe and not other.is_safe:
         return f"within {100 * TIE:.0f} % a plan is chosen that needs no more memory than plans have run with"
     return f"within {100 * TIE:.0f} % the simplest plan is chosen: fewest axes, virtual stages and special settings"

@@ -22,8 +22,8 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
     best = outcome.best
     chosen = choices_of(best.layout)
     if changes.items() <= chosen.items():
-        return f"what if {' '.join(words)}: the chosen layout already has it"
-    # fields that depend on changed fields may change too
+        return f"what if {' '.join(words)}: the chosen layout already has this value"
+    # fields that follow from the changed fields and may therefore differ too
     follows = {"dp"}
     if {"tp", "pp"} & changes.keys():
         follows.add("chunks")
@@ -33,7 +33,7 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
     exact = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **same, **changes})
     free = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **changes})
     lines = [f"what if {' '.join(words)}"]
-    for title, other in (("all else as chosen", exact), ("all else re-planned", free)):
+    for title, other in (("all other values as in the chosen layout", exact), ("all other values chosen again", free)):
         if not other.legal:
             lines.append(f"  {title}: no legal layout")
         elif not other.plans:

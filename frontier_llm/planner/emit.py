@@ -48,7 +48,7 @@ FILL_IN = "FILL_IN"  # Placeholder of the dataset. Training reports it as missin
 RATES = {125e6: 6e-4, 350e6: 3e-4, 760e6: 2.5e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4, 175e9: 6e-5}
 WARMUP_TOKENS = 375e6
 FULL_SHARE = 54 / 64  # share of the device's memory above which a layout is called full
-ROOM_SHARE = 0.9  # a roomier plan needs at most this share of the memory of the run's own plan
+ROOM_SHARE = 0.9  # a roomier plan needs at most this share of the memory that the run's own plan needs
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ def emit(
         content = {"model": model, **choice, **needs, "train": {**choice["train"], **needs["train"]}}
         content = merge({key: value for key, value in request.settings.items() if key != "model"}, content)
         todo = [
-            "set data.train to prefixes that `frontier-llm data tokenize` has written; optimizer.lr is a first "
-            "value, that of the nearest size of GPT-3"
+            "set data.train to prefixes that `frontier-llm data tokenize` has written; optimizer.lr is only a "
+            "starting value, taken from the GPT-3 model of the nearest size"
         ]
     head = [
         layout_words(best),
@@ -214,7 +214,7 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
     """
     site = machine.name if machine.name in SITES else "generic"
     lines = [f"frontier-llm submit {path} --site {site} --nodes {nodes} --account PROJECT"]
-    script = PRODUCTION.get(str(content.get("model")))  # a file on top of a run names no model
+    script = PRODUCTION.get(str(content.get("model")))  # a file with `base: RUN` names no model
     if script and site == "frontier":
         sections = ("parallel", "batch", "precision", "comm", "optimizer", "data", "train")
         words = as_overrides(

@@ -78,10 +78,10 @@ def simulated_part(plan: Plan) -> str:
 
 
 def step_chart(outcome: Search, numbers: Rates) -> Chart:
-    """Return a stacked bar of the step's time by cause for the choice, the runner-up and the kinds not chosen."""
+    """Return a stacked bar of the step's time by cause for the choice, the second-best plan and other kinds of plan."""
     compared = {"the choice": outcome.best}
     if len(outcome.plans) > 1:
-        compared["the runner-up"] = outcome.plans[1]
+        compared["the second-best plan"] = outcome.plans[1]
     compared |= {other.name: other.plan for other in alternatives(outcome, numbers) if other.plan is not None}
     causes = {name: breakdown(plan, numbers) for name, plan in compared.items()}
     labels = [f"{name}: {_short(plan.layout)}" for name, plan in compared.items()]
@@ -95,7 +95,7 @@ def step_chart(outcome: Search, numbers: Rates) -> Chart:
         _part(name, labels, values, PARTS[index % len(PARTS)]) for index, (name, values) in enumerate(rows.items())
     ]
     return Chart(
-        title="Where a step goes",
+        title="Parts of a step's time",
         x="",
         y="seconds of a step (simulated)",
         traces=traces,
@@ -167,7 +167,7 @@ def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
     block = times(plan.model, plan.layout, numbers).block
     whole = flops(items, causal=True)
     seconds = float(sum(block.both(plan.layout.microbatches, numbers)))
-    traces.append(points("the whole block", [intensity(whole, moved)], [whole / seconds / 1e12], 3, shape="star"))
+    traces.append(points("the complete block", [intensity(whole, moved)], [whole / seconds / 1e12], 3, shape="star"))
     shown = [value for trace in traces for value in trace["x"]]
     ridge = numbers.peak_flops / numbers.hbm_bytes_s
     ends = sorted({round(min(*shown, ridge) / 2, 1), round(ridge, 1), 2 * max(*shown, ridge)})

@@ -119,4 +119,7 @@ def safety_words(plan: Plan, machine: Machine, rates: Rates) -> list[str]:
         return []
     rule = machine.in_flight_on(machine.device.architecture)
     why = f"{rule.tag}: {rule.source}"
-    return [f"  one communication in flight (comm.in_flight) costs {100 * cost:.1f} % of this step, in messages; {why}"]
+    return [
+        f"  one communication in flight (comm.in_flight) costs {100 * cost:.1f} % of this step, because messages "
+        f"wait; {why}"
+    ]

@@ -10,7 +10,8 @@ from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.machine.schema import Machine, QueueBin
 from frontier_llm.planner.search import Plan
 
-TOKENS_PER_PARAMETER = 20  # tokens of a run if the user gives no number (Hoffmann et al. 2022)
+# number of training tokens per parameter if the user gives no number of tokens (Hoffmann et al. 2022)
+TOKENS_PER_PARAMETER = 20
 
 
 @dataclass(frozen=True)

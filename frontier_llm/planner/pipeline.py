@@ -33,7 +33,8 @@ from frontier_llm.schedule import (
     simulate_one_in_flight,
 )
 
-STEADY_MICROBATCHES = 24  # microbatches after the warm-up that are simulated before the repeating pattern is searched
+# number of microbatches after the warm-up that are simulated before the repeating pattern is searched
+STEADY_MICROBATCHES = 24
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ class SimulatedStep:
 
     timeline: Timeline  # Timeline of the simulated part of the schedule.
     pipeline_s: float  # Makespan of the complete schedule.
-    busy_s: tuple[float, ...]  # Compute per pipeline rank, complete schedule.
-    end_s: tuple[float, ...]  # End of the last action per pipeline rank, complete schedule.
-    reduce_s: float  # Exposed gradient reduction.
+    busy_s: tuple[float, ...]  # Compute time per pipeline rank in the complete schedule.
+    end_s: tuple[float, ...]  # End of the last action per pipeline rank in the complete schedule.
+    reduce_s: float  # Time of the gradient reduction that compute does not hide.
     optimizer_s: float
     gather_s: float
-    message_s: float  # One message between pipeline neighbours.
+    message_s: float  # Time of one message between pipeline neighbours.
     # Per pipeline rank: seconds of expert communication that another microbatch's compute hides. They are not in
     # busy_s.
     hidden_s: tuple[float, ...]
@@ -151,7 +152,7 @@ def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tupl
         if period is not None:
             break
         length = min(m, length + round_size * max(1, length // round_size))
-    # with pairs, each further microbatch adds two pairs on a rank, one per direction of the V
+    # with pairs, each additional microbatch adds two pairs on a rank, one for each direction of the V
     pairs = [len(beside(timeline.schedule, rank)) for rank in range(pp)]
     each_s = _pairs_s(timeline.schedule, stage_s)
     hidden_s = [each * (count + 2 * (m - length) * (count > 0)) for each, count in zip(each_s, pairs, strict=True)]

@@ -19,8 +19,8 @@ from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
 START_S = 600.0  # time from a job's start to its first step (assumed): environment, imports, rendezvous, weights
-# Measured step time / simulated step time for which walltimes are requested. For 175B on Frontier ORNL measured 48
-# tokens/s per GCD, and the planner predicts 63, which is 1.3 times more.
+# Factor on the simulated step time for which walltimes are requested. For 175B on Frontier ORNL measured 48 tokens/s
+# per GCD, and the planner predicts 63, which is 1.3 times more.
 MARGIN = 1.5
 WALLTIME_GRAIN_MINUTES = 5
 
@@ -42,7 +42,7 @@ class PointPrediction:
     peak_bytes: float
     limit_bytes: float
     machine: str
-    band: float  # half width of the prediction interval: a slow step takes 1 + band times the prediction
+    band: float  # relative half width of the prediction interval: its upper end is 1 + band times the prediction
 
     @property
     def cautious_step_s(self) -> float:

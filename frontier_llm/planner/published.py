@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# effects that may lower the published efficiencies, but are not part of the prediction
+# effects that can lower the measured efficiencies, but are not part of the prediction
 LEFT_OUT = (
-    "the price leaves out contention with other jobs, the variation of devices (frontier.yaml has no speed_variation), "
+    "the prediction leaves out contention with other jobs, the variation of devices (frontier.yaml has no "
+    "speed_variation), "
     "and the paper's smallest point, which it does not state"
 )
 

@@ -32,7 +32,10 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
     needs = f"{outcome.smallest_bytes / GIB:.1f} GiB"
     has = f"{numbers.memory_bytes / GIB:.0f}"
     if outcome.fixed:
-        what = f"none of the {outcome.legal} layouts with these choices fixed fits: the smallest needs {needs} of {has}"
+        what = (
+            f"none of the {outcome.legal} layouts with these fixed values fits: the smallest needs {needs} per "
+            f"device, which has {has}"
+        )
         raise LayoutError(what, "fix fewer choices, or use more nodes", "plan --fix")
     nodes = smallest_machine(outcome.model, numbers)
     if nodes is None:

@@ -133,7 +133,7 @@ _COLUMNS = (
     ">GiB",
     "bound by",
 )
-# Number of columns in a plan's first line → format of its second line, which holds the other columns. The first entry
+# Number of columns in a plan's first line → format of its second line, which has the other columns. The first entry
 # whose lines fit the terminal is used.
 _SECOND_LINES = {
     18: "",
@@ -161,7 +161,8 @@ def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
     rows = [head, *(line for both in zip(lines, rest, strict=True) for line in both if line)]
     if any(later.step_s < plan.step_s for plan, later in pairwise(plans)):
         rows.append(
-            f"  {not_by_time()}; the choice is also good with slow constants, and the simplest within {100 * TIE:.0f} %"
+            f"  {not_by_time()}; the chosen plan is also good with the slow values of the constants, and is the "
+            f"simplest within {100 * TIE:.0f} %"
         )
     return "\n".join(rows)
 

@@ -34,7 +34,8 @@ from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
 TARGET_TOKENS = 16 * 2**20  # tokens of the default global batch of a large machine
-DEVICE_TOKENS = 128 * 2**10  # most tokens per device of the default global batch, so that a step takes seconds
+# largest number of tokens per device in the default global batch; with it a step takes seconds
+DEVICE_TOKENS = 128 * 2**10
 WARN_SHARE = 0.95  # share of the device's memory above which the report warns about a plan
 FINALISTS = 8
 # The closed form assumes an even split of the layers, and a rank of the real split can need 3 % more memory.
@@ -59,7 +60,7 @@ class Plan:
     limit_bytes: float
     closed_form_s: float
     binding: str = ""
-    safe_bytes: float = np.inf  # memory up to which plans have run (`Rates.safe_bytes`)
+    safe_bytes: float = np.inf  # largest memory with which plans have run (`Rates.safe_bytes`)
     slow_s: float = 0.0  # seconds of the step with the slow values of the constants (`Rates.slow`); 0: not computed
 
     @property
@@ -109,7 +110,7 @@ class Search:
     across: Plan | None = None  # best layout whose tensor-parallel groups span nodes, if requested
     fixed: Mapping[str, Any] = field(default_factory=dict)
     finalists: int = 0  # number of simulated plans; `plans` may be cut to the plans of the report
-    # best plan within the memory up to which plans have run, if the choice needs more; None otherwise, and if none fits
+    # best plan within `safe_bytes`, if the choice needs more; None otherwise, or if no plan is within it
     safe: Plan | None = None
 
     @property

@@ -64,7 +64,8 @@ class Steps:
     def words(self) -> str:
         """Return a line for each change, and below each line the command that tests it."""
         lines = [
-            "from the best measured run of this size to the prediction (rates converted to this model and batch)",
+            "steps from the best measured run of this size to the prediction (rates are converted to this model and "
+            "batch)",
             f"  {step_words(self.measured_s):>8s}             measured: {self.run.run}, {self.run.stack}",
         ]
         for step in self.steps:

@@ -33,12 +33,13 @@ ESTIMATED = "estimated"
 # A prediction counts as known if at least this share of its step time depends only on constants that were measured or
 # fitted on the machine with the stack.
 KNOWN_SHARE = 0.8
-CALIBRATED = "frontier-llm calibrate"  # first words of the `source` of numbers that this command measured
-FITTED = "fitted on"  # first words of the `source` of a constant that was fitted to measured steps
+CALIBRATED = "frontier-llm calibrate"  # beginning of the `source` of numbers that this command measured
+FITTED = "fitted on"  # beginning of the `source` of a constant that was fitted to measured steps
 
-# Basis of a prediction → half width of its band: nine of ten measured steps lie within a factor 1 + half width of the
-# predicted step. The first two were determined from published runs with a stated layout to which no constant was fitted
-# (benchmarks/tests/test_best_runs.py). For the third there are no measurements, so it is twice the second.
+# Basis of a prediction → relative half width of its prediction interval: nine of ten measured steps lie within a factor
+# 1 + half width of the predicted step. The first two values were determined from published runs whose layout is known
+# and to which no constant was fitted (benchmarks/tests/test_best_runs.py). For the third there are no measurements, so
+# it is twice the second.
 BANDS = {SAME: 0.17, PUBLISHED: 0.28, ESTIMATED: 0.56}
 
 # The best published 16-bit training runs by family of devices and size class of the model. Their FLOPs count full
@@ -51,7 +52,7 @@ class BestRun:
     """A published training run and its rate."""
 
     tflops: float  # model TFLOP/s per device
-    run: str  # name of the row
+    run: str  # name of the run in its data set
     machine: str  # machine file and stack that price the run
     stack: str
     layout: Mapping[str, Any]  # fields of Layout that differ from their defaults
@@ -95,7 +96,7 @@ def basis(machine: Machine, stack: str, breakdown_s: Mapping[str, float]) -> str
     measured = machine.device.gemm_shapes
     if measured is not None and measured.source.startswith(CALIBRATED):
         return SAME
-    # the bubble has no constants of its own: its length follows from the compute for which a rank waits
+    # no constant belongs to the bubble alone: its length follows from the compute for which a rank waits
     working = {cause: seconds for cause, seconds in breakdown_s.items() if cause != BUBBLE}
     known_s = sum(seconds for cause, seconds in working.items() if _is_known(machine, stack, cause))
     if known_s >= KNOWN_SHARE * sum(working.values()):
@@ -207,7 +208,8 @@ class Uncertainty:
             )
         if self.above_published:
             lines.append(
-                f"  WARNING: the simulated {self.tflops:.1f} TFLOP/s are above every rate published on {self.device}"
+                f"  WARNING: the simulated {self.tflops:.1f} TFLOP/s are above every rate that was published for "
+                f"{self.device}"
             )
         return lines
 

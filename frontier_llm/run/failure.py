@@ -51,7 +51,7 @@ class Evidence(StrEnum):
     COMPARISON = "comparison"  # copies that must be equal differ.
     NOTICES = "notices"  # the heartbeats of the named rank stopped or fell behind.
     SYMPTOM = "symptom"  # the named rank lost its peers without finding the cause; it may not be the first.
-    ENDS = "ends"  # how processes ended: by a signal, with an exit code, or with a lost node.
+    ENDS = "ends"  # the way in which processes ended: by a signal, with an exit code, or with a lost node.
     LOGS = "logs"  # the ranks' logs, searched because no rank could write a record.
 
 

@@ -44,7 +44,7 @@ class Holder:
     pid: int
     process_start: str  # from /proc, to detect that another process has reused the pid.
     job: str  # id from the scheduler, which stays the same after a requeue; '' outside of a job.
-    restart: int  # how often that job was requeued.
+    restart: int  # number of times that Slurm had requeued this job.
     since: str
     released: bool = False
 
@@ -74,7 +74,7 @@ def process_start(pid: int) -> str | None:
     except FileNotFoundError:
         return None if Path("/proc/self/stat").exists() else ""
     except OSError:
-        return None  # the process went away between open and read
+        return None  # the process ended between open and read
     return None if fields[0] in "ZX" else fields[19]
 
 
@@ -94,10 +94,10 @@ def start_after(folder: Path, newest: int, counted: int = 0) -> int:
     Raises FrontierError if a file has the number LAST_START, because no later start could get a higher number.
     """
     if newest >= LAST_START:
-        what = f"records start {newest} of the run, and start numbers end at {LAST_START}"
+        what = f"records start number {newest} of the run, but the largest possible number is {LAST_START}"
         raise FrontierError(what, "if no job of this run is alive, delete the file", str(folder / f"{newest:08}.json"))
     if counted > LAST_START:
-        what = f"counts {counted} starts of the run, and start numbers end at {LAST_START}"
+        what = f"counts {counted} starts of the run, but the largest possible number is {LAST_START}"
         raise FrontierError(
             what, "if no job of this run is alive, delete the file", str(folder.parent.parent / "incarnation.json")
         )
@@ -139,7 +139,7 @@ def last_start(run_dir: Path) -> dict[str, Any]:
     Keys: incarnation, job_id, host, pid, since_unix_s. Raises DamagedRecord for any other content.
     """
     path = run_dir / "incarnation.json"
-    fix = f"if no job of this run is alive, delete it: starts are also counted in {LOCKS}"
+    fix = f"if no job of this run is alive, delete this file: starts are also counted in {LOCKS}"
     content: dict[str, Any] | None = read_json(path, dict, fix)
     if content is None:
         return {}

@@ -28,7 +28,9 @@ def expand(text: str) -> tuple[str, ...]:
     counted before the list is built.
     """
     if set("[]") & set(_ITEM.sub("", text)):
-        raise FrontierError("brackets do not match", "write e.g. n[0-3,8]", _shorten(text))
+        raise FrontierError(
+            "has an opening or closing bracket without its partner", "write e.g. n[0-3,8]", _shorten(text)
+        )
     hosts: list[str] = []
     for item in filter(None, map(str.strip, _ITEM.findall(text))):
         pieces = _BRACKETS.split(item)  # alternately text and the content of brackets

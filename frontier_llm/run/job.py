@@ -19,8 +19,9 @@ FILE = "job.json"
 VERSION = 4
 CONTINUATIONS = ("requeue", "successor", "never")
 EXAMINED_NODES = 16  # from this number of nodes, every node is examined before the first step by default
-FAILED_START_HOURS = 3.0  # hours × nodes that failed starts may use by default: 18 starts of ten minutes
-ROOMIER_PLAN_VARIABLE = "FRONTIER_LLM_ROOMIER_PLAN"  # 1 for ranks whose job has a roomier plan than theirs
+# node-hours per node of the job that failed starts may use by default: 18 starts of ten minutes
+FAILED_START_HOURS = 3.0
+ROOMIER_PLAN_VARIABLE = "FRONTIER_LLM_ROOMIER_PLAN"  # is 1 for ranks whose job has another plan that needs less memory
 _FIX = "correct it, or delete the file: the next start then writes it again with the values of its script"
 
 
@@ -40,9 +41,9 @@ class Job:
     flags: tuple[str, ...] = ()  # flags of `frontier-llm train`.
     # limit for starts in a row that end before their first step; None: FAILED_START_HOURS of all nodes.
     failed_start_node_hours: float | None = None
-    sbatch: tuple[str, ...] = ()  # further sbatch options of every job, each KEY=VALUE.
+    sbatch: tuple[str, ...] = ()  # additional sbatch options of every job, each KEY=VALUE.
     notice_command: tuple[str, ...] = ()  # program and arguments; run at events (cluster/notices.py).
-    webhook_file: str = ""  # file of mode 0600 that holds the address of a webhook; '': none.
+    webhook_file: str = ""  # file of mode 0600 that contains the address of a webhook; '': no webhook.
     forced: tuple[str, ...] = ()  # sections of the certificate that passed `submit` without a check.
     # Overrides of each plan: the run's own layout, and a layout with lower memory need for a run that is out of memory.
     # () if there is no such layout.

@@ -113,7 +113,8 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     return _with_rendezvous(env, "slurm", rank, world, local, counts[node])
 
 
-# launcher -> variables with the rank, world size, local rank and local world size; the first one that is set counts
+# launcher -> variables with the rank, world size, local rank and local world size; of several names, the first that is
+# set is used
 _MPI_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "openmpi": (
         ("OMPI_COMM_WORLD_RANK",),

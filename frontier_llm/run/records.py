@@ -117,7 +117,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def damaged_lines(path: Path, is_sound: Callable[[dict[str, Any]], bool]) -> str:
-    """Return a text such as 'line 43 is damaged and left out' if a JSON-lines file has damaged lines. '' otherwise.
+    """Return a text such as 'line 43 is damaged and ignored' if a JSON-lines file has damaged lines. '' otherwise.
 
     A line is damaged if it is not an object or `is_sound` is False for it. Raises DamagedRecord.
     """
@@ -125,8 +125,8 @@ def damaged_lines(path: Path, is_sound: Callable[[dict[str, Any]], bool]) -> str
     if not bad:
         return ""
     if len(bad) == 1:
-        return f"line {bad[0]} is damaged and left out"
-    return f"{len(bad)} lines are damaged and left out, the first is line {bad[0]}"
+        return f"line {bad[0]} is damaged and ignored"
+    return f"{len(bad)} lines are damaged and ignored, the first is line {bad[0]}"
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -271,7 +271,8 @@ def layouts(run_dir: Path) -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = []
     for row in rows(run_dir):
         if isinstance(row.get("layout"), dict):
-            changes = [change for change in changes if change["step"] < row["step"]]  # starts that made no step
+            # delete plan changes after which no step was trained
+            changes = [change for change in changes if change["step"] < row["step"]]
             if not changes or changes[-1]["layout"] != row["layout"]:
                 changes.append(row)
     return changes
@@ -287,17 +288,13 @@ def is_attempt(row: Mapping[str, Any]) -> bool:
     counts = ("incarnation", "start_step", "end_step")
     texts = ("job_id", "cause", "detail", "failed_host")
     times = ("started_unix_s", "ended_unix_s")
-    nodes = row.get("nodes")
-    plan = row.get("plan", [])
     return (
         all(is_count(row.get(key)) for key in counts)
         and type(row.get("exit_code")) is int
         and all(isinstance(row.get(key), str) for key in texts)
         and all(is_number(row.get(key)) for key in times)
-        and isinstance(nodes, list)
-        and all(isinstance(node, str) for node in nodes)
-        and isinstance(plan, list)
-        and all(isinstance(word, str) for word in plan)
+        and _is_list_of_text(row.get("nodes"))
+        and _is_list_of_text(row.get("plan", []))
         and (row.get("last_step") is None or is_count(row["last_step"]))
         and isinstance(row.get("fault", ""), str)
     )
@@ -353,7 +350,7 @@ def queued_job(run_dir: Path) -> str:
     path = run_dir / "successor"
     text = (read_text(path) or "").strip()
     if text and not re.fullmatch(r"[0-9][0-9_+.\[\]-]{0,63}", text):
-        raise DamagedRecord(f"holds {text[:40]!r}, expected the id of a job", "delete it", str(path))
+        raise DamagedRecord(f"contains {text[:40]!r}, expected the id of a job", "delete it", str(path))
     return text
 
 
@@ -393,7 +390,7 @@ class Slow:
     """A host whose ranks were reported as stragglers."""
 
     host: str
-    times: int  # number of steps at which it was reported
+    times: int  # number of steps at which the host was reported
     last_step: int
     slowdown: float  # slowdown that was reported at `last_step`
 

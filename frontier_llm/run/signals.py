@@ -29,7 +29,7 @@ EXIT_INTERRUPTED = 75
 # signals that a command blocks while it checks its run, so that Slurm's warning stays pending until ranks can save
 BEFORE_RANKS = (signal.SIGUSR1, signal.SIGHUP)
 HELD = (*BEFORE_RANKS, signal.SIGTERM)
-SIGNALS = (*HELD, signal.SIGINT)  # SIGINT is not blocked: nothing is lost yet, and the user expects an immediate end
+SIGNALS = (*HELD, signal.SIGINT)  # SIGINT is not held back: nothing is lost yet, and the user expects an immediate end
 
 
 def heeded() -> list[signal.Signals]:
@@ -68,7 +68,7 @@ class SignalWatcher:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        # the handlers do nothing, because the wakeup descriptor already informs the thread
+        # the handlers do nothing, because Python writes each signal to the wakeup descriptor, which the thread reads
         self._old: dict[signal.Signals, Any] = {number: signal.signal(number, lambda *_: None) for number in heeded()}
         self._thread = threading.Thread(target=self._listen, name="signal-watcher", daemon=True)
         self._thread.start()

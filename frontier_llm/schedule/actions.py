@@ -90,12 +90,12 @@ class Placement:
 
     @cached_property
     def ranks(self) -> int:
-        """Pipeline ranks, pp."""
+        """Number of pipeline ranks, pp."""
         return max(self.rank_of) + 1
 
     @property
     def chunks(self) -> int:
-        """Virtual stages per rank, v."""
+        """Number of virtual stages per rank, v."""
         return len(self.rank_of) // self.ranks
 
     @property
@@ -188,12 +188,12 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Pipeline ranks, pp."""
+        """Number of pipeline ranks, pp."""
         return self.placement.ranks
 
     @property
     def chunks(self) -> int:
-        """Virtual stages per rank, v."""
+        """Number of virtual stages per rank, v."""
         return self.placement.chunks
 
     @cached_property

@@ -1,4 +1,6 @@
-"""Check that the action list of a pipeline rank is complete and that each action follows the actions it depends on."""
+"""Checks that the action list of a pipeline rank is complete, and that each action comes after the actions on which it
+depends.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
     for action, times in counts.items():
         if times > 1:
             problems.append(Problem(where=where, what=f"{action} occurs {times} times", fix="list each action once"))
-    # Lists have hundreds of thousands of actions, so what depends on kind and position alone is computed once.
+    # Lists have hundreds of thousands of actions, so values that depend only on kind and position are computed once.
     positions = placement.positions_of(stage)
     with_messages = {
         (kind, position): (kind, placement.received_by(kind, position), placement.sent_by(kind, position))

@@ -107,8 +107,8 @@ def steps(
 
 
 def check_order(lists: Sequence[Sequence[ListEntry]], in_flight: int | None = 1) -> None:
-    """Raise ScheduleError, naming what each rank waits for, unless all lists end with `in_flight` communications per
-    rank.
+    """Raise ScheduleError if the lists deadlock with at most `in_flight` communications per rank. The error names the
+    entry for which each rank waits.
 
     Communication is not buffered. It ends when it is the first unfinished entry of its stream on all its ranks. A rank
     with `in_flight` unfinished communications (None: no bound) does not continue.
@@ -183,7 +183,7 @@ class _Ranks:
                 if self.lists[other][head].what != event.what:
                     there = self.lists[other][head].what
                     raise ScheduleError(
-                        f"rank {rank} has {event.what} where rank {other} has {there} on the {stream} channel"
+                        f"rank {rank} starts {event.what}, but rank {other} starts {there} on the {stream} channel"
                     )
             for other, head in same:
                 self.open[other][stream].popleft()

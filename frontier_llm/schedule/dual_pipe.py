@@ -74,14 +74,14 @@ class _Rank:
 def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Action]:
     """Return the compute order. For fewer than 2p microbatches, drop the excess ones from the order for 2p."""
     behind = placement.ranks - 1 - rank
-    before = rank + 1  # this rank included
+    before = rank + 1  # number of ranks up to and including this rank
     program = _Rank(placement.positions_of(rank))
     for _ in range(2 * behind):
         program.forward(DOWN)
     for _ in range(before):
         program.forward(DOWN)
         program.forward(UP)
-    for _ in range(behind):  # gradients arrive with gaps at first, which weight gradients fill
+    for _ in range(behind):  # gradients arrive with gaps at first, and weight gradients fill the gaps
         program.backward(UP, split=True)
         program.weights()
         program.forward(UP)

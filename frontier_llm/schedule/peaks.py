@@ -10,12 +10,13 @@ import numpy as np
 from frontier_llm.schedule.actions import Action, Kind, Placement
 from frontier_llm.schedule.registry import Formula, Number, ScheduleRule, rule
 
-# Peaks are counted with at most this many microbatches per stage, if further microbatches do not change the peaks.
+# Peaks are counted with at most this number of microbatches per stage, if more microbatches do not change them.
 STEADY_ROUNDS = 4
 
 Order = Callable[[Placement, int, int], list[Action]]  # as in ScheduleRule
 Place = Callable[[int, int], Placement]
-Peaks = tuple[tuple[int, int], ...]  # for each rank: kept activations, and those of them that wait for their W
+# for each rank: the peak number of kept activations, and the peak number of activations that wait for their W
+Peaks = tuple[tuple[int, int], ...]
 
 
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:

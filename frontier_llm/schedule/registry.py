@@ -42,10 +42,11 @@ class ScheduleRule:
     idle: float = 1.0
     # A forward directly before a backward of the rank's other position may be executed as a pair (schedule/actions.py).
     pairs: bool = False
-    # Length of a B relative to an F that the order of communication assumes. With 1, neighbouring ranks begin their
-    # pairs at the same time.
+    # Length of a B, relative to an F, with which the order of communication is computed. With 1, neighbouring ranks
+    # begin their pairs at the same time.
     backward_length: float = 2.0
-    # (stages, microbatches) → share of a step's backwards that are split. None: all of them if `splits_backward`.
+    # (stages, microbatches) → share of a step's backwards that are split. None: all backwards if `splits_backward` is
+    # set.
     split_share: Callable[[Number, Number], Number] | None = None
 
 

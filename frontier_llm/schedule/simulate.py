@@ -1,6 +1,6 @@
 """Simulation of a pipeline schedule: start and end of every compute action for given durations.
 
-The result is exact for these durations, so that tests verify closed formulas with it and the planner compares layouts.
+The result is exact for these durations. Tests verify closed formulas with it, and the planner compares layouts.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from frontier_llm.schedule.registry import Number, ScheduleRule, register, regis
 from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interleaved
 
 Order = list[Action]
-PERIOD = 6  # units of a microbatch on a rank that holds two positions
+PERIOD = 6  # number of time units that a microbatch takes on a rank, which has two positions
 _UNITS = range(1, PERIOD + 1)
 GAPS = list(product(_UNITS, _UNITS, _UNITS))  # units at a V's ends: (turn of F, loss, turn of I)
 
@@ -205,7 +205,8 @@ class _Rank:
         self.last_forward = sum(action.kind is Kind.FORWARD for action in order)
         self.order: Order = []
         self.waiting: dict[Action, None] = {}  # weight gradients whose input gradient is done, in order
-        self.due: dict[Action, list[Action]] = {}  # pass → the weight gradients directly before it in the order
+        # action → the weight gradients that come directly before it in the order
+        self.due: dict[Action, list[Action]] = {}
         late: list[Action] = []
         for action in order:
             if action.kind is Kind.BACKWARD_WEIGHT:

@@ -32,7 +32,7 @@ def in_flight_problem(config: RunConfig, architecture: str | None = None) -> Pro
     The collectives of a second communicator (tensor, context or expert parallelism, or the copies of HSDP) would
     overlap with it.
 
-    DeepSpeed's ZeRO-1 communicates only after the last backward. It takes its turn with this package's communication
+    DeepSpeed's ZeRO-1 communicates only after the last backward. Its communication and this package's never overlap
     (`comm.end_communication`), so every layout is allowed.
     """
     parallel = config.parallel
@@ -85,7 +85,7 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 f"{parallel.zero} is not supported: 0 keeps a complete optimizer state on each replica, 1 splits it "
                 f"over dp"
             ),
-            fix="set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1",
+            fix="set parallel.zero=1, or set parallel.data_mode=fsdp, which also splits gradients and weights",
         )
     if parallel.zero == 0 and deepspeed:
         yield Problem(

@@ -77,7 +77,7 @@ class Grid:
 
     @property
     def edp(self) -> int:
-        """Replicas of each expert."""
+        """Number of replicas of each expert."""
         return self.world_size // (self.pp * self.ep * self.etp)
 
     def degree(self, axis: str) -> int:

@@ -79,7 +79,7 @@ class ParallelPlan:
 
     @property
     def chunks(self) -> int:
-        """Virtual stages per pipeline rank."""
+        """Number of virtual stages per pipeline rank."""
         return self.placement.chunks
 
     def stages_of(self, pp_rank: int) -> tuple[StageSpec, ...]:
@@ -259,7 +259,7 @@ def _node_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     else:
         what = f"some groups of {tp} tensor ranks span nodes: {tp} does not divide the {devices} devices of a node"
         fix = " or ".join(map(str, nearest(tp, divisors(devices))))
-    fix = f"set parallel.tensor={fix}, or parallel.cross_node_tensor=true to measure it"
+    fix = f"set parallel.tensor={fix}, or parallel.cross_node_tensor=true to allow tensor parallelism across nodes"
     yield Problem(where="parallel.tensor", what=what, fix=fix)
 
 
@@ -369,7 +369,7 @@ def _pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     if parallel.chunks > 1 and parallel.pipeline == 1:
         yield Problem(
             where="parallel.chunks",
-            what=f"is {parallel.chunks}, but without pipeline stages chunks only add work",
+            what=f"is {parallel.chunks}, but without pipeline stages chunks have no use",
             fix="set parallel.chunks=1",
         )
     counts = parallel.stage_layers

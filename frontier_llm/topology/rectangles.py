@@ -22,7 +22,7 @@ class Rectangle:
 
     @property
     def numel(self) -> int:
-        """Elements inside."""
+        """Number of elements."""
         return prod(self.shape)
 
     def shifted(self, by: tuple[int, ...]) -> Rectangle:

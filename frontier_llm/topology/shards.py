@@ -11,8 +11,8 @@ from math import prod
 
 from frontier_llm.blueprint.parameters import Parameter, Split
 
-# Alignment in elements: each parameter in a flat bucket, and each rank's slice of a bucket, starts at a multiple of it.
-# In bf16 it is 256 bytes, with which RCCL and vector loads are fast.
+# Alignment in elements: each parameter in a flat bucket, and each rank's slice of a bucket, starts at a multiple of
+# this number. In bf16 the alignment is 256 bytes, with which RCCL and vector loads are fast.
 BUCKET_ALIGNMENT = 128
 
 
@@ -45,7 +45,7 @@ class ShardSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's rectangle."""
+        """Number of elements of this rank's rectangle."""
         return prod(self.shape)
 
     def splits_over(self, axis: str) -> bool:

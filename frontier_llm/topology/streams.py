@@ -1,8 +1,9 @@
 """Counts the GPU streams of a rank, and checks that each can have its own hardware queue.
 
 Streams that share a hardware queue wait for each other. With many communications in flight each stream therefore needs
-its own queue. Otherwise a receive that waits for a message can block an operation in the same queue for which the
-sender waits. With one communication in flight any assignment of streams to queues is safe (docs/communication.md).
+its own queue. Otherwise a receive that waits for a message can block another operation in its queue, although the
+message's sender waits for that operation. With one communication in flight any assignment of streams to queues is safe
+(docs/communication.md).
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ def queue_problem(config: RunConfig, grid: Grid, placement: Placement) -> Proble
         return None
     return Problem(
         where="comm.in_flight",
-        what=f"many in flight needs a hardware queue for each of a rank's {streams} streams, and a device has "
-        f"{MOST_QUEUES}",
+        what=(
+            f"many in flight needs one hardware queue for each of the {streams} streams of a rank, but a device has "
+            f"only {MOST_QUEUES}"
+        ),
         fix="set comm.in_flight=one, or comm.algorithms=flat, which needs fewer streams",
     )
 
@@ -117,7 +120,8 @@ def streams_of_rank(
         add("ep", grid.experts_group(rank), grid.etp if by_node else 0)
         add("etp", grid.split_experts_group(rank))
         add("edp", grid.replicas_group(rank))
-        streams.append("numbers of rows")  # copied to the host beside compute (parallel/expert/dispatch.py)
+        # these numbers are copied to the host during compute (parallel/expert/dispatch.py)
+        streams.append("numbers of rows")
     # torch makes one communicator for each pair of ranks that exchange messages in a group
     for channel, pairs in placement.streams.items():
         streams += [f"pp.{channel.value} {pair}" for pair in pairs if stage in pair]

@@ -65,7 +65,8 @@ def agree(
         if failure is not None:
             record(failure)
         store.set(_VERDICT, AGREED if failure is None else failure.to_json())
-    store.wait([_VERDICT], timedelta(seconds=timeout_s + LINGER_S))  # LINGER_S longer than rank 0 waits for the reports
+    # rank 0 waits `timeout_s` for the reports, so the others wait LINGER_S longer for its verdict
+    store.wait([_VERDICT], timedelta(seconds=timeout_s + LINGER_S))
     verdict = store.get(_VERDICT).decode()
     if verdict == AGREED:
         facts = ", ".join(f"{name} {value}" for name, value in report.facts.items())
@@ -111,13 +112,11 @@ def judge(reports: Sequence[RankReport]) -> Failure | None:
     other = [rank for rank, report in enumerate(reports) if _identity(report) != expected]
     first = (failed or other)[0]
     told = reports[first]
-    affected = {report.host for report in reports if report.error} if normal.error else differing
+    affected = {reports[rank].host for rank in failed} if normal.error else differing
     problem = _explain(first, told, normal)
     if len(affected) > 1:
-        problem = replace(
-            problem,
-            what=f"{problem.what} (the same on {len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)})",
-        )
+        hosts = f"{len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)}"
+        problem = replace(problem, what=f"{problem.what} (the same problem on {hosts})")
     return Failure(
         problem.what,
         Evidence.EXCEPTION if told.error else Evidence.COMPARISON,

@@ -185,8 +185,8 @@ def _start_store(config: RunConfig, job: _Job | None) -> None:
     """On rank 0, start the process that serves the store. It starts while rank 0 prepares its device."""
     if config.comm.store in ("direct", "node"):
         log.info(
-            f"comm.store={config.comm.store} is an old value and means auto: torch's TCPStore. "
-            "comm.store=authenticated is the store that it meant before"
+            f"comm.store={config.comm.store} is an old value that now means auto, which is torch's TCPStore. For the "
+            "store that it selected before, set comm.store=authenticated"
         )
     if job is not None and job.place.world_size > 1 and config.comm.backend != "mpi":
         start_store(job.place.rank, job.place.world_size, _meeting(config, job), config.train.timeout_s)

@@ -101,12 +101,11 @@ class Metrics:
 
     def phase(self, state: TrainState) -> None:
         """Record that another phase of the run has begun."""
-        model = state.config.model
-        batch = state.config.batch
+        config = state.config
         values = {
             "number": self._phase.number,
-            "sequence_length": model.sequence_length,
-            "global_batch": batch.global_batch,
+            "sequence_length": config.model.sequence_length,
+            "global_batch": config.batch.global_batch,
         }
         self.event("phase", state.current_step, values)
 
@@ -125,28 +124,25 @@ class Metrics:
         phases_s = {name: seconds / self._steps_since for name, seconds in self._clock.take().items()}
         self._since = now
         self._steps_since = 0
-        self._write(
-            "step",
-            step + 1,
-            {
-                **{
-                    name: value for name, value in asdict(result).items() if name != "requests" and value != {}
-                },  # empty fields are left out: further_losses, or routing of a model without experts
-                **asdict(speed),
-                "consumed_samples": position.samples,
-                "consumed_tokens": position.tokens,
-                "skipped_steps": skipped_steps,
-                "memory_gib": memory_gib(),
-                "phases_s": phases_s,  # seconds per step, of this rank
-            },
-        )
+        # empty fields are left out: further_losses, or routing of a model without experts
+        fields = {name: value for name, value in asdict(result).items() if name != "requests" and value != {}}
+        values = {
+            **fields,
+            **asdict(speed),
+            "consumed_samples": position.samples,
+            "consumed_tokens": position.tokens,
+            "skipped_steps": skipped_steps,
+            "memory_gib": memory_gib(),
+            "phases_s": phases_s,  # seconds per step, of this rank
+        }
+        self._write("step", step + 1, values)
         per_step_s = (now - self._started) / (step + 1 - self._first_step)
         self._print(step + 1, result, speed, eta_s=(train.steps - step - 1) * per_step_s)
 
     def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Record an event other than a training step: an evaluation, a save, or a resume."""
         self._write(kind, step, values)
-        if self._steps_since == 0:  # leave the time of the event out of the next step's time
+        if self._steps_since == 0:  # restart the clock, so that the next step's time does not include the event
             self._since = time.perf_counter()
             self._clock.take()
 
@@ -180,7 +176,7 @@ class Metrics:
         try:
             # The file is unbuffered, so each line is one write. If the process is killed, no partial line remains.
             self._lines.write((strict_json(row, indent=None) + "\n").encode())
-        except OSError as error:  # a full disk does not end the run, like a failed save
+        except OSError as error:  # a full disk does not end the run, just as a failed save does not
             log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
         for observer in self._observers:
             try:

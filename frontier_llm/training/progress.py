@@ -26,7 +26,7 @@ class Resume:
     strict: bool = False  # If the newest checkpoint is damaged, stop instead of loading an older checkpoint.
     # Configuration keys that the user allows to change, although this may change the mathematics.
     allow_changes: tuple[str, ...] = ()
-    leave_out: int = 0  # samples to skip from the position at which the run continues
+    leave_out: int = 0  # number of samples to skip at the position from which the run continues
     restart_sources: tuple[str, ...] = ()  # paths of datasets that are read from their beginning, in another order
 
 

@@ -30,7 +30,7 @@ from frontier_llm.training.agreement import raise_failure
 from frontier_llm.units import MIB, format_seconds, plural
 
 SLOW_BELOW = 0.9  # share of the median rate; the products of healthy MI250X differ by less
-REPEATS = 5  # the fastest repeat counts, so that one interruption by another program does not
+REPEATS = 5  # the fastest repeat is used, so an interruption by another program has no effect
 MEASURES = ("matrix product", "copy", "ring inside the node", "exchange with the next node")
 
 
@@ -45,8 +45,8 @@ class Work:
 
 
 GPU_WORK = Work(product_width=8192, dtype=torch.bfloat16, copy_bytes=1024 * MIB, message_bytes=64 * MIB)
-# A limit of CPU time stops a process in periods of 10 to 100 ms. With a product of 3 ms the fastest repeat often ran
-# between two stops. This one takes 20 ms on one core.
+# A quota of CPU time stops a process once in every period of 10 to 100 ms. With a product of 3 ms, the fastest repeat
+# often ran between two stops and did not show the quota. This product takes 20 ms on one core.
 CPU_WORK = Work(product_width=1024, dtype=torch.float32, copy_bytes=16 * MIB, message_bytes=MIB)
 
 
@@ -63,7 +63,7 @@ class SlowNode:
     """A node whose rate is below SLOW_BELOW of the median."""
 
     host: str
-    rank: int  # its slowest rank
+    rank: int  # slowest rank of the host
     measure: str  # member of MEASURES with the lowest rate
     seconds: float
     usual_s: float  # median over the nodes
@@ -75,7 +75,7 @@ class SlowNode:
 
     def __str__(self) -> str:
         return (
-            f"{self.host} has {self.rate:.2f} of the median rate: its {self.measure} takes "
+            f"{self.host} reaches {self.rate:.2f} of the median rate: its {self.measure} takes "
             f"{format_seconds(self.seconds)} (rank {self.rank}), and {format_seconds(self.usual_s)} on the median node"
         )
 
@@ -95,7 +95,9 @@ def check_rates(
     if slow:  # all ranks have the same times, so every rank enters this branch
         again = slow_nodes(_measure(place, mesh, device))
         slow = {host: node for host, node in again.items() if host in slow}
-    log.info(f"rates of {plural(len({one.host for one in times}), 'node')} in {time.monotonic() - began_s:.1f} s")
+    log.info(
+        f"rates of {plural(len({one.host for one in times}), 'node')} measured in {time.monotonic() - began_s:.1f} s"
+    )
     for line in summary(times):
         log.info(f"  {line}")
     failure = judge_rates(slow, {one.host for one in times})
@@ -125,7 +127,7 @@ def judge_rates(slow: Mapping[str, SlowNode], hosts: set[str]) -> Failure | None
         return None
     what = str(worst)
     if len(slow) > 1:
-        what += f" (slow are {len(slow)} of {len(hosts)} nodes: {hostlist.compress(sorted(slow))})"
+        what += f" ({len(slow)} of {len(hosts)} nodes are slow:  {hostlist.compress(sorted(slow))})"
     fix = "the nodes are excluded; report them to the site, or set guard.start_rates=false to use them"
     return Failure(
         what,

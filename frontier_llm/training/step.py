@@ -20,7 +20,7 @@ from frontier_llm.training.build import TrainState
 from frontier_llm.training.guard import Requests
 from frontier_llm.training.routing import summary, tell_routers
 
-# A step sums losses and these further values over all ranks. The prefix distinguishes their keys from names of losses.
+# Besides the losses, a step sums these values over all ranks. The prefix distinguishes their keys from names of losses.
 SQUARED_NORM = "step.squared_norm"
 STOP = "step.stop"
 SAVE = "step.save"

@@ -42,7 +42,7 @@ class PackedTexts:
         self.sequence_length = sequence_length
         self._texts = [[*context, *continuation][-(sequence_length + 1) :] for context, continuation in pairs]
         self._counted = [len(continuation) for _, continuation in pairs]
-        self._rows: list[list[int]] = []  # numbers of the texts in each sample, in order
+        self._rows: list[list[int]] = []  # for each sample: the numbers of its texts, in order
         room = 0
         for number, text in enumerate(self._texts):
             if len(text) > room or len(self._rows[-1]) == most:

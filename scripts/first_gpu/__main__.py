@@ -35,23 +35,25 @@ class Stage:
 STAGES = (
     Stage("machine", 30, "driver, versions, devices"),
     Stage(
-        "build", 150, "C++ parts and kernels, built again with this machine's assembler where the driver refuses them"
+        "build",
+        150,
+        "C++ parts and kernels; kernels that the driver refuses are built again with this machine's assembler",
     ),
     Stage("checks", 60, "every op against float64"),
     Stage("ceilings", 30, "matrix products and copies, by torch"),
-    Stage("ops", 80, "each op beside eager torch and the best SDPA"),
-    Stage("attention", 40, "which attention is fastest here: a table for ops.attention_table"),
-    Stage("step_1b", 60, "a 1B model's step; the same losses twice"),
+    Stage("ops", 80, "times of each op, of eager torch and of the best SDPA back-end"),
+    Stage("attention", 40, "fastest attention back-end here, as a table for ops.attention_table"),
+    Stage("step_1b", 60, "time of a 1B model's step; two runs must have the same losses"),
     Stage("step_3b", 60, "a 3B model's step"),
     Stage("products", 120, "the models' matrix products by shape, on all devices at once for a minute"),
     Stage("reference", 60, "100 steps against the CPU reference"),
     Stage("families", 60, "small models of every family against the CPU"),
-    Stage("waits", 30, "how often a step's host waits for the device"),
+    Stage("waits", 30, "number of times that the host waits for the device in a step"),
     Stage("restart", 60, "a stopped and resumed run against an uninterrupted one"),
-    Stage("hang_test", 140, "which orders of communication are safe here"),
-    Stage("layout", 90, "tensor x pipeline x data parallel against one device"),
+    Stage("hang_test", 140, "modes of comm.in_flight that do not hang here"),
+    Stage("layout", 90, "losses of tensor x pipeline x data parallelism, compared with one device"),
     Stage("addresses", 90, "every op under an address checker"),
-    Stage("compiled", 90, "each op through torch.compile"),
+    Stage("compiled", 90, "times of the plain torch ops, compiled by torch.compile"),
 )
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
@@ -148,7 +150,9 @@ def main() -> int:
         help="run only these stages, comma-separated (default: all)",
     )
     parser.add_argument(
-        "--rehearse", action="store_true", help="play every stage on the CPU or a fake driver, in a bare environment"
+        "--rehearse",
+        action="store_true",
+        help="run every stage on the CPU or with a fake driver, in an environment without optional packages",
     )
     parser.add_argument(
         "--collect-wheels", type=Path, metavar="DIR", help="download wheels for another machine, and exit"

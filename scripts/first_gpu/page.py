@@ -24,7 +24,7 @@ def render(summary: dict[str, Any]) -> tuple[str, str]:
     results = {stage["stage"]: stage.get("result") or stage.get("until_then") or {} for stage in summary["stages"]}
     machine = results.get("machine", {})
     kind = (
-        "rehearsal on a CPU, sizes are tiny and times mean nothing"
+        "rehearsal on a CPU: sizes are tiny, and times have no meaning"
         if summary["rehearsal"]
         else machine.get("device", "?")
     )

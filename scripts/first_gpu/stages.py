@@ -306,7 +306,9 @@ def ops(out: Path) -> dict[str, Any]:
 
 
 def compiled(out: Path) -> dict[str, Any]:
-    """Time eager torch through torch.compile. A rehearsal uses Dynamo alone, which needs no compiler."""
+    """Time the plain torch operations (without kernels of this package), compiled by torch.compile. A rehearsal uses
+    only Dynamo, which needs no compiler.
+    """
     import torch
 
     from frontier_llm.config.schema import OpsConfig

@@ -236,7 +236,7 @@ def degrees() -> tuple[int, int, int]:
     """Return the degrees (tensor, pipeline, data) over the devices of this machine."""
     devices = 4 if REHEARSAL else torch.cuda.device_count()
     if devices < 2:
-        raise Skipped("one device: nothing is sent")
+        raise Skipped("there is only one device, so nothing is sent")
     return next(shape for size, shape in ((8, (2, 2, 2)), (4, (2, 2, 1)), (2, (1, 2, 1))) if devices >= size)
 
 

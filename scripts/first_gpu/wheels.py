@@ -13,8 +13,8 @@ import zipfile
 from importlib import metadata, util
 from pathlib import Path
 
-# Distribution → module that shows that it is installed. torch and Triton are the machine's own. The last two compile
-# and read kernels.
+# Distribution → module that shows that it is installed. torch and Triton must be installed on the machine already. The
+# last two packages are needed to compile and read kernels.
 NEEDED = {
     "numpy": "numpy",
     "PyYAML": "yaml",

@@ -133,7 +133,8 @@ def test_nothing_received_is_executed(path):
             assert not shell, f"line {node.lineno}: shell="
 
 
-# reads torch.save files of other programs, and looks every name up in tables of harmless objects
+# The only module that may use pickle: it reads torch.save files of other programs, and accepts only names from tables
+# of harmless objects.
 UNPICKLER = "interop/megatron/archive.py"
 PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
@@ -165,7 +166,7 @@ def test_one_file_knows_pickle_and_it_imports_no_name():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_rank_environment_reads_environ(path):
-    # the last one is a build tool
+    # these modules may read environment variables directly; the last one is a build tool
     if path.relative_to(PACKAGE).as_posix() in ("run/rank_env.py", "machine/env.py", "ops/aot/build.py"):
         return
     text = path.read_text(encoding="utf-8")

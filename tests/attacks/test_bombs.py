@@ -63,7 +63,7 @@ def test_an_endless_line_ends_a_packed_file_alone(tmp_path: Path, monkeypatch: p
     assert [item.where for item in end] == [
         f"{path}:4",
         str(path),
-    ] and "one line of more than 2.0 KiB, so the rest is skipped" in end[1].why
+    ] and "one line of more than 2.0 KiB, so the rest of the file is skipped" in end[1].why
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (piece,) = cut(tmp_path / "a.jsonl", "file", 1 << 20)
     assert list(read(piece, max_bytes=1000))[-1] == Text("c"), "a file that is as long as it says costs what it weighs"

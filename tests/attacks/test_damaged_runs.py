@@ -173,12 +173,12 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     (
         "binary metrics",
         content("metrics.jsonl", BINARY + b"\n"),
-        "metrics.jsonl: 2 lines are damaged and left out, the first is line 1",
+        "metrics.jsonl: 2 lines are damaged and ignored; the first is line 1",
     ),
     (
         "NaN as loss",
         line("metrics.jsonl", '{"step": 41, "loss": NaN}'),
-        "metrics.jsonl: line 43 is damaged and left out",
+        "metrics.jsonl: line 43 is damaged and ignored",
     ),
     (
         "infinite time",
@@ -329,6 +329,6 @@ def test_the_supervisor_says_that_node_hours_are_not_counted(
     run = BatchRun(job=job, config=finished, site=load_site("local"), allocation=allocation)
     assert supervisor.supervise(run) == 0
     assert (
-        "attempts.jsonl: line 3 is damaged and left out; the node-hours of these starts are not counted"
+        "attempts.jsonl: line 3 is damaged and ignored; the node-hours of the starts in these lines are not counted"
         in capfd.readouterr().err
     )

@@ -25,7 +25,7 @@ _SIZES: Final[dict[str, tuple[Any, int]]] = {
     "dwordx4": (np.uint32, 4),
 }
 _LOCAL_SIZES: Final[dict[str, tuple[Any, int]]] = {
-    "u8": (np.uint8, 1),  # only read: writing half a cell of the race check would look like a race
+    "u8": (np.uint8, 1),  # bytes are only read: writing half a cell of the race check would be reported as a race
     "u16": (np.uint16, 1),
     "b16": (np.uint16, 1),
     "b32": (np.uint32, 1),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.runs import Run
 
-# so tight that ordinary steps of a tiny run count as spikes
+# limits so low that ordinary steps of a tiny run count as spikes
 SPIKES = ("guard.spike_sigmas=0.7", "guard.spike_window=4")
 
 

@@ -74,33 +74,27 @@ def test_a_mixture_of_experts_is_killed_and_resumed_bit_equal(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("victim", "store"), but_first([(1, "auto"), (0, "auto"), (0, "authenticated")]))
 def test_dead_peer_is_named_and_all_others_leave(victim: int, store: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, steps=10_000, save_interval=0, overrides=(*TWO, f"comm.store={store}"))
+    run = Run(tmp_path, steps=100_000, save_interval=0, timeout_s=3600.0, overrides=(*TWO, f"comm.store={store}"))
     process = run.start()
     pids = wait_for_ranks(process, run)
     os.kill(pids[victim], signal.SIGKILL)
-    killed_s = time.monotonic()
-    process.communicate(timeout=50)
-    assert time.monotonic() - killed_s < 40  # before train.timeout_s, 60 s
+    process.communicate()  # pytest's limit is shorter than train.timeout_s
     assert process.returncode == 137
     failure = run.failure()
     assert failure["rank"] == victim and not any(map(alive, pids))
-    if store != "authenticated":  # its store and therefore the heartbeats end with rank 0
+    if store != "authenticated":  # TCPStore, and with it the heartbeats, ends with rank 0
         assert int(str(failure["step"])) > 0 and failure["host"] == os.uname().nodename
         assert "it died or was stopped" in str(failure["what"])
 
 
 @pytest.mark.parametrize("victim", but_first([0, 1]))  # rank 0 is the rank that searches for the cause
 def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
-    limit_s = 15.0  # a first step took 6 s with three workers on two cores
+    limit_s = 40.0  # 20 times a first step on an idle machine: only the frozen rank may be silent for so long
     run = Run(tmp_path, steps=10_000, save_interval=0, timeout_s=limit_s, overrides=TWO)
     process = run.start()
     pids = wait_for_ranks(process, run)
     os.kill(pids[victim], signal.SIGSTOP)
-    stopped_s = time.monotonic()
-    while not (run.run_dir / "failure.json").exists():
-        assert time.monotonic() - stopped_s < limit_s + 30.0
-        time.sleep(0.1)
-    process.communicate(timeout=30)
+    process.communicate()
     assert run.failure()["rank"] == victim
     stacks = (run.run_dir / "logs" / f"stacks_rank_{1 - victim:05}.txt").read_text()
     # The other rank was in a step, or in the agreement of all ranks after the step.
@@ -138,7 +132,7 @@ def test_first_cause_wins(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_signal_saves_one_agreed_step_and_the_run_goes_on(which: str, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=0, overrides=TWO)
-    # So slow that the run is still training when the signal arrives, even if this process is late.
+    # Steps are so slow that the run is still training when the signal arrives, even if this process is late.
     process = run.start("train.step#6%=sleep:2")
     pids = wait_for_ranks(process, run)
     for pid in pids[1:] if which == "one rank" else pids:

@@ -133,7 +133,7 @@ def step_of(
     Without `parallel` the rank holds the complete model. Gradients of different ranks are summed at the step's end.
     """
     degrees = [degree for degree in parallel.values() if isinstance(degree, int)]
-    world = max(degrees, default=1)  # one axis is split
+    world = max(degrees, default=1)  # the case has at most one axis with several ranks
     replicas = parallel.get("data", 1)
     content = {
         "model": model.model_dump(),

@@ -83,7 +83,7 @@ def some_kernels() -> Path:
     """Build two gfx90a kernels with a valid manifest. Returns their folder. All 300 kernels would take a minute."""
     folder = Path(tempfile.mkdtemp(prefix="fl-kernels-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # Other tests of this worker may have switched Triton to its interpreter, which compiles nothing.
+    # Other tests in this worker process of pytest may have enabled Triton's interpreter, which compiles nothing.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, str(folder)]
     subprocess.run(command, check=True, cwd=ROOT, timeout=280, env=environment)

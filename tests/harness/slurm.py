@@ -32,7 +32,7 @@ FRONTIER_NODES = 9408
 LUMI_NODES = 2978
 GPUS = 8
 TESTED_VERSION = "22.05"
-SLURMD_TIMEOUT_S = 20  # with less, a daemon that is delayed by load counts as dead
+SLURMD_TIMEOUT_S = 20  # with a shorter timeout, a daemon that is delayed by load counts as dead
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 

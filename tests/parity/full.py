@@ -63,7 +63,9 @@ def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[s
     serial: dict[Case, Run] = {}
 
     def alone(case: Case) -> Run:
-        """Return the run of the case on one rank. Its first run is also compared with the oracle."""
+        """Return the run of the case on one rank. Each case runs only once, and this run is also compared with the
+        oracle.
+        """
         case = case.serial()
         if case not in serial:
             serial[case] = gather(pool.run(1, train_case, case))
@@ -125,13 +127,13 @@ def main() -> int:
         "--limit",
         type=int,
         default=None,
-        help="only the first N combinations, and leave docs/benchmarks/numerics.md alone",
+        help="run only the first N combinations, and do not change docs/benchmarks/numerics.md",
     )
     parser.add_argument(
         "--random",
         type=int,
         metavar="N",
-        help="N runs of no pattern instead, and leave docs/benchmarks/numerics.md alone",
+        help="run N random configurations instead, and do not change docs/benchmarks/numerics.md",
     )
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     options = parser.parse_args()

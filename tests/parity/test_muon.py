@@ -25,7 +25,7 @@ MUON = ("optimizer.name=muon",)
 GROUPS = (*MUON, "optimizer.heads=groups")
 # Its eight matrices would leave large parts of eight owners' slices empty. They are therefore split and gathered.
 FEW = (*MUON, "model.layers=2")
-FEWER = (*MUON, "model.layers=1")  # half as many matrices: the same effect with four owners
+FEWER = (*MUON, "model.layers=1")  # with half the number of matrices, four owners show the same effect
 
 
 def serial_muon(case: Case, initial: Tensors) -> Run:

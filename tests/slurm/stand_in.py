@@ -65,7 +65,7 @@ def train(words: list[str]) -> int:
                 when, who = map(int, planted.split(":"))
                 if (step, place.rank) == (when, who):
                     raise RuntimeError("planted crash")
-            if wrong and step == 3:  # all ranks end like this if replicas differ (training/guard/cause.py)
+            if wrong and step == 3:  # if replicas differ, all ranks end in this way (training/guard/cause.py)
                 if place.rank == 0:
                     run_dir.distrust(directory, [wrong])
                     suspect = Suspect(2, wrong, "w")

@@ -297,7 +297,8 @@ def _norm(serial: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Finding]:
     what = f"the gradient norm is {found:.6g}, not {expected:.6g}"
     if _equals(total, serial.norm_share):
         yield _at(
-            _line_of(ranks, "world") or defined(sum_over_world), f"{what}: the shares are correct, their sum is not"
+            _line_of(ranks, "world") or defined(sum_over_world),
+            f"{what}: the ranks' shares are correct, but their sum is wrong",
         )
         return
     direction = "too much" if total > serial.norm_share else "only a part"

@@ -25,7 +25,10 @@ def reasons_not_checkable(config: RunConfig, world_size: int) -> list[str]:
     if config.optimizer.engine == "deepspeed":
         reasons.append("optimizer.engine=deepspeed: DeepSpeed communicates through process groups of its own")
     if config.model.moe is not None and config.model.moe.capacity is not None:
-        reasons.append("model.moe.capacity: a rank drops tokens by its own rows, so no serial step is equal")
+        reasons.append(
+            "model.moe.capacity: each rank drops tokens according to its own rows, so no serial step computes the "
+            "same values"
+        )
     plane = max(1, world_size // config.parallel.pipeline)
     small = _degree(config.parallel.tensor) * _degree(config.parallel.context) * _degree(_data(config, world_size))
     if plane > 1 and small % (_degree(config.parallel.expert) * _degree(config.parallel.expert_tensor)):
@@ -42,11 +45,11 @@ def differences(config: RunConfig) -> list[str]:
     if config.comm.algorithms != "flat":
         notes.append("flat collectives instead of comm.algorithms")
     if config.comm.overlap_experts and config.parallel.expert > 1:
-        notes.append("microbatches that are not interleaved (comm.overlap_experts)")
+        notes.append("microbatches run one after the other, not interleaved in pairs (comm.overlap_experts)")
     if config.parallel.expert_all_to_all == "hierarchical":
         notes.append("one rank of ep on each node")
     if len(phases_of(config)) > 1:
-        notes.append("the first phase only")
+        notes.append("only the first of the run's phases (train.phases)")
     return notes
 
 

@@ -90,7 +90,7 @@ def stack() -> Site:
 
 
 def counted(site: Site) -> Site:
-    """Return the lines that are part of a value's meaning."""
+    """Return the lines that identify a value on every layout, without those of `_TRANSPARENT`."""
     return tuple(line for line in site if _is_counted(line[0].co_filename))
 
 

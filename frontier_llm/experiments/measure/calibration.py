@@ -297,7 +297,11 @@ def whole_steps(samples: Samples, config: RunConfig) -> tuple[list[Step], list[S
             for B, m, s in samples.tensor_steps
         ],
         [
-            (f"{m} x {B} on each of {samples.ranks}, sharded", steps_layout(config, sharded, B, m), s)
+            (
+                f"{m} x {B} on each of {samples.ranks} ranks, with sharded weights",
+                steps_layout(config, sharded, B, m),
+                s,
+            )
             for B, m, s in samples.sharded_steps
         ],
     )

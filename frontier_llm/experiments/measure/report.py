@@ -53,18 +53,14 @@ def write_report(
         _memory(records),
         _experts(records),
         *(_layout(record, part) for record in records for part in record.parts),
-        *(
-            communication_section(_of_run(record, record.moved_on.name), record.operations)
-            for record in records
-            if record.operations
-        ),
-        _runs(records),
-        *(
-            f"<details><summary>Configuration of "
-            f"{text(record.name)}</summary><pre>{text(dump(record.config))}</pre></details>"
-            for record in records
-        ),
     ]
+    for record in records:
+        if record.operations:
+            parts.append(communication_section(_of_run(record, record.moved_on.name), record.operations))
+    parts.append(_runs(records))
+    for record in records:
+        title = f"<summary>Configuration of {text(record.name)}</summary>"
+        parts.append(f"<details>{title}<pre>{text(dump(record.config))}</pre></details>")
     if sample:
         parts.append(f"<h2>A generated sample</h2><pre>{text(sample)}</pre>")
     if next_command:
@@ -79,8 +75,6 @@ def _model_line(config: RunConfig) -> str:
         f"hidden {model.hidden}",
         f"{model.heads} heads",
         f"vocabulary {model.vocab_size:,}",
-    ]
-    parts += [
         f"sequence {model.sequence_length}",
         f"{format_count(matrix_parameters(model))} weights per token",
         config.precision.dtype,
@@ -111,16 +105,11 @@ def _tiles(records: Sequence[RunRecord]) -> str:
 def _predicted(records: Sequence[RunRecord], machine: str, plugins: Sequence[str]) -> str:
     """Return a table and a chart of the step times that the planner predicts and of the measured medians."""
     runs = [beside_prediction(record.directory, machine, plugins=plugins) for record in records]
-    rows = [
-        (
-            record.name,
-            format_seconds(run.predicted_s),
-            format_seconds(run.measured_s),
-            f"{100 * run.error:+.1f} %",
-        )
-        for record, run in zip(records, runs, strict=True)
-    ]
     names = [record.name for record in records]
+    rows = [
+        (name, format_seconds(run.predicted_s), format_seconds(run.measured_s), f"{100 * run.error:+.1f} %")
+        for name, run in zip(names, runs, strict=True)
+    ]
     times = {"predicted": [run.predicted_s for run in runs], "measured": [run.measured_s for run in runs]}
     bars = [
         {"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": COLORS[index]}}
@@ -210,18 +199,14 @@ def _held_out(record: RunRecord) -> list[str]:
 def _tasks(records: Sequence[RunRecord]) -> Chart:
     """Return a chart of each in-context task's accuracy, with a colour per task and a dash style per run."""
     names = list(dict.fromkeys(name for record in records for row in record.tasks for name in row["accuracy"]))
-    traces = [
-        line(
-            f"{name}, {record.name}",
-            _steps(rows),
-            [row["accuracy"][name] for row in rows],
-            number,
-            dash=DASHES[index % len(DASHES)],
-        )
-        for index, record in enumerate(records)
-        for number, name in enumerate(names)
-        if (rows := [row for row in record.tasks if name in row["accuracy"]])
-    ]
+    traces = []
+    for index, record in enumerate(records):
+        dash = DASHES[index % len(DASHES)]
+        for number, name in enumerate(names):
+            rows = [row for row in record.tasks if name in row["accuracy"]]
+            accuracies = [row["accuracy"][name] for row in rows]
+            if rows:
+                traces.append(line(f"{name}, {record.name}", _steps(rows), accuracies, number, dash=dash))
     return Chart("Accuracy of in-context tasks", "step", "share of questions", traces)
 
 
@@ -242,51 +227,42 @@ def _phases(record: RunRecord) -> Chart:
     """Return a chart that divides rank 0's time in each step into phases."""
     rows = [step for step in record.steps if step.get("phases_s")]
     names = list(dict.fromkeys(name for row in rows for name in row["phases_s"]))
-    traces = [
-        {
-            **line(name, _steps(rows), [1e3 * row["phases_s"].get(name, 0.0) for row in rows], index),
-            "stackgroup": "step",
-        }
-        for index, name in enumerate(names)
-    ]
+    traces = []
+    for index, name in enumerate(names):
+        times_ms = [1e3 * row["phases_s"].get(name, 0.0) for row in rows]
+        traces.append({**line(name, _steps(rows), times_ms, index), "stackgroup": "step"})
     return Chart(f"Phases of the step on rank 0: {record.name}", "step", "milliseconds", traces)
 
 
 def _experts(records: Sequence[RunRecord]) -> str:
     """Return charts of how evenly the routers distribute tokens, or '' if no run has experts."""
-    routed = [
-        (index, record, [step for step in record.steps if "routing" in step]) for index, record in enumerate(records)
-    ]
-    routed = [(index, record, rows) for index, record, rows in routed if rows]
+    routed = []
+    for index, record in enumerate(records):
+        rows = [step for step in record.steps if "routing" in step]
+        if rows:
+            routed.append((index, record.name, rows))
     if not routed:
         return ""
 
-    def over_steps(title: str, unit: str, of: Callable[[Mapping[str, Any]], float]) -> Chart:
-        return Chart(
-            title,
-            "step",
-            unit,
-            [
-                line(record.name, _steps(rows), [of(row["routing"]) for row in rows], index)
-                for index, record, rows in routed
-            ],
-        )
+    def over_steps(title: str, unit: str, value_of: Callable[[Mapping[str, Any]], float]) -> Chart:
+        traces = []
+        for index, name, rows in routed:
+            values = [value_of(row["routing"]) for row in rows]
+            traces.append(line(name, _steps(rows), values, index))
+        return Chart(title, "step", unit, traces)
 
-    def at_last(record: RunRecord, rows: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+    loads = []
+    for index, name, rows in routed:
         counts = rows[-1]["routing"]["rows_per_expert"]
-        return points(record.name, list(range(len(counts))), counts, index)
-
+        loads.append(points(name, range(len(counts)), counts, index))
     charts = (
         over_steps(
-            "Busiest expert of the worst layer", "rows over the mean", lambda routing: max(routing["largest_over_mean"])
+            "Busiest expert of the most unbalanced layer",
+            "rows, relative to the mean of the experts",
+            lambda routing: max(routing["largest_over_mean"]),
         ),
         over_steps("Entropy of the routers' scores, mean of layers", "nats", lambda routing: fmean(routing["entropy"])),
-        Chart(
-            "Load in the last step",
-            "expert",
-            "rows, all layers",
-            [at_last(record, rows, index) for index, record, rows in routed],
-        ),
+        Chart("Load in the last step", "expert", "rows, all layers", loads),
     )
     return f"<h2>Experts</h2>{figures(charts)}"
 
@@ -397,17 +373,9 @@ def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]
     rows = []
     for name, row in operations.items():
         axis, _, operation = name.partition(" ")
+        calls = f"{row['calls']:,}"
         latencies = [f"< {format_seconds(row[key] * 1e-6)}" for key in ("p50_us", "p99_us")]
-        rows.append(
-            [
-                axis,
-                operation,
-                f"{row['calls']:,}",
-                format_bytes(row["bytes"]),
-                format_seconds(row["blocked_s"]),
-                *latencies,
-            ]
-        )
+        rows.append([axis, operation, calls, format_bytes(row["bytes"]), format_seconds(row["blocked_s"]), *latencies])
     charts = [_calls(axis, bins) for axis, bins in by_axis(operations).items() if any(bins)]
     return f"<h2>Communication {text(title)}</h2>{table(head, rows)}{figures(charts)}"
 
@@ -427,4 +395,6 @@ def _calls(axis: str, bins: list[int]) -> Chart:
         "hoverinfo": "text",
         "marker": {"color": COLORS[0]},
     }
-    return Chart(f"How long calls of rank 0 blocked: {axis}", "blocked for less than", "calls", [trace], height_px=240)
+    return Chart(
+        f"How long calls of rank 0 blocked: {axis}", "upper limit of the blocked time", "calls", [trace], height_px=240
+    )

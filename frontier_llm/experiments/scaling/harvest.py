@@ -108,8 +108,8 @@ def harvest(root: Path) -> list[Row]:
     samples = [read_sample(path.parent) for path in sorted(root.glob(f"**/{POINT_FILE}"))]
     if not samples:
         raise DataError(
-            "contains no point of a scaling series",
-            "create them with frontier-llm scaling weak|strong … --output DIR",
+            "contains no runs of a scaling series",
+            "run a series with: frontier-llm scaling weak|strong … --output DIR",
             str(root),
         )
     groups: dict[tuple[Any, ...], list[Sample]] = {}

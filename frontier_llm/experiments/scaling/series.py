@@ -97,19 +97,17 @@ def make_point(
     """Return a point with a batch of `batch` samples per replica (weak) or in total (strong), without checking it."""
     replicas = max(1, nodes * site.tasks_per_node // config.parallel.model_ranks)
     global_batch = batch * replicas if mode == "weak" else batch
-    own = config.model_copy(
-        update={
-            "machine": site.machine,
-            "batch": config.batch.model_copy(update={"global_batch": global_batch}),
-            "train": config.train.model_copy(update={"run_dir": str(directory)}),
-        }
-    )
+    changes = {
+        "machine": site.machine,
+        "batch": config.batch.model_copy(update={"global_batch": global_batch}),
+        "train": config.train.model_copy(update={"run_dir": str(directory)}),
+    }
     return Point(
         mode=mode,
         nodes=nodes,
         tasks_per_node=site.tasks_per_node,
         repeat=repeat,
-        config=own,
+        config=config.model_copy(update=changes),
         site=site.name,
     )
 
@@ -133,16 +131,13 @@ def make_series(
             directory = root / f"{mode}_{config.model.name}_nodes{count:05}_r{repeat}"
             point = make_point(mode, config, site, nodes=count, batch=batch, directory=directory, repeat=repeat)
             points.append(point)
-    problems = [
-        replace(
-            problem,
-            where=f"{point.nodes} nodes: {problem.where}",
-            fix=problem.fix or _node_fix(config, site, point.nodes),
-        )
-        for point in points
-        if point.repeat == 1
-        for problem in _problems_of(point, site)
-    ]
+    problems = []
+    for point in points:
+        if point.repeat > 1:
+            continue
+        for problem in _problems_of(point, site):
+            fix = problem.fix or _node_fix(config, site, point.nodes)
+            problems.append(replace(problem, where=f"{point.nodes} nodes: {problem.where}", fix=fix))
     if problems:
         raise LayoutError(problems)
     return points

@@ -87,7 +87,7 @@ def _problem(
         fix = f"set train.steps={room}"
     else:
         enough = math.ceil(predicted.job_s(FEWEST_STEPS) / 60)
-        smaller = f"leave the point of {point.nodes} nodes out, or use a smaller batch"
+        smaller = f"omit the point with {point.nodes} nodes, or use a smaller batch"
         fix = "; or ".join([smaller, *longer_jobs(site, point.nodes, enough, partition)])
     step = format_seconds(predicted.step_time_s)
     return Problem(

@@ -99,7 +99,7 @@ def make_space(
         fixes = f" --fix {fixed_words(fixed)}" if fixed else ""
         raise ConfigError(
             f"{what} (global batch {config.batch.global_batch}{fixes})",
-            "change --nodes, or give fewer --fix options",
+            "use another number of nodes, or fix fewer values (--fix)",
             "tune",
         )
     seconds = step_s(config.model, fitting, rates)

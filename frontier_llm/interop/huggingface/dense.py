@@ -58,7 +58,7 @@ def read_gemma2(f: ConfigJson) -> dict[str, Any]:
     if kinds is not None:
         every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
         if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(kinds))]:
-            f.refuse("layer_types", kinds, f"{_FULL} at each n-th layer, and only there")
+            f.refuse("layer_types", kinds, f"{_FULL} at every n-th layer, and at no other layer")
     window = f.content.get("sliding_window", 4096)
     if every == 1 or window is None or window >= f.get("max_position_embeddings", 8192):
         window = None

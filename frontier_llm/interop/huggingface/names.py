@@ -32,7 +32,7 @@ class TensorRule:
     # Number of rows (dim 0) of our tensor that the other format also has. Our further rows are padding of the
     # vocabulary and are zeros.
     rows: int
-    stacked: bool  # their fused tensor stacks our pieces, instead of having rows in our order
+    stacked: bool  # True: their fused tensor contains our pieces one after another; False: its rows are in our order
     turned: bool  # their matrix is stored as (in, out), ours as (out, in)
 
     def experts(self, first: int, stop: int) -> tuple[str, ...]:

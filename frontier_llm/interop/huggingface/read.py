@@ -134,7 +134,10 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         raise CheckpointError(
             what,
             where=where,
-            fix="use Dots1ForCausalLM, which is similar to DeepSeek and has ordinary attention",
+            fix=(
+                "load a checkpoint of another architecture, for example Dots1ForCausalLM, which resembles DeepSeek "
+                "but has ordinary attention"
+            ),
         )
     what = f"architecture {', '.join(names) or config.get('model_type')!r} is not supported"
     known = ", ".join(family.architecture for family in FAMILIES)

@@ -104,7 +104,8 @@ class StoredTensor:
         """
         try:
             storage = self.archive.storage(self.key, self.dtype)
-            if prod(self.shape) > len(storage):  # repeated elements: a copy could have any size
+            # the tensor repeats elements of its storage, so a copy could have any size
+            if prod(self.shape) > len(storage):
                 raise RuntimeError
             return storage.as_strided(self.shape, self.stride, self.offset)
         except RuntimeError as error:

@@ -26,7 +26,7 @@ _REPORTED = 8
 # model_rng.pt is written if the distributed optimizer has a file of its own
 _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")
 _IN_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,8})\.(.*)")
-# their name within a layer, in the spellings of several years → our name
+# Megatron's name within a layer, in the spellings of several versions → our name
 _LAYER_NAMES = (
     (r"(input_layernorm|input_norm|self_attention\.linear_qkv\.layer_norm)[._](weight|bias)", r"attention_norm.\2"),
     (
@@ -76,7 +76,7 @@ def find(directory: Path) -> StoredModel:
     if ranks:
         return _megatron(folder, ranks)
     what = "contains no checkpoint of Megatron-LM or Megatron-DeepSpeed"
-    fix = "give the folder with mp_rank_*/ or layer_*-model_states.pt in it, or the one above it"
+    fix = "give the folder that contains mp_rank_*/ or layer_*-model_states.pt, or its parent folder"
     if (folder / "metadata.json").exists() or (folder / ".metadata").exists():
         what = "is in Megatron's torch_dist format, which is not supported"
         fix = "save it again with Megatron's --ckpt-convert-format torch"
@@ -171,7 +171,7 @@ def _expect_degree(key: str, arguments: Mapping[str, Any], count: int, folder: P
     """Raise CheckpointError if the degree in the arguments is not `count`: the last ranks' files are missing then."""
     if arguments.get(key, count) != count:
         raise CheckpointError(
-            f"was written with {key} {arguments[key]}, but only the files of {count} exist",
+            f"was written with {key} {arguments[key]}, but the files of only {count} exist",
             where=str(folder),
             fix="copy all files",
         )

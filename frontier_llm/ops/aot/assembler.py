@@ -24,9 +24,9 @@ _FRAME = re.compile(
 class Assembled:
     """Notes of ptxas about one kernel."""
 
-    warnings: tuple[str, ...]  # codes of its notes about lost speed, each once and in order
+    warnings: tuple[str, ...]  # codes of ptxas's notes about lost speed, each listed once, in order
     stack_bytes: int  # stack frame of a thread
-    spill_store_bytes: int  # size of the instructions' spilled values, per thread
+    spill_store_bytes: int  # bytes of registers that are spilled, per thread
     spill_load_bytes: int
 
     @property
@@ -72,7 +72,7 @@ def read_log(text: str) -> Assembled:
     if not frames:
         raise BackendError(
             f"ptxas printed no stack frame for the kernel: {text.strip()[-200:] or 'no output'}",
-            "use the Triton that docs/ops.md names",
+            "install the version of Triton that docs/ops.md names",
             "build_ops",
         )
     return Assembled(

@@ -123,7 +123,7 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         "enable_fp_fusion": True,
         **dict(architecture.options),
     }
-    # Line information contains the path of the sources, so each machine would build a different file.
+    # Line information contains the path of the sources, so the built file would differ between machines.
     triton.knobs.compilation.disable_line_info = True
     # Triton enables this by default on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS).
     triton.knobs.amd.use_in_thread_transpose = amd
@@ -193,7 +193,7 @@ def check_extras(metadata: Any) -> None:
     asked = [name for name in extras if getattr(metadata, name, None)]
     if asked or getattr(metadata, "num_ctas", 1) != 1:
         what = f"the kernel needs {', '.join(asked) or 'clusters of blocks'}, which the launcher does not support"
-        raise BackendError(what, "use the Triton that docs/ops.md names")
+        raise BackendError(what, "install the version of Triton that docs/ops.md names")
 
 
 def build(architectures: list[str], destination: Path, jobs: int | None = None) -> dict[str, list[CodeObject]]:

@@ -125,7 +125,9 @@ def check_launch(
             f"it needs {shared_bytes} bytes of shared memory, and a block has at most {machine.block_shared_bytes}"
         )
     if differences:
-        raise BackendError("; ".join(differences), "use the Triton that docs/ops.md names", f"code object of {symbol}")
+        raise BackendError(
+            "; ".join(differences), "install the version of Triton that docs/ops.md names", f"code object of {symbol}"
+        )
 
 
 def sections(elf: ELFFile) -> dict[str, bytes]:

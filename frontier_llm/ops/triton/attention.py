@@ -156,7 +156,7 @@ def _forward_block(
     if EXTRAS:
         tilt = slope2 * (column - origin).to(tl.float32)
         column_document = tl.load(key_documents + column)
-    # The largest product has the largest score, so that scaling and subtraction are one instruction.
+    # The largest product q·k has the largest score, so scaling and subtracting the maximum are one instruction.
     inner, outer = (scale2, 1.0) if EXTRAS else (1.0, scale2)
     scores = _logits(
         _scores(products_MN, inner, bound2, SOFTCAP),

@@ -99,7 +99,7 @@ class _Gathered(Function):
                     logsumexp_BaQ,
                     query.scores(ctx.scores, seen),
                 )
-                grad_q[rows].add_(grad_q_QBaD)  # `+=` on an indexed tensor would copy the sum once more
+                grad_q[rows].add_(grad_q_QBaD)  # `+=` on an indexed tensor would make one more copy of the sum
                 for to_KBgD, grad_KBgD in zip(grad_K2BgD[stretch].unbind(1), grads, strict=True):
                     to_KBgD += grad_KBgD
                 if seen.start:

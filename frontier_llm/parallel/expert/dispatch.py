@@ -367,8 +367,8 @@ class _Combine(Function):
         travel = leave(grads[0], ctx.plan)
         _let_other_half_run(ctx.plan.axis)
         rows = arrived(travel, ctx.plan)
-        # While the device sorts these rows, the forward that is paired with this backward reads its numbers of rows and
-        # sends its rows. With this call, forward and backward switch three times each.
+        # While the device sorts these rows, the forward that is paired with this backward copies its row counts to the
+        # host and sends its rows. With this call, forward and backward each switch three times.
         _let_other_half_run(ctx.plan.axis)
         return rows, None
 
@@ -391,7 +391,7 @@ class OnNode(NamedTuple):
     """Tokens that this rank has received along the rail, and that it sends to experts inside its node."""
 
     x_MH: Tensor
-    experts_Mk: Tensor  # numbers of experts inside the node, from 0
+    experts_Mk: Tensor  # numbers of the experts within the node, counted from 0
     weights_Mk: Tensor
     elsewhere_Mk: Tensor  # choices to ignore: experts of other nodes, dropped choices, and unused rows
 
@@ -408,7 +408,8 @@ class ToNodes:
         self._nodes = rail
         self._per_node = experts // rail.size
         if dropped_Nk is not None:
-            experts_Nk = experts_Nk.masked_fill(dropped_Nk, experts)  # a number of no expert, and so of no node
+            # this number belongs to no expert, and therefore to no node
+            experts_Nk = experts_Nk.masked_fill(dropped_Nk, experts)
         node_R = torch.arange(rail.size, device=x_NH.device)
         needed_NR = (experts_Nk[..., None] // self._per_node == node_R).any(1)
         room = None if room is None else room * self._per_node

@@ -15,7 +15,7 @@ def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, chosen_E: Tensor, ro
     """
     experts_A = experts_Nk.flatten()
     by_weight = weights_Nk.detach().flatten().argsort(descending=True, stable=True)
-    order = by_weight[experts_A[by_weight].argsort(stable=True)]  # sorted by expert, then by weight
+    order = by_weight[experts_A[by_weight].argsort(stable=True)]  # sorted by expert, and within an expert by weight
     first_A = (chosen_E.cumsum(0) - chosen_E)[experts_A[order]]
     late = torch.arange(len(order), device=order.device) - first_A >= room
     return torch.empty_like(late).index_copy_(0, order, late).view(experts_Nk.shape)

@@ -87,12 +87,12 @@ class WeightGradients:
 
     def defer(self) -> None:
         """Keep the work that is submitted from now on (the I action of a split backward)."""
-        assert self._deferred is None, "deferral does not nest"
+        assert self._deferred is None, "defer() was called inside another defer()"
         self._deferred = []
 
     def take_deferred(self) -> list[Work]:
         """Stop deferring, and return the work kept since `defer()`. The W action passes it to `run`."""
-        assert self._deferred is not None, "take_deferred without defer"
+        assert self._deferred is not None, "take_deferred() was called outside of defer()"
         work = self._deferred
         self._deferred = None
         return work
@@ -132,7 +132,7 @@ class WeightGradients:
         def take_rows(parameter: ShardedParameter, rows_RC: Tensor) -> None:
             owner = weak_self()
             assert owner
-            # Until the W action only the sum is kept, because the rows need R times its memory.
+            # Until the W action only the sum over rows is kept, because the R rows need R times its memory.
             if owner.waits:
                 rows_RC = rows_RC.sum(0, keepdim=True)
             owner.submit(parameter, lambda main_grad: ops.accumulate_rows_(main_grad, rows_RC))

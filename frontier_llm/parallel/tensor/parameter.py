@@ -35,7 +35,7 @@ class ShardedParameter(Parameter):
         return self
 
 
-Declared = Mapping[str, ShardedParameter]  # parameters that a rank has declared, by their names in the blueprint
+Declared = Mapping[str, ShardedParameter]  # names in the blueprint → parameters that this rank has declared
 
 
 def materialise(module: nn.Module, device: torch.device) -> list[ShardedParameter]:

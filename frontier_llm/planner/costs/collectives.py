@@ -11,7 +11,7 @@ import numpy as np
 from frontier_llm.machine.rates import Rates, Table, fabric_bandwidth
 from frontier_llm.planner.costs.layouts import Number
 
-# how often a ring moves the complete tensor; an all-reduce is a reduce-scatter and an all-gather
+# number of times that a ring moves the complete tensor; an all-reduce is a reduce-scatter and an all-gather
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # all-to-all: the rank's own input
 
 
@@ -98,7 +98,8 @@ def flat_s(
     fabric = np.where(per_node > 1, fabric_bandwidth(rates, per_node), np.inf)
     ring = passes * share * size_bytes / np.minimum(wire, fabric)
     if rates.all_reduce_table:
-        total = size_bytes * sharing  # bytes through the NICs of a node; the table has one communicator per node
+        # bytes that pass the NICs of a node; the table was measured with one communicator per node
+        total = size_bytes * sharing
         across = table_s(rates.all_reduce_table, nodes, total) * passes / 2 / rates.network_share
         if passes == 1:  # RCCL has only rings for these operations, so each rank adds a hop
             across = np.maximum(across, ring + rates.network_latency_s) + (ranks - 1) * rates.network_hop_s

@@ -150,10 +150,10 @@ class RanksPerNode:
     """How many ranks of each axis share a node, and how many groups of ranks share the NICs of a node."""
 
     cp_per_node: Number
-    replicas_per_node: Number  # Ranks of dp x cp.
-    replicas_sharing: Number  # Groups of replicas of one node that reduce at the same time.
+    replicas_per_node: Number  # Number of ranks of dp x cp in a node.
+    replicas_sharing: Number  # Number of groups of replicas of one node that reduce at the same time.
     pp_inside: Number  # True if pipeline neighbours are in the same node.
-    pp_sharing: Number  # Devices of a node that send pipeline messages at the same time.
+    pp_sharing: Number  # Number of devices of a node that send pipeline messages at the same time.
 
 
 def ranks_per_node(layouts: Layout, rates: Rates) -> RanksPerNode:

@@ -30,8 +30,8 @@ from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
-# Memory of the exchange in backward, in multiples of all gathered keys and values: 1 for the keys and values, 1 for
-# their gradients, and together 1 for a reordered half of each.
+# Memory of the exchange in backward, in multiples of the size of all gathered keys and values: 1 for the keys and
+# values, 1 for their gradients, and 1/2 + 1/2 for a reordered half of each.
 EXCHANGE_COPIES = 3
 BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight, of 40 M parameters each
 
@@ -55,7 +55,7 @@ class Held(NamedTuple):
     # Bytes that a block keeps from its input gradients to its weight gradients: the operands of its products, but
     # nothing of the attention core.
     block_waiting: Number
-    block_working: Number  # bytes of a block while it is recomputed
+    block_working: Number  # working memory of a block while it is recomputed, in bytes
     logits: Number
     logits_waiting: Number
     exchanged: Number  # gathered keys and values of the complete sequence (context parallelism)

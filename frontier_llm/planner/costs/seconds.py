@@ -139,7 +139,7 @@ def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
     cp = layout.cp
     inside = min(cp, max(node // tp, 1))
     beside = 0.0 if rates.host_executes or collective.under is Under.NOTHING else rates.dp_overlap
-    sharing = node // inside  # groups of a node that share its NICs
+    sharing = node // inside  # number of groups of a node that share its NICs
     if collective.operation == "exchange":
         near = cp <= inside
         return (
@@ -147,7 +147,7 @@ def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
             * collective.calls
             * float(message_s(rates, collective.size_bytes, near, 1 if near else sharing))
         )
-    if cp <= inside:  # a ring through every tp-th device is at most as fast as one through all devices
+    if cp <= inside:  # a ring through every tp-th device cannot be faster than a ring through all devices
         reach = float(fabric_bandwidth(rates, cp)) / float(fabric_bandwidth(rates, min(tp * cp, node)))
         return (1 - beside) * float(node_s(rates, cp, collective.size_bytes, collective.operation)) * max(reach, 1.0)
     return (1 - beside) * float(
@@ -243,7 +243,7 @@ class Times(NamedTuple):
     forward_s: Number
     backward_s: Number  # Input and weight gradients and the recomputed forward, without `adding_s`.
     adding_s: Number  # Extra time if weight gradients are accumulated: in every microbatch of a step but the first.
-    weight_s: Number  # Part of backward_s: the weight gradients, which a split backward may run later.
+    weight_s: Number  # Part of backward_s for the weight gradients, which a split backward may run later.
     sent_s: Number  # Part of forward_s: communication over tp, which does not hide the host's dispatch.
     sent_backward_s: Number
     rows_s: Number  # Part of forward_s: rows to and from experts, which another microbatch's compute may hide.

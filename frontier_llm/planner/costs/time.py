@@ -169,8 +169,8 @@ def tail(
     parameters = parameters + (whole.padding if whole else 0)
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
-    # With one communication in flight the next collective of a layer waits for a gradient sum, so that hardly any of
-    # the sum is hidden. 95 % of its time is exposed in benchmarks/planner/reduction_in_flight.py.
+    # With one communication in flight the next collective of a layer waits for a running gradient sum, so compute hides
+    # almost nothing of the sum. In benchmarks/planner/reduction_in_flight.py 95 % of the sum's time is exposed.
     hides_sums = np.where(rates.one_in_flight & meets_inside(layouts), 0.0, windows)
     owned = parameters / np.where(cut(layouts, 1), layouts.shards, 1) + experts / np.where(
         cut(layouts, 1),
@@ -204,7 +204,7 @@ def sharding_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Num
     inside = np.minimum(place.replicas_per_node, shards)
     across = np.maximum(place.replicas_per_node // shards, 1)
     copies = layouts.replicas // shards
-    devices = place.replicas_per_node * place.replicas_sharing  # devices of a node
+    devices = place.replicas_per_node * place.replicas_sharing  # number of devices of a node
 
     def seconds(size_bytes: Number, operation: str, ranks: Number = shards, per_node: Number = inside) -> Number:
         moved_s = collective_s(

@@ -35,9 +35,9 @@ from frontier_llm.training.guard.suspects import WrongResults
 # Shortest time between two heartbeats of a rank. In very large jobs `period_s` returns a longer time, to limit the load
 # of the store.
 PERIOD_S = 0.25
-SILENT_PERIODS = 3  # If a single rank sends no heartbeat for this many periods, it is taken for dead.
-# Time after which several ranks without heartbeats are taken for dead. It is longer than SILENT_PERIODS, because
-# several live ranks on a busy machine can be late at the same time.
+SILENT_PERIODS = 3  # If a single rank sends no heartbeat for this number of periods, the rank is treated as dead.
+# Time after which several ranks without heartbeats are treated as dead. This time is longer than SILENT_PERIODS
+# periods, because several live ranks on a busy machine can be late at the same time.
 PATIENCE_S = 2.5
 ANSWER_S = 8.0  # Time that a rank waits for rank 0 to find the cause.
 STORE_S = 3.0  # Time that a rank waits for the store, whose process or node may be stopped.
@@ -96,7 +96,7 @@ class Inquiry:
                 self._heartbeat_store.post(self._rank, heartbeat)
             except RuntimeError as error:
                 if self._heartbeat_store.outlives_rank_0:
-                    log.warn(f"from now on, the rank that fails first cannot be found: {error}")
+                    log.warn(f"from now on, the rank that fails first cannot be determined: {error}")
                 self._heartbeat_store = None  # the main thread's collectives will report the failure
 
     def answer_alarm(self) -> None:

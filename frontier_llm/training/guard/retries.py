@@ -20,8 +20,8 @@ from frontier_llm.run.failure import OUT_OF_MEMORY, Evidence, Failure, write_fai
 from frontier_llm.run.job import ROOMIER_PLAN_VARIABLE
 from frontier_llm.run.rank_env import environ, node_name
 
-# One retry per step means that no step fits the memory: each step flushes the cache at least once. Ten steps tell this
-# apart from the retries of one evaluation or save.
+# One retry per step means that no step fits into memory: each step flushes the cache at least once. A count over ten
+# steps distinguishes this from the retries of one evaluation or save.
 RETRIES_PER_STEP = 1.0
 WINDOW_STEPS = 10
 

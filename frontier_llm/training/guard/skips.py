@@ -101,7 +101,7 @@ class Skips:
             raise FrontierError(
                 f"{self._in_row} steps in a row were skipped; at the last one loss was {loss}, gradient norm "
                 f"{gradient_norm}",
-                "lower optimizer.lr, look at the data of these steps (decisions.jsonl), or raise "
+                "lower optimizer.lr, inspect the data of these steps (decisions.jsonl), or raise "
                 "guard.max_skips_in_row",
                 f"step {step}",
             )
@@ -114,7 +114,7 @@ class Skips:
         """
         target = self._checkpoints.newest_at_most(step - self._config.rewind_steps)
         if target is not None and self._decisions.rewinds_to(target) >= MOST_REWINDS:
-            log.info(f"spike at step {step}: after {MOST_REWINDS} rewinds to step {target} it is skipped instead")
+            log.info(f"spike at step {step}: after {MOST_REWINDS} rewinds to step {target} the step is skipped instead")
             return None
         progress = self._checkpoints.rewind(step - self._config.rewind_steps)
         if progress is None:

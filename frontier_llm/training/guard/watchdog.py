@@ -144,7 +144,8 @@ class Watchdog:
             time.sleep(LINGER_S)
         # Close last, because the watchdog thread may still write, and its error would hide the cause.
         self._close_stacks()
-        os._exit(RankFailure.exit_code)  # Do not wait for the dead rank, not even in the destructors of process groups.
+        # os._exit skips the destructors of process groups, which would wait for the dead rank
+        os._exit(RankFailure.exit_code)
 
     def _write_stacks(self) -> None:
         """Write the traceback of the current exception and the stacks of all threads."""
@@ -219,5 +220,5 @@ class Watchdog:
                 f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in "
                 f"{path}\n{failure.describe()}"
             )
-        finally:  # exit even after an error here, because nothing else would end this process
+        finally:  # exit even if the lines above have raised an error, because nothing else ends this process
             os._exit(STUCK)

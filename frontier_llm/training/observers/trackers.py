@@ -54,7 +54,7 @@ class Events(Observer):
     def close(self) -> None:
         """Flush and close."""
         if self._writer is not None:
-            with suppress(OSError):  # the disk may have filled up since the last event
+            with suppress(OSError):  # the disk can be full, and then writing the last events fails
                 self._writer.close()
             self._writer = None
 

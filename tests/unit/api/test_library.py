@@ -105,7 +105,7 @@ def test_a_plan_becomes_a_run_and_a_notebook_shows_it() -> None:
     assert repr(chosen) == str(chosen)
     html = chosen._repr_html_()
     assert html.startswith("<pre") and "pipeline rank 0" in html
-    # A notebook runs no script of this package: the timeline is drawn with rectangles.
+    # A notebook does not run scripts in the page, so the timeline is drawn with SVG rectangles.
     assert "<script" not in html
     assert html.count("forward, microbatch") >= chosen.as_dict()["plans"][0]["microbatches"]
     assert chosen.as_dict()["promise"]

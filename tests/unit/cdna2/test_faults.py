@@ -55,7 +55,7 @@ def test_copy_and_exchange_are_right():
     [
         (without(COPY, "s_waitcnt vmcnt(0)"), "v2"),
         (COPY.replace("vmcnt(0)", "vmcnt(1)"), "v2"),
-        (COPY.replace("s_waitcnt", "v_mov_b32_e32 v2, 0\ns_waitcnt"), "v2"),  # the load arrives after it
+        (COPY.replace("s_waitcnt", "v_mov_b32_e32 v2, 0\ns_waitcnt"), "v2"),  # the load arrives after this instruction
         (EXCHANGE.replace("lgkmcnt(0)\nglobal", "vmcnt(0)\nglobal"), "v4"),
         ("s_load_dword s12, s[8:9], 0x0\ns_add_u32 s12, s12, 1", "s12"),
         # Scalar loads arrive in any order, so waiting for all but one does not guarantee the first.
@@ -245,7 +245,7 @@ def test_a_shipped_kernel_without_one_of_its_instructions(accumulate):
         if instruction.mnemonic == "s_waitcnt":
             with pytest.raises(Fault, match="an s_waitcnt is missing"):
                 accumulated(without_instruction(accumulate, place))
-        if instruction.mnemonic == "s_and_saveexec_b64":  # masks the last elements
+        if instruction.mnemonic == "s_and_saveexec_b64":  # this instruction masks the last elements
             with pytest.raises(Fault, match="outside of the launch's tensors"):
                 accumulated(without_instruction(accumulate, place))
 

@@ -77,10 +77,10 @@ LANE = np.arange(64)
         (128 * LANE, 4, True, 64),  # 32 rows of one bank, twice
         (8 * LANE, 8, False, 4),
         (16 * LANE, 16, True, 8),
-        # rows of 256 bytes as they are: eight lanes at four banks
+        # rows of 256 bytes without swizzling: eight lanes access the same four banks
         (256 * (LANE % 32) + 16 * (LANE // 32), 16, True, 64),
         (256 * (LANE % 32) + 16 * (LANE // 32 ^ LANE % 16), 16, True, 8),  # swizzled
-        (2 * LANE, 2, False, 2),  # two halves of a word
+        (2 * LANE, 2, False, 2),  # two lanes read the two halves of one word
     ],
 )
 def test_an_access_takes_as_long_as_the_bank_that_is_asked_most(addresses, size, reads, cycles):

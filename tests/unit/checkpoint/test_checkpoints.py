@@ -107,7 +107,7 @@ def test_a_checkpoint_that_latest_names_is_missed(tmp_path: Path, capfd: pytest.
     assert "step_00000002: does not exist, although LATEST names it" in capfd.readouterr().err
     folder.point_latest(run.checkpoints.directory, "step_00000002")
     (run.checkpoints.directory / "step_00000001").rename(tmp_path / "away too")
-    with pytest.raises(CheckpointError, match="no checkpoint is intact"):  # must not start from step 0 instead
+    with pytest.raises(CheckpointError, match="no checkpoint is intact"):  # the run must not start from step 0
         run.checkpoints.newest()
 
 

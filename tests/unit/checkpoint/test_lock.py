@@ -110,7 +110,7 @@ def test_a_living_holder_whose_clock_is_ahead_is_kept(tmp_path: Path, quick_watc
 def test_a_launcher_says_how_to_free_a_run(tmp_path: Path, quick_watch: None) -> None:
     (tmp_path / "checkpoints").mkdir()
     path = holder_elsewhere(tmp_path / "checkpoints", silent_s=-7200)
-    holder.refuse_second_start(tmp_path)  # dead: no heartbeat comes
+    holder.refuse_second_start(tmp_path)  # no heartbeat arrives, so the holder counts as dead
     os.utime(path)
     with pytest.raises(FrontierError, match="is in use by job 12 on n7") as caught:
         holder.refuse_second_start(tmp_path)
@@ -126,7 +126,7 @@ def test_the_last_number_of_a_start_is_an_error_and_no_endless_loop(tmp_path: Pa
         lambda: holder.take(tmp_path, "13", "n0"),
     ):
         with pytest.raises(
-            FrontierError, match="records start 99999999 of the run, and start numbers end at 99999999"
+            FrontierError, match="records start number 99999999 of the run, but the largest possible number is 99999999"
         ) as caught:
             start()
         assert str(last) in str(caught.value) and "if no job of this run is alive, delete the file" in str(caught.value)
@@ -175,7 +175,7 @@ def test_stale_incarnation_cannot_begin_commit_or_prune(tmp_path: Path) -> None:
     old = Run(tmp_path)
     old.save(2, 4)
     old.fill(6)
-    save = old.checkpoints.begin(progress(6))  # its shard is being written when the successor starts
+    save = old.checkpoints.begin(progress(6))  # the old start writes its shard when the successor starts
     replaced(old)
     new = Run(tmp_path)
     assert new.checkpoints.facts.incarnation == 2
@@ -191,7 +191,7 @@ def test_stale_incarnation_cannot_begin_commit_or_prune(tmp_path: Path) -> None:
     new.save(6)
     assert new.checkpoints.newest(strict=True).step == 6
     new.check(6)
-    old.checkpoints.close()  # must not release the successor's lock
+    old.checkpoints.close()  # this close must not release the successor's lock
     new.save(8)
 
 

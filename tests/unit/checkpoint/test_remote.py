@@ -359,7 +359,7 @@ def test_the_rate_limit_delays_by_bytes() -> None:
     for count in (50, 100, 25):
         limit.spend(count)
     assert slept == [0.0, 0.5, 1.0]
-    now_s += 60  # unused time is not saved up
+    now_s += 60  # unused time does not allow a higher rate later
     limit.spend(100)
     limit.spend(100)
     assert slept[3:] == [0.0, 1.0]

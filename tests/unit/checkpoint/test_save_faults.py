@@ -232,7 +232,7 @@ def test_the_second_failure_in_a_row_is_raised(tmp_path: Path, capfd: pytest.Cap
     full = "checkpoint.shard_created=errno:ENOSPC"
     attempt(run, 5, full)
     assert "a save failed; training continues, and stops if the next save fails too" in capfd.readouterr().err
-    assert run.checkpoints.newest_step == -1  # the step may be saved again
+    assert run.checkpoints.newest_step == -1  # -1: the same step may be saved again
     attempt(run, 10)
     assert run.checkpoints.newest_step == 10
     attempt(run, 15, full)

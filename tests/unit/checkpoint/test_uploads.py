@@ -122,7 +122,7 @@ def test_a_rewind_removes_remote_checkpoints_although_the_store_does_not_answer(
 def test_a_store_that_cannot_be_reached(tmp_path: Path, url: str) -> None:
     (tmp_path / "store").write_text("a file in place of the store")
     with pytest.raises(CheckpointError, match="store"):
-        started(tmp_path / "new", url)  # there may be checkpoints: step 0 would be wrong
+        started(tmp_path / "new", url)  # the URL can contain checkpoints, so a start at step 0 would be wrong
     local = Run(tmp_path / "run")
     local.save(2, 4)
     local.checkpoints.close()
@@ -130,12 +130,12 @@ def test_a_store_that_cannot_be_reached(tmp_path: Path, url: str) -> None:
     assert run.loaded.step == 4
     wait_for(lambda: read_uploads(tmp_path / "run").problem != "", 60)
     run.save(6)
-    run.checkpoints.close(verify=False)  # as after a signal: does not wait
+    run.checkpoints.close(verify=False)  # does not wait for uploads, as after a signal
     assert read_uploads(tmp_path / "run").uploaded_step is None
     (tmp_path / "store").unlink()
     train = CONFIG.train.model_copy(update={"run_dir": str(tmp_path / "run"), "remote": url})
     assert remote_problems(CONFIG.model_copy(update={"train": train})) == []
-    again = started(tmp_path / "run", url)  # goes on with the uploads
+    again = started(tmp_path / "run", url)  # continues the uploads
     again.checkpoints.close()
     assert set(remote_steps(url)) == {4, 6}
 
@@ -178,7 +178,7 @@ def test_a_stalled_upload_is_ended(tmp_path: Path, url: str, monkeypatch: pytest
     uploads = Uploads(url, tmp_path, tmp_path / "checkpoints", 0.0, list)
     monkeypatch.setattr("frontier_llm.checkpoint.upload_process.STALL_S", -1.0)
     problem = uploads._run({"task": "release"})
-    assert problem is not None and problem["text"].startswith("the store accepted nothing")
+    assert problem is not None and problem["text"].startswith("the object store accepted no data")
 
 
 def test_a_rank_that_waits_for_the_store_reports_progress(
@@ -276,7 +276,7 @@ def test_a_run_continues_from_a_local_checkpoint_if_the_remote_one_cannot_be_cop
             again.checkpoints.newest(strict=True)
         release(RemoteFolder(url), again.checkpoints.uploads._writer)
         with pytest.raises(CheckpointError, match="the connection was cut"):
-            started(tmp_path / "new", url)  # nothing local: a start at step 0 would be wrong
+            started(tmp_path / "new", url)  # there is no local checkpoint, and a start at step 0 would be wrong
     claim(RemoteFolder(url), again.checkpoints.uploads._writer, take_over=True)
     again = started(tmp_path / "run", url)
     again.check(6)

@@ -55,7 +55,7 @@ def test_bash_completes_commands_options_and_names(capsys: pytest.CaptureFixture
     assert completed(script, "plan", "gpt-1t", "--nod") == {"--nodes"}
     assert completed(script, "plan", "gpt-1") == {name for name in available("models") if name.startswith("gpt-1")}
     assert completed(script, "train", "quick") == {"quickstart"}
-    assert completed(script, "report", "runs/a") == set()  # a path: left to the shell's own completion
+    assert completed(script, "report", "runs/a") == set()  # the argument is a path, which the shell itself completes
     assert "--system-root" not in script
 
 

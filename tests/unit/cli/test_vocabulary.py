@@ -137,7 +137,10 @@ def test_an_option_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plan gpt-tiny --run quickstart", "a model and a run are named: gpt-tiny and --run quickstart"),
+        (
+            "plan gpt-tiny --run quickstart",
+            "a model and a run are given, but only one is planned: gpt-tiny and --run quickstart",
+        ),
         ("plan gpt-tiny train.steps=5", "train.steps=5: would have no effect here"),
         ("plan --run quickstart parallel.tensor=2", "keep this choice with --fix tensor=2"),
         ("plan gpt-tiny --validate", "gpt-tiny: would have no effect here"),

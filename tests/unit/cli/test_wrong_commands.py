@@ -21,7 +21,7 @@ ANSWERS = {
     "tune train_small --machine frontier": "fix: machine=frontier instead of --machine",
     "plan gpt-tiny --tensor 8": "fix: --fix tensor=8 instead of --tensor",
     "train quickstart --steps 5": "fix: train.steps=5 instead of --steps",
-    "train --steps=5": "fix: train.steps=5 instead of --steps",  # before the missing RUN
+    "train --steps=5": "fix: train.steps=5 instead of --steps",  # this error is reported before the missing RUN
     "train quickstart --seed 3": "fix: data.seed=3 or train.seed=3 instead of --seed",
     "train quickstart --save-intervl 3": "fix: train.save_interval=3 instead of --save-intervl",
     "evaluate runs/x --data-shard 2": "fix: parallel.data_shard=2 instead of --data-shard",

@@ -226,7 +226,7 @@ def test_a_record_that_does_not_fit_stops_the_job_before_srun(
     path.write_text(json.dumps({**content, **change}))
     damaged = path.read_text()
     monkeypatch.setattr("frontier_llm.cluster.slurm.call", lambda *words, **named: pytest.fail("Slurm was asked"))
-    assert main((f"--run-dir={tmp_path}",)) == 2  # no requeue
+    assert main((f"--run-dir={tmp_path}",)) == 2  # exit code 2: Slurm does not requeue the job
     said = capsys.readouterr().err
     assert str(path) in said and expected in said and "fix: " in said
     assert path.read_text() == damaged

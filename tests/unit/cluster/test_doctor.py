@@ -121,11 +121,12 @@ def test_one_node_needs_no_network() -> None:
     ("errors", "history", "reason"),
     [
         ((0, 1), [(0, 0)], "1 uncorrected memory errors since the last examination"),
-        ((7, 3), [(9, 3)], "3 uncorrected memory errors since the last examination"),  # counted again after a restart
+        # the count began again at the node's restart
+        ((7, 3), [(9, 3)], "3 uncorrected memory errors since the last examination"),
         ((0, 3), [(0, 3)], ""),
         ((500, 0), [], ""),  # no history: the errors can be years old
         ((130, 0), [(0, 0), (10, 0), (20, 0), (30, 0)], "100 corrected memory errors since the last examination"),
-        ((129, 0), [(0, 0), (10, 0), (20, 0), (30, 0)], ""),  # less than 10 times the usual 10
+        ((129, 0), [(0, 0), (10, 0), (20, 0), (30, 0)], ""),  # 99 new errors are less than 10 times the usual 10
         ((9, 0), [(0, 0)] * 4, ""),  # a healthy node may have some
         ((10, 0), [(0, 0)] * 4, "10 corrected memory errors since the last examination, and usually 0"),
         (None, [(0, 0)], ""),

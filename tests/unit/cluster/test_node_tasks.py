@@ -44,7 +44,7 @@ def test_each_node_gets_one_task_with_all_of_its_cores(monkeypatch: pytest.Monke
     run_on_nodes(["data", "tokenize", "a b"])
     (command,) = job.commands
     assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=56"} <= set(command)
-    assert "--network=disable_rdzv_get" in command  # of the site's file
+    assert "--network=disable_rdzv_get" in command  # an option from the site's file
     assert command[-3:] == ["data", "tokenize", "a b"]
 
 

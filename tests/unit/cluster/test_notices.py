@@ -108,7 +108,7 @@ def test_a_host_that_does_not_exist_is_only_logged(
 
 @pytest.mark.parametrize(
     ("mode", "content", "message"),
-    [(0o640, "https://a.b/c", "has mode 0640"), (0o600, "a.b/c", "holds no address"), (None, "", "cannot be read")],
+    [(0o640, "https://a.b/c", "has mode 0640"), (0o600, "a.b/c", "contains no address"), (None, "", "cannot be read")],
 )
 def test_a_file_that_others_can_read_is_refused_without_its_content(
     job: Job, tmp_path: Path, mode: int | None, content: str, message: str
@@ -144,7 +144,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(job: Job, tmp_path: Pat
     notifier.close()
     child = int((tmp_path / "child").read_text())
     while os.path.exists(f"/proc/{child}") and "Z" not in Path(f"/proc/{child}/stat").read_text().split(")")[1]:
-        time.sleep(0.01)  # the test hangs if the child lives
+        time.sleep(0.01)  # if the child is still alive, the test hangs here
 
 
 def test_a_missing_command_is_only_logged(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +159,7 @@ def test_rewinds_and_stragglers_are_reported_while_the_ranks_run(job: Job, tmp_p
     notifier = Notifier(job, "77")
     notifier.send = lambda event, text, step: sent.append((event, text, step))  # type: ignore[method-assign]
     lines = tmp_path / "metrics.jsonl"
-    run_dir.append_line(lines, {"kind": "rewind", "step": 1})  # of an earlier start
+    run_dir.append_line(lines, {"kind": "rewind", "step": 1})  # this line is of an earlier start
     with Watch(notifier, tmp_path, poll_s=10.0):
         run_dir.append_line(lines, {"kind": "straggler", "step": 7, "host": "n5", "slowdown": 1.5})
         run_dir.append_line(lines, {"kind": "step", "step": 8, "loss": 1.0})

@@ -126,7 +126,7 @@ def test_node_hours_are_what_slurm_charges(run_directory: Path, monkeypatch: pyt
     running = {"JobId": "78", "JobState": "RUNNING", "TimeLimit": "12:00:00", "RunTime": "02:00:00"}
     monkeypatch.setattr(status_module, "_job", lambda ids: ("78", running))
     status = read_status(run_directory)
-    assert status.node_hours == pytest.approx(17 * 7, abs=0.1)  # until now
+    assert status.node_hours == pytest.approx(17 * 7, abs=0.1)  # the running job counts until now
     assert status.expected_end_unix_s == pytest.approx(now + 120.0, abs=60.0)
     assert ", until 20" in render([status])
     billed = {"77": 17 * 6.5, "78": 17 * 1.9}

@@ -121,7 +121,8 @@ def test_a_host_that_computes_wrongly_gives_way_to_the_spare_and_is_never_used_a
     assert failure is not None and failure.what == "planted"
     run_dir.distrust(tmp_path, ["n2"])
     save_only(tmp_path, 1)
-    with pytest.raises(FrontierError, match=r"--exclude=n\[1-2\]"):  # not requeued: it could get the same nodes
+    # the job is not requeued, because it could get the same nodes
+    with pytest.raises(FrontierError, match=r"--exclude=n\[1-2\]"):
         cluster.supervise()
     assert len(cluster.used) == 2 and cluster.requeued == 0
 
@@ -176,7 +177,7 @@ def test_the_operator_is_told_that_the_run_is_given_up(tmp_path: Path, monkeypat
     sent: list[tuple[str, int]] = []
     monkeypatch.setattr(Notifier, "send", lambda self, event, text, step: sent.append((event, step)))
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("crash", 0))
-    assert cluster.supervise() == 75  # the exit code of the ranks
+    assert cluster.supervise() == 75  # 75 is the exit code of the ranks
     assert sent == [("given up", 0)]
 
 

@@ -21,7 +21,7 @@ SCHEDULES = [
     for m in (1, 2, 2 * pp + 1)
 ]
 
-Stream = tuple[str, int, int]  # channel and the two stages
+Stream = tuple[str, int, int]  # (channel, sending stage, receiving stage)
 
 
 def _calls(schedule: Schedule, stage: int) -> list[Stream]:

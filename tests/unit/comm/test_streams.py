@@ -91,7 +91,7 @@ def test_the_variable_has_a_queue_for_each_stream_if_many_may_be_in_flight() -> 
     settings = ["machine=frontier", "comm.algorithms=hierarchical"]
     many = load_run("train_175b", [*settings, "comm.in_flight=many"])
     assert queues(many, 64) == 14
-    assert queues(load_run("train_175b", settings), 64) == DEFAULT_QUEUES  # gfx90a: one in flight
+    assert queues(load_run("train_175b", settings), 64) == DEFAULT_QUEUES  # on gfx90a, comm.in_flight=auto means one
     assert queues(load_run("train_175b", ["machine=frontier", "comm.in_flight=many"]), 64) == 8
     assert queues(many, 1) == DEFAULT_QUEUES  # `doctor` on fewer nodes than the layout needs
 
@@ -102,7 +102,7 @@ def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert plan_problems(config, 512) == []
     monkeypatch.setattr("frontier_llm.topology.streams.MOST_QUEUES", 13)
     [problem] = plan_problems(config, 512)
-    assert problem.where == "comm.in_flight" and "14 streams, and a device has 13" in problem.what
+    assert problem.where == "comm.in_flight" and "14 streams of a rank, but a device has only 13" in problem.what
     one = config.model_copy(update={"comm": config.comm.model_copy(update={"in_flight": "one"})})
     assert plan_problems(one, 512) == []
 

@@ -29,7 +29,7 @@ def run_file(tmp_path: Path) -> str:
 def test_defaults_and_named_model(run_file: str) -> None:
     config = load_run(run_file)
     assert config.model.name == "gpt-tiny"
-    assert config.model.position == "learned"  # from gpt-22b, the base of gpt-tiny
+    assert config.model.position == "learned"  # the value comes from gpt-22b, the base of gpt-tiny
     assert config.model.layers == 4
     assert config.parallel.schedule == "1f1b"
 

@@ -54,7 +54,8 @@ def test_a_phase_is_the_run_with_a_few_keys_changed(tmp_path: Path) -> None:
     assert phases[1].config.model == config.model and phases[2].config.optimizer == config.optimizer
     assert [phase_at(phases, step).number for step in (0, 2, 3, 5, 7)] == [1, 1, 2, 3, 3]
     assert planned_tokens(phases) == 2304
-    assert RunConfig.model_validate(yaml.safe_load(dump(config))) == config  # as in a run directory
+    # a run directory stores the configuration in this form
+    assert RunConfig.model_validate(yaml.safe_load(dump(config))) == config
 
 
 def test_the_last_phase_goes_on_to_the_runs_end_and_a_run_that_ends_before_it_is_told(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from frontier_llm.data.meta import read_meta
 from frontier_llm.errors import DataError
 from tests.harness.system import full_disk
 
-EOD = 256  # end-of-document id of `bytes`
+EOD = 256  # end-of-document id of the tokenizer `bytes`
 SHARDS = Path(__file__).parent / "mds_shards"
 
 
@@ -66,7 +66,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no header, so the type of its tokens is unknown"):
         import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes")
     (tmp_path / "a.bin").write_bytes(b"123")
-    with pytest.raises(DataError, match="3 bytes are not a whole number of uint16"):
+    with pytest.raises(DataError, match="3 bytes is not a multiple of the size of a uint16"):
         import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes", "uint16")
     (tmp_path / "a.bin").write_bytes(b"")
     with pytest.raises(DataError, match="contain no tokens"):

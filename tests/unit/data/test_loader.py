@@ -274,7 +274,8 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(cor
         and np.array_equal(of_step(1, 3), every[12:20])
         and np.array_equal(of_step(1, 4), every[20:28])
     )
-    assert batches[2].sample_ids(5, 0)[0] == 28  # counted over the run, so that dropout's masks do not repeat
+    # sample numbers count over the run, so that dropout's masks do not repeat
+    assert batches[2].sample_ids(5, 0)[0] == 28
     assert [stream.taken for stream in position.streams] == [28, 8]
     other = SyntheticSamples(8, 3, 50, key=7)
     assert (

@@ -263,7 +263,7 @@ def test_generated_texts_do_not_depend_on_their_batch(exported: Path, monkeypatc
     together = lm.generate_until(asked)
     assert batches == [3, 4, 1]  # numbers 0, 3 and 6 end at a string; the other five fill a batch and begin another
     assert together == [lm.generate_until([one])[0] for one in asked]
-    assert len(set(together)) > 5 and any(len(text) < 6 for text in together[::3])  # else this test would prove nothing
+    assert len(set(together)) > 5 and any(len(text) < 6 for text in together[::3])  # otherwise this test proves nothing
 
 
 def test_answers_are_judged_by_sum_by_length_and_by_token(exported: Path, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_answers_are_judged_by_sum_by_length_and_by_token(exported: Path, tmp_pa
             scaled = [value / by for value, by in zip(sums, scale, strict=True)]
             best[way] += scaled.index(max(scaled)) == line["gold"]
     assert [found.acc, found.acc_norm, found.acc_token] == pytest.approx([count / 9 for count in best])
-    assert found.acc != found.acc_norm  # else this test would prove nothing
+    assert found.acc != found.acc_norm  # otherwise this test proves nothing
 
 
 def test_foundry_prompts(tmp_path: Path) -> None:

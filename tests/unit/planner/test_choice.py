@@ -33,7 +33,7 @@ def test_within_one_percent_the_simplest_plan_is_chosen() -> None:
     assert ranked([fast, far]) == [fast, far]
     assert "simplest" in why_not(near, fast, [fast, near])
     assert why_not(fast, near, [fast, near]) == ""
-    # a plan that needs more memory than plans have run with comes after those that do not
+    # a plan whose memory is above the largest memory with which plans have run is ranked after the others
     full = replace(near, safe_bytes=near.peak_bytes - 1)
     assert ranked([fast, full]) == [fast, full]
     assert "memory" in why_not(near, replace(fast, safe_bytes=1.0), [fast, near])
@@ -60,7 +60,7 @@ def test_a_plan_that_loses_with_slow_constants_is_not_chosen() -> None:
     robust = plan(102.0, 150.0, tp=2)
     assert ranked([fragile, robust]) == [robust, fragile]
     assert "slow values" in why_not(robust, fragile, [fragile, robust])
-    # no plan is within 3 % in both cases: the smallest loss is chosen
+    # no plan is within 3 % of the best in both cases, so the plan with the smallest loss of speed is chosen
     slow = plan(110.0, 150.0, tp=2)
     worse = plan(100.0, 180.0)
     assert losses([worse, slow]) == pytest.approx([0.2, 0.1])

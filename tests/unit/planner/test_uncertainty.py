@@ -33,7 +33,7 @@ def test_an_untried_stack_leads_with_the_interval_and_a_promise_above_all_that_i
     assert slow > simulated > fast
     assert "no step of this stack on this machine was measured" in out
     assert "55.3 TFLOP/s for such a model (ornl-22B), 83.0 for any (mosaic-mi250-4)" in out
-    assert "are above every rate published on MI250" in out
+    assert "are above every rate that was published for MI250" in out
     report = json.loads(plan_words(capsys, "--fix", "tensor=2", "--json"), parse_constant=pytest.fail)
     uncertainty = report["promise"]
     assert (uncertainty["basis"], uncertainty["above_published"]) == (ESTIMATED, True)

@@ -41,12 +41,12 @@ def test_every_choice_that_can_be_fixed_is_refused_with_its_rule(
 def test_a_choice_that_is_no_field_of_a_layout_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("moe-tiny", "--nodes", "1", "batch.global_batch=16", "--fix", "expert=1")
     assert main(["plan", *asked, "--what-if", "expert_all_to_all=auto"]) == 0
-    assert "what if expert_all_to_all=auto: the chosen layout already has it" in capsys.readouterr().out
+    assert "what if expert_all_to_all=auto: the chosen layout already has this value" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("axis", ["cp", "ep"])
 def test_a_layout_is_fixed_by_its_own_choices(axis: str) -> None:
-    """Then `all else as chosen` leaves the search no choice."""
+    """Then `all other values as in the chosen layout` leaves the search no choice."""
     model = load_model("moe-tiny", {"sequence_length": 8192})
     table = enumerate_layouts(model, 8, 16, 8, {"tp": 2, axis: 2, "recompute": "full"})
     layout = table.row(len(table) // 2)

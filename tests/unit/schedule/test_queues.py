@@ -86,7 +86,7 @@ def test_one_in_flight_needs_the_common_order(name: str, pp: int, m: int, v: int
 
 
 def sharded_step(dp: int, blocks: int, microbatches: int, copies: bool) -> list[list[ListEntry]]:
-    """Return each rank's communication in a step of FSDP, and then the sum over the world.
+    """Return each rank's list of communications in a step of FSDP, which ends with a sum over the world.
 
     FSDP has one communicator for all-gathers and reduce-scatters. With `copies` (HSDP) the last sums over the copies
     are issued by a second stream. Their place among the gathers of the next block depends on each rank's host.

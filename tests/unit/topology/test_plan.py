@@ -103,7 +103,10 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
     wide = {"heads": 16, "kv_heads": 16}
     problem = only(config(tensor=16, model=wide), 16, "parallel.tensor")
     assert problem.what == "16 tensor ranks span nodes: a node of machine local has 8 devices"
-    assert problem.fix == "set parallel.tensor=8 or less, or parallel.cross_node_tensor=true to measure it"
+    assert (
+        problem.fix
+        == "set parallel.tensor=8 or less, or parallel.cross_node_tensor=true to allow tensor parallelism across nodes"
+    )
     measured = config(tensor=16, model=wide, cross_node_tensor=True)
     assert make_plan(measured, 16).grid.tp == 16
 
@@ -113,7 +116,10 @@ def test_a_tensor_degree_that_does_not_divide_a_node_is_refused_on_several_nodes
     three = {"heads": 12, "kv_heads": 12, "ffn_hidden": 384, "vocab_multiple": 3}
     problem = only(config(tensor=3, model=three), 24, "parallel.tensor")
     assert "some groups of 3 tensor ranks span nodes: 3 does not divide the 8 devices of a node" in problem.what
-    assert problem.fix == "set parallel.tensor=2 or 4, or parallel.cross_node_tensor=true to measure it"
+    assert (
+        problem.fix
+        == "set parallel.tensor=2 or 4, or parallel.cross_node_tensor=true to allow tensor parallelism across nodes"
+    )
     assert make_plan(config(tensor=3, model=three), 6).grid.tp == 3
     assert make_plan(config(tensor=3, model=three, cross_node_tensor=True), 24).grid.tp == 3
 

@@ -208,7 +208,7 @@ def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(monkeypatch: pytes
     pretend_gpus(monkeypatch, count=1)
     try:
         assert choose_device(config, place(0, 2), folder).index == 0
-        assert choose_device(config, place(0, 2), folder).index == 0  # a rank that joins again
+        assert choose_device(config, place(0, 2), folder).index == 0  # the same rank joins again
         with monkeypatch.context() as another_process:
             another_process.setattr(device, "_LOCKS", {})
             with pytest.raises(
@@ -217,7 +217,7 @@ def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(monkeypatch: pytes
             ):
                 choose_device(config, place(1, 2), folder)
             pretend_gpus(monkeypatch, count=1, bus=0xC6)
-            assert choose_device(config, place(1, 2), folder).index == 0  # its own GPU
+            assert choose_device(config, place(1, 2), folder).index == 0  # the other rank gets its own GPU
             for lock in device._LOCKS.values():
                 lock.close()
     finally:

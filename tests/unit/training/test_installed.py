@@ -67,7 +67,7 @@ def test_a_torch_for_another_vendor_is_told_by_its_build(tmp_path: Path) -> None
     }
     facts = facts_with(tmp_path, files)
     assert (facts.torch.vendor, facts.torch.describe()) == ("nvidia", "torch 2.10.0+cu128 for CUDA 12.8")
-    assert facts.ops_error  # a stub has no tensors
+    assert facts.ops_error  # the stub of torch has no tensors
     assert replace(facts.torch, hip="7.1", cuda="").vendor == "amd"
 
 

@@ -151,4 +151,4 @@ def test_each_value_of_comm_store_names_a_store(
         assert job is not None
         join._start_store(config, job)
         assert join._meeting(config, job).store == kind
-    assert (f"comm.store={value} is an old value and means auto: torch's TCPStore" in capfd.readouterr().err) == is_said
+    assert (f"comm.store={value} is an old value that now means auto" in capfd.readouterr().err) == is_said

@@ -47,7 +47,7 @@ def test_each_way_to_wait_is_seen() -> None:
         x.to("cpu")
         x[x > 1]
         x.cpu().tolist()
-        # none of these waits
+        # none of these operations makes the host wait for the device
         x[1:3] = 0.5
         x.to(torch.float64)
         x.to("cpu", non_blocking=True)

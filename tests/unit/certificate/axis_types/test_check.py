@@ -21,7 +21,8 @@ from tests.harness.planted import planted
 from tests.parity.cases import Case, pairwise
 from tests.parity.sabotage import SABOTAGES
 
-EVERYDAY = ("multiply_and_reduce", "Zero.squared_norm_share", "GradientSync._start_sum")  # one fault of each
+# one fault of each of these functions
+EVERYDAY = ("multiply_and_reduce", "Zero.squared_norm_share", "GradientSync._start_sum")
 _FIRST = [next(fault for fault in FAULTS if fault.function == function) for function in EVERYDAY]
 BY_NODE = ("parallel.expert=2", "parallel.expert_all_to_all=hierarchical")
 _SETTINGS = {
@@ -154,7 +155,7 @@ def test_options_that_the_simulated_ranks_cannot_run_are_named(option: str) -> N
 def test_a_fault_of_stages_without_embedding_and_head_is_found() -> None:
     inner = "(_sum(x, added) if self.spec.embedding or self.spec.head else x)"
     with planted("frontier_llm.model.stage", "Stage._blocks", "return _sum(x, added)", f"return {inner}"):
-        _passes(Case("gpt", pp=2))  # no such stage
+        _passes(Case("gpt", pp=2))  # the layout has no stage of this kind
         case = Case("gpt", pp=4)
         section = check_axis_types(case.config(), case.world_size)
     assert section.verdict is SectionVerdict.REFUSED

@@ -92,7 +92,7 @@ def test_a_benchmark_that_became_a_run_is_refused_with_the_production_script(
     )
     with pytest.raises(ConfigError, match=r"no checkpoint is written[^$]*slurm/pretrain_1t\.sbatch"):
         admit_job(open_batch(("train_1t", *words)))
-    main([*SUBMIT_1T, *words, "train.save_final=true"])  # these data are too few for a batch
+    main([*SUBMIT_1T, *words, "train.save_final=true"])  # this data has fewer tokens than a batch
     assert "no checkpoint is written" not in capsys.readouterr().err
 
 

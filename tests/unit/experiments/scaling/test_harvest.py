@@ -89,7 +89,7 @@ def test_repeats_that_fail_are_counted(tmp_path: Path) -> None:
 
 
 def test_nothing_to_harvest_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no point of a scaling series"):
+    with pytest.raises(DataError, match="no runs of a scaling series"):
         harvest(tmp_path)
     (tmp_path / "point.json").write_text("{")
     with pytest.raises(DataError, match="run the point again"):

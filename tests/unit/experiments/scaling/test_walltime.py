@@ -25,7 +25,7 @@ def test_every_point_fits_into_its_bin_with_a_margin() -> None:
     for point, minutes in timed:
         assert minutes is not None and minutes <= (FRONTIER.max_minutes(point.nodes) or 0)
         predicted = predict(point.config, point.devices)
-        factor = max(MARGIN, 1 + predicted.band)  # the slow end of the band
+        factor = max(MARGIN, 1 + predicted.band)  # upper end of the prediction interval
         seconds = START_S + factor * point.config.train.steps * predicted.step_time_s
         assert seconds - 300 < 60 * minutes < seconds + 600 or 60 * minutes >= seconds
 

@@ -225,7 +225,7 @@ def test_zero_2_scatters_after_every_microbatch_and_holds_a_part_of_the_gradient
     alone = layout(tp=1, pp=1, dp=32)
     whole, parts = (replace(alone, sharding=name) for name in ("optimizer", "gradients"))
     moved = [float(step_s(GPT_22B, replace(parts, microbatches=m), slow)) for m in (4, 8)]
-    assert moved[1] > 1.6 * moved[0]  # m scatters and one gather
+    assert moved[1] > 1.6 * moved[0]  # m reduce-scatters and one all-gather
     assert float(step_s(GPT_22B, whole, slow)) < 0.3 * float(step_s(GPT_22B, parts, slow))
     lines, cut = (stage_memory(GPT_22B, one, FRONTIER, 0, GPT_22B.layers, True, True) for one in (whole, parts))
     assert float(cut["gradients"]) == pytest.approx(float(lines["gradients"]) / 32)

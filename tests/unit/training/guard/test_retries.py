@@ -72,7 +72,7 @@ def test_the_run_saves_and_ends_as_out_of_memory(tmp_path: Path, monkeypatch: py
     assert failure is not None
     assert (failure.cause, failure.rank, failure.step) == (OUT_OF_MEMORY, 0, WINDOW_STEPS)
     assert not failure.host_suspect
-    assert TightMemory.exit_code == 1  # neither a refusal nor a stop on request
+    assert TightMemory.exit_code == 1  # exit code 1 means neither a refusal nor a requested stop
 
 
 def test_a_failed_save_does_not_hide_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
