@@ -32,7 +32,7 @@ COMMANDS = {
     "submit": "queue a run on a Slurm site",
     "status": "show which runs are active, their progress and their expected end",
     "scaling": "run weak and strong scaling experiments",
-    "tune": "find the fastest layout by running several, beginning with the planner's choice",
+    "tune": "run several layouts to find the fastest, first the planner's choice",
     "data": "train tokenizers, tokenize text, inspect datasets",
     "checkpoint": "list, verify, compare, import and export checkpoints",
     "evaluate": "compute held-out loss and in-context tasks of a checkpoint",

@@ -20,19 +20,20 @@ from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool, wait_for_file
 
 
-def _message_never_sent(rank: int) -> str:
+def _message_never_sent(rank: int, told: str) -> str:
     channel = build_mesh(Grid(1, 3, 1), rank, timeout_s=3.0, comm=CommConfig(transport="torch")).channels["forward"]
     assert channel.group is not None
     if rank != 1:
-        time.sleep(5.0)
+        wait_for_file(told)
         return ""
     with pytest.raises(RankFailure) as caught:
         channel.group.receive(torch.zeros(1), 0).wait()
+    Path(told).touch()
     return str(caught.value)
 
 
-def test_a_message_names_its_peer(ranks: RankPool) -> None:
-    message = ranks.run(3, _message_never_sent)[1]
+def test_a_message_names_its_peer(ranks: RankPool, tmp_path: Path) -> None:
+    message = ranks.run(3, _message_never_sent, str(tmp_path / "told"))[1]
     assert (
         "recv on axis pp.forward, rank 1 (global rank 1) with rank 0 of axis pp.forward (global rank 0), failed"
         in message
