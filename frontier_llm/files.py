@@ -13,7 +13,6 @@ import hashlib
 import io
 import os
 import stat
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
@@ -171,7 +170,7 @@ def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], 
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    building = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    building = path.with_name(f".{path.name}.{os.urandom(16).hex()}")
     try:
         write_durably(building, content.encode() if isinstance(content, str) else content)
         on_written()

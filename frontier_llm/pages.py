@@ -8,6 +8,7 @@ without Plotly's Python classes, because importing them is slow.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -173,10 +174,11 @@ def figure(chart: Chart) -> str:
     grid = {"automargin": True, "gridcolor": "#8884", "zerolinecolor": "#8884"}
     legend = sum(bool(trace.get("showlegend", True)) for trace in chart.traces) > 1
     log_x = _powers(chart) if chart.log_x else {}
-    log_y = {"type": "log"} if chart.log_y else {}
+    log_y = _decades(chart) if chart.log_y else {}
     layout = {
         "xaxis": {**grid, "title": {"text": text(chart.x)}, **log_x},
-        "yaxis": {**grid, "title": {"text": text(chart.y)}, **log_y},
+        # with a standoff, the title does not overlap long labels
+        "yaxis": {**grid, "title": {"text": text(chart.y), "standoff": 8}, **log_y},
         "legend": {"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
         "margin": {"l": 50, "r": 12, "t": 30, "b": 90 if legend else 45},
         "height": chart.height_px,
@@ -193,6 +195,18 @@ def figure(chart: Chart) -> str:
         f"<figure><figcaption>{text(chart.title)}</figcaption><div class=chart></div><script "
         f'type="application/json" class=figure>{content}</script></figure>'
     )
+
+
+def _decades(chart: Chart) -> dict[str, Any]:
+    """Return a logarithmic axis with labels at 1, 2 and 5 times powers of ten, or only at powers if these are many."""
+    values = [value for trace in chart.traces for value in trace["y"] if value and value > 0]
+    if not values:
+        return {"type": "log"}
+    first = math.floor(math.log10(min(values)))
+    last = math.ceil(math.log10(max(values)))
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    shown = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+    return {"type": "log", "tickvals": shown, "ticktext": [f"{value:,g}" for value in shown]}
 
 
 def _powers(chart: Chart) -> dict[str, Any]:

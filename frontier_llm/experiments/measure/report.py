@@ -28,7 +28,7 @@ CURVES = (
     ("tokens_per_s", "Throughput", "tokens per second", 1),
     ("mfu", "Share of the device's peak (MFU)", "%", 100),
     ("memory_gib", "Peak memory of rank 0", "GiB", 1),
-    ("learning_rate", "Learning rate", "per step", 1),
+    ("learning_rate", "Learning rate", "learning rate", 1),
 )
 
 
@@ -137,12 +137,12 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
     for key, title, unit, factor in CURVES:
         if any(key in step and step[key] is not None for record in records for step in record.steps):
             yield _curve(records, key, title, unit, factor)
-            if key == "loss" and len(records) > 1:
-                yield _difference(records)
+            if key == "loss":
+                yield from _difference(records)
     if any(record.tasks for record in records):
         yield _tasks(records)
     for record in records:
-        if any(step.get("phases_s") for step in record.steps):
+        if sum(bool(step.get("phases_s")) for step in record.steps) > 1:
             yield _phases(record)
 
 
@@ -168,26 +168,29 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
 
 def _changes(records: Sequence[RunRecord]) -> dict[str, Any]:
     """Return vertical lines, with a label beside each, at the steps after which a layout or a blend changed."""
-    changes = []
+    changes: dict[int, list[str]] = {}
     for record in records:
-        told = [(part.after_step, part.name) for part in record.parts if part.after_step]
+        told = [(part.after_step, part.name) for part in record.parts[1:]]
         told += [(step, "new blend") for step in record.blend_changes]
-        changes += [(step, _of_run(record, what)) for step, what in told]
-    lines = [{"x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN} for step, _ in changes]
-    names = [{"x": step, "y": 1, "text": what, **_BESIDE_LINE} for step, what in changes]
+        for step, what in told:
+            changes.setdefault(step, []).append(_of_run(record, what))
+    lines = [{"x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN} for step in changes]
+    names = [{"x": step, "y": 1, "text": "; ".join(what), **_BESIDE_LINE} for step, what in changes.items()]
     return {"shapes": lines, "annotations": names}
 
 
-def _difference(records: Sequence[RunRecord]) -> Chart:
-    """Return a figure of the training losses minus the loss of the first run, at the steps that both have recorded."""
+def _difference(records: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Yield a figure of the training losses minus the loss of the first run, if two recorded steps are in common."""
     first, *others = records
     reference = {step["step"]: step["loss"] for step in first.steps if step.get("loss") is not None}
     traces = []
     for index, record in enumerate(others, start=1):
         rows = [step for step in record.steps if step["step"] in reference and step.get("loss") is not None]
         differences = [row["loss"] - reference[row["step"]] for row in rows]
-        traces.append(line(record.name, _steps(rows), differences, index))
-    return Chart(f"Training loss minus that of {first.name}", "step", "nats per token", traces)
+        if len(rows) > 1:
+            traces.append(line(record.name, _steps(rows), differences, index))
+    if traces:
+        yield Chart(f"Training loss minus that of {first.name}", "step", "nats per token", traces)
 
 
 def _held_out(record: RunRecord) -> list[str]:

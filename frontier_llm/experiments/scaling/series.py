@@ -85,9 +85,14 @@ def default_batch(mode: Mode, config: RunConfig) -> int:
     published = PUBLISHED_BATCHES.get(config.model.name)
     if published is None:
         name = {"weak": "--batch-per-replica", "strong": "batch.global_batch"}[mode]
-        fix = {"weak": "--batch-per-replica N", "strong": "batch.global_batch=N"}[mode]
-        fix += f", or a model with a published batch: {', '.join(PUBLISHED_BATCHES)}"
-        raise ConfigError(f"no published {mode} batch for {config.model.name!r}", fix, name)
+        added = {"weak": "--batch-per-replica N", "strong": "batch.global_batch=N"}[mode]
+        models = ", ".join(PUBLISHED_BATCHES)
+        raise ConfigError(
+            f"is not set, and only models with published {mode} scaling have a default ({models}), not "
+            f"{config.model.name!r}",
+            f"add {added} (sequences per step{' and replica' if mode == 'weak' else ''})",
+            name,
+        )
     return published[mode]
 
 

@@ -21,9 +21,6 @@ from frontier_llm.cli.main import COMMANDS, main, parser_of
 from frontier_llm.config import available
 from frontier_llm.experiments.scaling.series import PUBLISHED_BATCHES
 
-# commands for a login node, which must not wait for the import of torch
-WITHOUT_TORCH = ("plan", "submit", "status", "doctor", "scaling", "data")
-
 
 def parsers() -> Iterator[argparse.ArgumentParser]:
     """Yield the parsers of all commands and of their actions."""

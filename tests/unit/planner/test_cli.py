@@ -199,6 +199,7 @@ def test_a_faster_runner_up_is_told_what_decided(risks: dict[str, object], said:
 
 def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert (report._days(64.46), report._days(10176.8)) == ("64.5", "10,177")
+    assert (report._node_hours(0.123), report._node_hours(10176.8)) == ("0.12", "10,177")
     _, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "batch.global_batch=512", "--top", "1")
     assert re.search(r"dominated; \d+ finalists simulated", " ".join(out.split()))
 
