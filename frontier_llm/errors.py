@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from frontier_llm.units import printable
 
+MOST_SHOWN = 8  # problems of one kind that an error lists
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -37,13 +39,13 @@ def not_installed(package: str, where: str = "") -> Problem:
     return Problem(where, f"{package} is not installed", f"pip install {package}{which}")
 
 
-def first_of(problems: Sequence[Problem], count: int = 8) -> list[Problem]:
-    """Return the first `count` problems, and one more that states how many were left out.
+def first_of(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the first MOST_SHOWN problems, and one more that states how many were left out.
 
     The list can be as long as a model's list of tensors.
     """
-    rest = len(problems) - count
-    shown = list(problems[:count])
+    rest = len(problems) - MOST_SHOWN
+    shown = list(problems[:MOST_SHOWN])
     if rest > 0:
         shown.append(Problem(where="", what=f"… and {rest} more like these"))
     return shown

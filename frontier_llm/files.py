@@ -13,7 +13,6 @@ import hashlib
 import io
 import os
 import stat
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
@@ -55,7 +54,7 @@ def open_plain(path: Path) -> int:
     raise OSError(errno.EINVAL, what, str(path))
 
 
-def open_below(folder: Path, name: str, flags: int, mode: int = NEW_FILE) -> int:
+def open_below(folder: Path, name: str, flags: int) -> int:
     """Open the file `name` below `folder` without following links. Create missing folders.
 
     `folder` itself can be a link that the user has made. Raises FrontierError for a link or a device below `folder`,
@@ -65,7 +64,7 @@ def open_below(folder: Path, name: str, flags: int, mode: int = NEW_FILE) -> int
     inner = _enter(folder, parents)
     try:
         # a FIFO without a reader must not block
-        descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=inner)
+        descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, NEW_FILE, dir_fd=inner)
     except OSError as error:
         raise _not_below(error, folder / name) from None
     finally:
@@ -171,7 +170,7 @@ def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], 
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    building = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    building = path.with_name(f".{path.name}.{os.urandom(16).hex()}")
     try:
         write_durably(building, content.encode() if isinstance(content, str) else content)
         on_written()

@@ -44,18 +44,14 @@ def libraries_digest() -> str:
     return digest.hexdigest()
 
 
-def load_library(
-    name: str,
-    functions: Mapping[str, tuple[Any, Sequence[Any]]],
-    answers: Mapping[str, int] | None = None,
-) -> ctypes.CDLL:
+def load_library(name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL:
     """Load a library by its file name. `functions` maps a name to its result type and argument types.
 
-    The values of LIBRARIES and of `answers` are compared with what the library's functions return.
+    The values of LIBRARIES are compared with what the library's functions return.
     Raises BackendError with the build command if the library is missing, does not load, or returns another value.
     """
     path = DIRECTORY / name
-    expected = {**LIBRARIES.get(name, {}), **(answers or {})}
+    expected = LIBRARIES.get(name, {})
     if not path.exists():
         raise BackendError(f"{name} has not been built", BUILD_COMMAND, str(DIRECTORY))
     try:

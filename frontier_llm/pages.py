@@ -8,6 +8,7 @@ without Plotly's Python classes, because importing them is slow.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -120,7 +121,7 @@ def line(
     """
     look = {"color": COLORS[index % len(COLORS)]}
     places = _plain(x)
-    return {
+    trace = {
         "type": "scatter",
         "mode": "lines+markers" if marks or len(places) == 1 else "lines",  # a line of one point is invisible
         "name": name,
@@ -128,8 +129,10 @@ def line(
         "y": _plain(y),
         "line": {**look, "width": 1.6, "dash": dash or "solid"},
         "marker": {**look, "size": 7, "symbol": marks or "circle"},
-        **({"text": list(hover)} if hover else {}),
     }
+    if hover:
+        trace["text"] = list(hover)
+    return trace
 
 
 def points(
@@ -142,17 +145,7 @@ def points(
     hover: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return a trace of points without a connecting line."""
-    return {
-        **line(
-            name,
-            x,
-            y,
-            index,
-            marks=shape,
-            hover=hover,
-        ),
-        "mode": "markers",
-    }
+    return {**line(name, x, y, index, marks=shape, hover=hover), "mode": "markers"}
 
 
 def level(name: str, y: float, x: Sequence[float]) -> dict[str, Any]:
@@ -180,9 +173,12 @@ def figure(chart: Chart) -> str:
         return ""
     grid = {"automargin": True, "gridcolor": "#8884", "zerolinecolor": "#8884"}
     legend = sum(bool(trace.get("showlegend", True)) for trace in chart.traces) > 1
+    log_x = _powers(chart) if chart.log_x else {}
+    log_y = _decades(chart) if chart.log_y else {}
     layout = {
-        "xaxis": {**grid, "title": {"text": text(chart.x)}, **(_powers(chart) if chart.log_x else {})},
-        "yaxis": {**grid, "title": {"text": text(chart.y)}, **({"type": "log"} if chart.log_y else {})},
+        "xaxis": {**grid, "title": {"text": text(chart.x)}, **log_x},
+        # with a standoff, the title does not overlap long labels
+        "yaxis": {**grid, "title": {"text": text(chart.y), "standoff": 8}, **log_y},
         "legend": {"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
         "margin": {"l": 50, "r": 12, "t": 30, "b": 90 if legend else 45},
         "height": chart.height_px,
@@ -199,6 +195,18 @@ def figure(chart: Chart) -> str:
         f"<figure><figcaption>{text(chart.title)}</figcaption><div class=chart></div><script "
         f'type="application/json" class=figure>{content}</script></figure>'
     )
+
+
+def _decades(chart: Chart) -> dict[str, Any]:
+    """Return a logarithmic axis with labels at 1, 2 and 5 times powers of ten, or only at powers if these are many."""
+    values = [value for trace in chart.traces for value in trace["y"] if value and value > 0]
+    if not values:
+        return {"type": "log"}
+    first = math.floor(math.log10(min(values)))
+    last = math.ceil(math.log10(max(values)))
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    shown = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+    return {"type": "log", "tickvals": shown, "ticktext": [f"{value:,g}" for value in shown]}
 
 
 def _powers(chart: Chart) -> dict[str, Any]:
@@ -229,11 +237,9 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Ite
     """Return an HTML table that scrolls sideways in a narrow window. `classes` has one CSS class for each row."""
 
     def row(tag: str, cells: Iterable[object], name: str = "") -> str:
-        return (
-            f"<tr{f' class={name}' if name else ''}>"
-            + "".join(f"<{tag}{_wraps(cell)}>{text(cell)}</{tag}>" for cell in cells)
-            + "</tr>"
-        )
+        style = f" class={name}" if name else ""
+        content = "".join(f"<{tag}{_wraps(cell)}>{text(cell)}</{tag}>" for cell in cells)
+        return f"<tr{style}>{content}</tr>"
 
     names = [*classes]
     body = "".join(row("td", cells, names[index] if names else "") for index, cells in enumerate(rows))

@@ -44,6 +44,16 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest_s:02}"
 
 
+def format_days(days: float) -> str:
+    """76.24 -> '76.2 days'. Less than one day is given as by `format_seconds`."""
+    return format_seconds(days * 86_400) if days < 1 else f"{days:,.1f} days"
+
+
+def format_hours(hours: float) -> str:
+    """1661.66 -> '1,661.7', 0.01472 -> '0.015'. For hours and node-hours."""
+    return f"{hours:,.1f}" if hours >= 1 else f"{hours:.2g}"
+
+
 def plural(number: int, noun: str) -> str:
     """(1, 'microbatch') -> '1 microbatch', (4, 'microbatch') -> '4 microbatches'. Adds `-es` after s, x, ch and sh."""
     if number == 1:

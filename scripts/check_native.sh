@@ -9,6 +9,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tests=(tests/unit/data/test_native.py tests/unit/data/test_samples.py
     tests/unit/comm/test_shm.py tests/unit/comm/test_authenticated_store.py tests/unit/comm/test_store.py
     tests/attacks/test_native.py tests/unit/ops/test_cpu.py)
+# These tests check the rounding of long sums. They access memory like other tests, and take minutes with sanitizers.
+for name in a_norm_sums_the_gradients_of_a_million_rows an_embedding_sums_the_gradients_of_a_million_tokens \
+    adamw_keeps_a_decay_that_is_smaller_than_half_an_ulp; do
+    tests+=("--deselect=tests/unit/ops/test_cpu.py::test_$name")
+done
 copy="$(mktemp -d)"
 trap 'rm -rf "$copy"' EXIT
 cp -r csrc tests benchmarks configs scripts launch slurm setup.py pyproject.toml "$copy"
@@ -18,7 +23,7 @@ tar -c --exclude=_native frontier_llm | tar -x -C "$copy"
 # The compiler that setup.py calls. It adds the sanitizers and less optimisation after setup.py's own flags.
 cat >"$copy/cxx" <<WRAPPER
 #!/usr/bin/env bash
-exec g++ "\$@" -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+exec g++ "\$@" -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 WRAPPER
 chmod +x "$copy/cxx"
 cd "$copy"

@@ -29,11 +29,11 @@ from benchmarks.harness import TINY, parse_arguments, read_json, run_ranks, writ
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
-from frontier_llm.experiments.measure.timeline import MeasuredTimeline, draw, write_chrome_trace
 from frontier_llm.schedule import Action
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.step import train_step
+from tests.harness.timeline import MeasuredTimeline, draw, write_chrome_trace
 
 EXPERTS = (
     "parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=dualpipe-v", "parallel.data=2", "parallel.expert=2",

@@ -43,14 +43,20 @@ SHAPE = {
     "micro_batch": 4,
     "global_batch": 16,
 }
-TOKENS = SHAPE["global_batch"] * SHAPE["sequence"]
+
+
+def tokens_per_step(shape: dict[str, int]) -> int:
+    return shape["global_batch"] * shape["sequence"]
+
+
+TOKENS = tokens_per_step(SHAPE)
 PEERS = {
     "megatron-core": "benchmarks.peers.megatron_core_step",
     "deepspeed": "benchmarks.peers.deepspeed_pipeline_step",
 }
 
 
-def ours(layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
+def ours(layout: tuple[int, int, int], dtype: str, steps: int, shape: dict[str, int]) -> list[float]:
     tp, pp, dp = layout
     with tempfile.TemporaryDirectory() as run_dir:
         overrides = [
@@ -58,6 +64,8 @@ def ours(layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
             f"parallel.pipeline={pp}",
             f"parallel.data={dp}",
             f"precision.dtype={dtype}",
+            f"model.layers={shape['layers']}",
+            f"batch.global_batch={shape['global_batch']}",
         ]
         command = [sys.executable, "-m", "frontier_llm.cli.main", "bench", "step", "bench", *overrides]
         command += [f"train.run_dir={run_dir}", "--steps", str(steps), "--json"]
@@ -66,12 +74,14 @@ def ours(layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
     return step_times_s
 
 
-def peer(name: str, python: str, layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
+def peer(
+    name: str, python: str, layout: tuple[int, int, int], dtype: str, steps: int, shape: dict[str, int]
+) -> list[float]:
     tp, pp, dp = layout
     arguments = [
         f"--{key}={value}"
         for key, value in {
-            **SHAPE,
+            **shape,
             "tp": tp,
             "pp": pp,
             "steps": steps,
@@ -114,20 +124,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--layouts", default="serial,tp2,pp2,dp2,tp2pp2")
     parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--layers", type=int, default=SHAPE["layers"])
+    parser.add_argument("--global-batch", type=int, default=SHAPE["global_batch"])
     parser.add_argument("--json", type=Path)
     small = ["--rounds", "1", "--steps", "1", "--layouts", "serial", "--dtypes", "fp32"]
+    small += ["--layers", "1", "--global-batch", str(SHAPE["micro_batch"])]
     args = parse_arguments(parser, smoke=["--peers-python", sys.executable, *small])
+    shape = {**SHAPE, "layers": args.layers, "global_batch": args.global_batch}
+    tokens = tokens_per_step(shape)
     seconds: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for round_index in range(args.rounds):
         for layout in args.layouts.split(","):
             for dtype in args.dtypes.split(","):
-                seconds["frontier_llm", layout, dtype] += ours(LAYOUTS[layout], dtype, args.steps)
+                seconds["frontier_llm", layout, dtype] += ours(LAYOUTS[layout], dtype, args.steps, shape)
                 seconds["megatron-core", layout, dtype] += peer(
-                    "megatron-core", args.peers_python, LAYOUTS[layout], dtype, args.steps
+                    "megatron-core", args.peers_python, LAYOUTS[layout], dtype, args.steps, shape
                 )
                 if LAYOUTS[layout][0] == 1:
                     seconds["deepspeed", layout, dtype] += peer(
-                        "deepspeed", args.peers_python, LAYOUTS[layout], dtype, args.steps
+                        "deepspeed", args.peers_python, LAYOUTS[layout], dtype, args.steps, shape
                     )
                 print(f"round {round_index + 1}/{args.rounds}: {layout} {dtype} done", file=sys.stderr, flush=True)
     rows = []
@@ -138,7 +153,7 @@ def main() -> None:
     for layout in args.layouts.split(","):
         for dtype in args.dtypes.split(","):
             rate = {
-                name: TOKENS / median(seconds[name, layout, dtype])
+                name: tokens / median(seconds[name, layout, dtype])
                 for name in ("frontier_llm", *PEERS)
                 if seconds[name, layout, dtype]
             }
@@ -156,7 +171,7 @@ def main() -> None:
     write_json(
         args.json,
         {
-            "shape": SHAPE,
+            "shape": shape,
             "rounds": args.rounds,
             "steps": args.steps,
             "rows": rows,

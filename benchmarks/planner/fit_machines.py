@@ -14,14 +14,16 @@ other models. Needs scipy.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import parse_arguments
-from benchmarks.planner.leave_one_model_out import smallest_runs
+from benchmarks.planner.leave_one_model_out import all_runs, smallest
 from benchmarks.published.datasets import FITTED, FITTED_ROWS, PublishedRun, machine_path, shipped
 from benchmarks.published.predict import (
     RowPrediction,
@@ -32,7 +34,9 @@ from benchmarks.published.predict import (
 )
 from benchmarks.published.validate import Accuracy, as_text, score
 from frontier_llm.experiments.measure.fit import Measurements, fit
-from frontier_llm.experiments.measure.machine_file import update_machine, value_of
+from frontier_llm.experiments.measure.machine_file import value_of
+from frontier_llm.files import write_atomically
+from frontier_llm.machine.load import PLACES, load_machine
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
 
@@ -100,7 +104,7 @@ def fit_rows(rows: Sequence[PublishedRun], start: Rates, constants: Sequence[str
         knee=KNEE,
         ceilings={"fabric_bytes_s": FABRIC_CEILING},
     )
-    return fit(measurements, needed_by="benchmarks/planner/fit_machines.py", evaluations=evaluations, scale=0.5)
+    return fit(measurements, evaluations=evaluations, scale=0.5)
 
 
 def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
@@ -124,8 +128,54 @@ def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
 def write_fitted_rows() -> None:
     """Write the ids of the rows on which constants are fitted: those of FITTED, and those of NeMo on DGX-H100."""
     keys = {row.key for row in shipped() if row.may_be_fitted and (row.machine, row.stack) in FITTED}
-    keys |= {row.key for row in smallest_runs()}
+    keys |= {row.key for row in smallest(all_runs())}
     FITTED_ROWS.write_text("".join(f"{key}\n" for key in sorted(keys)), encoding="utf-8")
+
+
+def update_machine(path: Path, stack: str, fitted: Rates, constants: Iterable[str], source: str) -> None:
+    """Replace the values and sources of constants in a machine file. Comments and order of the file are kept.
+
+    `constants` are fields of Rates, as for `fit`. Raises ConfigError if the file cannot be read back.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for constant in constants:
+        field, _, _ = constant.partition("/")
+        _, _, unit = PLACES[field]
+        value = value_of(fitted, constant) / unit
+        number = f'{{value: {value:.4g}, tag: estimated, source: "{source}"}}'
+        for place in _places_of(lines, stack, constant):
+            key, _, _ = lines[place].partition("{")
+            lines[place] = key + number
+    write_atomically(path, "\n".join(lines) + "\n")
+    load_machine(str(path))
+
+
+def _places_of(lines: Sequence[str], stack: str, constant: str) -> list[int]:
+    """Return the indices of the lines of a machine file that have the value of this constant."""
+    field, _, devices = constant.partition("/")
+    section, key, _ = PLACES[field]
+    outer = ""
+    inner = ""
+    places = []
+    for place, line in enumerate(lines):
+        top = re.match(r"(\w+):", line)
+        if top:
+            outer = top[1]
+            inner = ""
+        elif re.match(r"  \S", line):
+            inner = line.strip().removesuffix(":")
+        if section == "stack":
+            is_section = outer == "stacks" and inner == stack
+            pattern = f"    {key}:"
+        elif field == "fabric_bytes_s":
+            is_section = outer == section and inner == key
+            pattern = rf"    {devices or '[0-9]+'}:"
+        else:
+            is_section = outer == section
+            pattern = rf"  {key}:.*\{{"
+        if is_section and re.match(pattern, line):
+            places.append(place)
+    return places
 
 
 def main() -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.planner.fit_machines import KNEE, fit_rows, starting_point
+from benchmarks.planner.fit_machines import KNEE, fit_rows, starting_point, update_machine
 from benchmarks.published.datasets import shipped
 from benchmarks.published.predict import cluster_rates, predict
 from frontier_llm.config import configs_dir
 from frontier_llm.experiments.measure.fit import soften
-from frontier_llm.experiments.measure.machine_file import update_machine
 from frontier_llm.machine.load import load_machine, rates
 
 

@@ -14,7 +14,7 @@ from frontier_llm.errors import ConfigError
 from frontier_llm.planner.emit import FULL_SHARE, plan_overrides, roomier_plan
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import Plan, memory_summary
-from frontier_llm.units import GIB
+from frontier_llm.units import GIB, format_days
 
 NAME = "memory"
 COST = "cost"
@@ -65,7 +65,7 @@ def check_cost(subject: Subject) -> CertificateSection:
     evidence = [
         f"a step takes about {cost.step_s:.3g} s on {subject.config.machine} (predicted, within {100 * band:.0f} %)",
         *(line.removeprefix("cost: ") for line in cost.describe(budget).splitlines()),
-        f"{cost.days:,.1f} days of training and starts, without the time in the queue",
+        f"{format_days(cost.days)} of training and starts, without the time in the queue",
     ]
     return judged(COST, evidence, () if request is None else cost_problems(request))
 

@@ -18,9 +18,9 @@ from frontier_llm.config import RunConfig, saves_nothing
 from frontier_llm.config.urls import packages_of
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import FrontierError, Problem, not_installed
-from frontier_llm.planner.predict import START_S, planned_saves
+from frontier_llm.planner.predict import planned_saves
 from frontier_llm.run.uploads import read_uploads
-from frontier_llm.units import format_bytes, format_seconds, plural
+from frontier_llm.units import format_bytes, format_hours, format_seconds, plural
 
 NAME = "restart"
 
@@ -60,10 +60,11 @@ def _save_evidence(subject: Subject) -> Iterator[str]:
     campaign = planned_saves(config, subject.world_size)
     save_s = 0.0 if campaign is None else campaign.save_s
     lost_s = first * step_s + save_s
-    lost_node_hours = (lost_s + START_S) / 3600 * subject.cost.nodes
+    start_s = subject.cost.start_s
+    lost_node_hours = (lost_s + start_s) / 3600 * subject.cost.nodes
     yield (
-        f"a failure costs at most {plural(first, 'step')}, {format_seconds(lost_s)}, and {format_seconds(START_S)} to "
-        f"start again (assumed): {lost_node_hours:,.1f} node-hours"
+        f"a failure costs at most {plural(first, 'step')}, {format_seconds(lost_s)}, and {format_seconds(start_s)} to "
+        f"start again (assumed): {format_hours(lost_node_hours)} node-hours"
     )
     one_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     written = f" and takes about {format_seconds(save_s)} (estimated)" if campaign else ""

@@ -16,7 +16,7 @@ from frontier_llm.errors import Problem
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
-from frontier_llm.planner.predict import PointPrediction, plans_of, predict
+from frontier_llm.planner.predict import LOCAL_START_S, PointPrediction, plans_of, predict
 from frontier_llm.planner.search import Plan
 from frontier_llm.run import run_dir
 from frontier_llm.topology.plan import ParallelPlan, layout_problems, plan_as_given
@@ -95,6 +95,7 @@ class Subject:
             slice_hours=None,
             warning_s=0.0,
             chained=False,
+            start_s=LOCAL_START_S,
         )
 
 

@@ -99,6 +99,15 @@ def _ends_with_run(flat: Mapping[str, Any]) -> bool:
     return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
 
 
+def _rates_depend_on_steps(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Return True if another number of steps changes the learning rates.
+
+    A changed schedule is reported as a separate change.
+    """
+    same_schedule = before.get("optimizer.schedule") == after.get("optimizer.schedule")
+    return same_schedule and (_ends_with_run(before) or _ends_with_run(after))
+
+
 def _decay_end(flat: Mapping[str, Any]) -> Any:
     """Return the schedule and the step at which its decay ends, for a schedule that decays from the warm-up on.
 
@@ -235,46 +244,49 @@ def config_changes(
     """
     before = dict(flattened(saved))
     after = dict(flattened(current))
-    contents = by_content(saved, saved_data or {}), by_content(current, data or {})
     # compare durations in steps, because they may be set in tokens
     steps_before = dict(flattened(in_steps(saved, done)))
     steps_after = dict(flattened(in_steps(current, done)))
-    same_data = _trained_blend(contents[0]) == _trained_blend(contents[1])
-    # a changed schedule is reported as a separate change
-    same_schedule = before.get("optimizer.schedule") == after.get("optimizer.schedule")
-    ends_with_run = same_schedule and (_ends_with_run(before) or _ends_with_run(after))
+    contents = by_content(saved, saved_data or {}), by_content(current, data or {})
     same_decay = _decay_end(steps_before) is not None and _decay_end(steps_before) == _decay_end(steps_after)
-    mathematics = _MATHEMATICS + (("train.steps",) if ends_with_run and not same_decay else ())
-    mathematics = mathematics if begun else _INITIAL_WEIGHTS
-    harmless = (*_HARMLESS, "optimizer.decay_steps") if same_decay else _HARMLESS
-    if begun and _trained_phases(contents[0], step, done) != _trained_phases(contents[1], step, done):
-        mathematics += ("train.phases",)
-    keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
+    mathematics = list(_MATHEMATICS if begun else _INITIAL_WEIGHTS)
+    harmless = list(_HARMLESS)
     notes = {
         "train.steps": _lost_decay(steps_before, steps_after, step),
         "optimizer.name": "only the weights would be loaded",
     }
     remedies = {}
-    if "train.steps" in mathematics:
+    if same_decay:
+        harmless.append("optimizer.decay_steps")
+    elif begun and _rates_depend_on_steps(before, after):
+        mathematics.append("train.steps")
         notes["train.steps"] = _new_decay(steps_before, steps_after, step)
-    if "train.steps" in mathematics and _ends_with_run(before):
-        remedies["train.steps"] = f"optimizer.decay_steps={before.get('train.steps')}"
+        if _ends_with_run(before):
+            remedies["train.steps"] = f"optimizer.decay_steps={before.get('train.steps')}"
+    if begun and _trained_phases(contents[0], step, done) != _trained_phases(contents[1], step, done):
+        mathematics.append("train.phases")
+    if _trained_blend(contents[0]) == _trained_blend(contents[1]):
+        harmless.append("data.train")
     changes = []
-    for key in keys:
+    for key in dict.fromkeys([*after, *before]):
         was = before.get(key, _ABSENT)
         now = after.get(key, _ABSENT)
-        if was != now and steps_before.get(key, _ABSENT) != steps_after.get(key, _ABSENT):
-            counts = _under(key, mathematics) and not _under(key, harmless) and not (key == "data.train" and same_data)
-            if key == "data.seed" and counts:
-                note = (
-                    "each source keeps the order of the first seed; --restart-source PATH gives the source PATH the "
-                    "order of the new seed"
-                )
-                changes.append(Change(key, was, now, counts, note, allowable=False))
-                continue
-            fits = not (counts and key.startswith("model.")) or _fits(saved["model"], current["model"], key)
-            note = notes.get(key, "") if fits else "the saved weights have other shapes"
-            changes.append(Change(key, was, now, counts, note, fits, remedies.get(key, "")))
+        same_steps = steps_before.get(key, _ABSENT) == steps_after.get(key, _ABSENT)
+        if was == now or same_steps or _under(key, _SILENT):
+            continue
+        counts = _under(key, mathematics) and not _under(key, harmless)
+        note = notes.get(key, "")
+        allowable = True
+        if key == "data.seed" and counts:
+            note = (
+                "each source keeps the order of the first seed; --restart-source PATH gives the source PATH the "
+                "order of the new seed"
+            )
+            allowable = False
+        elif counts and key.startswith("model.") and not _fits(saved["model"], current["model"], key):
+            note = "the saved weights have other shapes"
+            allowable = False
+        changes.append(Change(key, was, now, counts, note, allowable, remedies.get(key, "")))
     return changes
 
 

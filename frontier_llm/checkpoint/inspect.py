@@ -5,6 +5,7 @@ The functions run in one process, hold one tensor in memory at a time, and chang
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,17 +128,21 @@ def compare(first: Path, second: Path) -> Difference:
     right = CheckpointWeights(second)
     a = left.manifest
     b = right.manifest
+    progress_after = vars(b.progress)
     progress = [
-        Change(f"progress.{key}", value, vars(b.progress)[key], False)
+        Change(f"progress.{key}", value, progress_after[key], False)
         for key, value in vars(a.progress).items()
-        if vars(b.progress)[key] != value
+        if progress_after[key] != value
     ]
     # Compare elements only if a tensor has the same shape and the same kinds of state in both checkpoints.
-    forms = [
-        {name: (tensor.shape, saved.manifest.kinds_of(tensor)) for name, tensor in saved.tensors.items()}
-        for saved in (left, right)
-    ]
-    common = [name for name in forms[0] if name in forms[1]]
+    before = _forms(left)
+    after = _forms(right)
+    common = [name for name in before if name in after]
+    reshaped = []
+    for name in common:
+        for form, other in zip(before[name], after[name], strict=True):
+            if form != other:
+                reshaped.append(f"{name} {form} → {other}")
     return Difference(
         changes=[
             *progress,
@@ -146,16 +151,16 @@ def compare(first: Path, second: Path) -> Difference:
             *plugin_changes(a.known_plugins, b.known_plugins),
             *environment_changes(a.environment, b.environment),
         ],
-        only_first=[name for name in forms[0] if name not in forms[1]],
-        only_second=[name for name in forms[1] if name not in forms[0]],
-        reshaped=[
-            f"{name} {before} → {after}"
-            for name in common
-            for before, after in zip(forms[0][name], forms[1][name], strict=True)
-            if before != after
-        ],
-        tensors=list(_compare_tensors(left, right, [name for name in common if forms[0][name] == forms[1][name]])),
+        only_first=[name for name in before if name not in after],
+        only_second=[name for name in after if name not in before],
+        reshaped=reshaped,
+        tensors=list(_compare_tensors(left, right, [name for name in common if before[name] == after[name]])),
     )
+
+
+def _forms(weights: CheckpointWeights) -> dict[str, tuple[Any, ...]]:
+    """Return (shape, kinds of state) of each tensor."""
+    return {name: (tensor.shape, weights.manifest.kinds_of(tensor)) for name, tensor in weights.tensors.items()}
 
 
 def _compare_tensors(a: CheckpointWeights, b: CheckpointWeights, names: list[str]) -> Iterator[TensorDifference]:
@@ -169,9 +174,8 @@ def _compare_tensors(a: CheckpointWeights, b: CheckpointWeights, names: list[str
                 differing = int((left.view(bits) != right.view(bits)).sum())
             if differing:
                 with np.errstate(invalid="ignore"):
-                    largest = (
-                        float(np.nanmax(np.abs(left - right))) if np.isfinite(left - right).any() else float("nan")
-                    )
+                    gaps = np.abs(left - right)
+                    largest = float(np.nanmax(gaps)) if np.isfinite(gaps).any() else math.nan
                 yield TensorDifference(name, kind, differing, left.size, largest)
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli import interchange, remote
 from frontier_llm.cli.arguments import JSON, Command, ProgressBar, command, option, show
-from frontier_llm.config.urls import is_url
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.tables import aligned
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable, strict_json
@@ -45,6 +44,8 @@ class _Found:
 
 def _found(place: str) -> list[_Found]:
     """Return the checkpoints at a path or URL, oldest first. Raises CheckpointError if there is none."""
+    from frontier_llm.config.urls import is_url
+
     if is_url(place):
         from frontier_llm.checkpoint.remote import at_url, summary, verify
 

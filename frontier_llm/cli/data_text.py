@@ -171,47 +171,29 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 )
 def tokenize_text(args: argparse.Namespace) -> int:
     """Under a launcher with several tasks, each task makes its share of the parts and joins nothing."""
-    from frontier_llm.data.tokenize import TokenizeOptions, make_share, missing_dataset, tokenize
+    from frontier_llm.data.tokenize import TokenizeOptions, make_dataset, make_share, missing_dataset, plan_dataset
     from frontier_llm.run.rank_env import discover
 
     if args.in_job:
         return _tokenize_in_job(args)
-    shard_bytes = args.shard_mib << 20
-    max_bytes = args.max_mib << 20
     options = TokenizeOptions(
         text_key=args.text_key,
         documents=args.documents,
         skip_damaged=args.skip_damaged,
-        shard_bytes=shard_bytes,
+        shard_bytes=args.shard_mib << 20,
         prompt_key=args.prompt_key,
-        max_bytes=max_bytes,
+        max_bytes=args.max_mib << 20,
     )
+    plan = plan_dataset(args.inputs, args.output, args.tokenizer, options)
     if args.job_step == "plan":
-        digest = missing_dataset(args.inputs, args.output, args.tokenizer, options, args.overwrite)
-        print(digest or "")
+        print(missing_dataset(plan, args.overwrite) or "")
         return 0
     place = discover()
     if place is not None and (place.world_size > 1 or args.job_step == "share"):
-        parts = make_share(
-            inputs=args.inputs,
-            prefix=args.output,
-            tokenizer=args.tokenizer,
-            options=options,
-            workers=args.workers,
-            overwrite=args.overwrite,
-            index=place.rank,
-            count=place.world_size,
-        )
+        parts = make_share(plan, args.workers, args.overwrite, index=place.rank, count=place.world_size)
         log.info(f"{args.output}: {place.hostname} has finished its share of {plural(parts, 'part')}")
         return 0
-    meta = tokenize(
-        inputs=args.inputs,
-        prefix=args.output,
-        tokenizer=args.tokenizer,
-        options=options,
-        workers=args.workers,
-        overwrite=args.overwrite,
-    )
+    meta = make_dataset(plan, args.workers, args.overwrite)
     show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, NO_VERIFY, PLUGIN, command, option, positive_amount, show
 from frontier_llm.cli.settings import refuse_settings
-from frontier_llm.errors import CheckpointError, DataError
+from frontier_llm.errors import CheckpointError
 from frontier_llm.units import GIB
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _section(model: ModelConfig, tokenizer: str | None) -> str:
     option("source", metavar="CHECKPOINT", help="a run directory (its newest checkpoint) or one checkpoint's folder"),
     option("output", metavar="DIR", help="directory to create"),
     option("--dtype", choices=_DTYPES, help="precision of the written weights (default: the run's working precision)"),
-    option("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)"),
+    option("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's, or its data's)"),
     option(
         "--shard-gib",
         type=positive_amount,
@@ -173,14 +173,7 @@ def export_hf(args: argparse.Namespace) -> int:
     opened = open_model(args.source, verified=not args.no_verify, plugins=args.plugin)
     companions = Companions(facts=run_facts(opened))
     if args.tokenizer != "none":
-        if args.tokenizer is None and opened.tokenizer_spec is None:
-            what = "no tokenizer is known for this run"
-            raise DataError(
-                what,
-                where=str(opened.path),
-                fix="name it with --tokenizer, or give --tokenizer none to export weights alone",
-            )
-        tokenizer = open_tokenizer(opened, args.tokenizer)
+        tokenizer = open_tokenizer(opened, args.tokenizer, ", or --tokenizer none to export weights alone")
         files = tokenizer_files(tokenizer, opened.source.model.sequence_length)
         companions = Companions(files, tokenizer.eod, companions.facts)
     family = export_huggingface(

@@ -1,4 +1,4 @@
-"""frontier-llm list models|machines|runs|sites|tasks: the names that other commands accept."""
+"""frontier-llm list models|machines|runs|schedules|sites|tasks: the names that other commands accept."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def _sites() -> dict[str, str]:
     return {name: about_file(site_file(name)) for name in site_names()}
 
 
+def _schedules() -> dict[str, str]:
+    from frontier_llm import schedule
+
+    return {name: schedule.rule(name).about for name in schedule.names()}
+
+
 def _tasks() -> dict[str, str]:
     from frontier_llm.inference.task_prompts import LM_EVAL
 
@@ -44,6 +50,7 @@ KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "models": lambda: _shipped("models"),
     "machines": _machines,
     "runs": lambda: _shipped("runs"),
+    "schedules": _schedules,
     "sites": _sites,
     "tasks": _tasks,
 }
@@ -52,6 +59,7 @@ USES = {
     "models": "frontier-llm plan NAME, or model: NAME in a run file",
     "machines": "frontier-llm plan MODEL --machine NAME, or machine: NAME in a run file",
     "runs": "frontier-llm train NAME, or base: NAME in a run file",
+    "schedules": "parallel.schedule=NAME, or frontier-llm plan MODEL --fix schedule=NAME (docs/schedules.md)",
     "sites": "frontier-llm submit RUN --site NAME",
     "tasks": "frontier-llm evaluate CHECKPOINT --task NAME=FILE",
 }

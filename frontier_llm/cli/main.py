@@ -16,9 +16,6 @@ from frontier_llm.cli.arguments import Parser
 from frontier_llm.cli.needs import check_installed
 from frontier_llm.cli.vocabulary import with_new_names
 from frontier_llm.errors import FrontierError, not_installed, suggest
-from frontier_llm.files import LIFT_VARIABLE, lift_bounds
-from frontier_llm.machine.processor import limit_instruction_set
-from frontier_llm.run.rank_env import environ
 
 CLOSED_PIPE = 141  # exit code of a program that SIGPIPE ends, as a shell reports it
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` reads only this table, because it must
@@ -32,7 +29,7 @@ COMMANDS = {
     "submit": "queue a run on a Slurm site",
     "status": "show which runs are active, their progress and their expected end",
     "scaling": "run weak and strong scaling experiments",
-    "tune": "find the fastest layout by running several, beginning with the planner's choice",
+    "tune": "run several layouts to find the fastest, first the planner's choice",
     "data": "train tokenizers, tokenize text, inspect datasets",
     "checkpoint": "list, verify, compare, import and export checkpoints",
     "evaluate": "compute held-out loss and in-context tasks of a checkpoint",
@@ -40,7 +37,7 @@ COMMANDS = {
     "ops": "show the back-end of each fused op, and the reason for it",
     "bench": "measure the training step, the ops or the communication",
     "calibrate": "measure this machine and write its machine file",
-    "list": "list the named models, machines, runs, sites and tasks",
+    "list": "list the named models, machines, runs, schedules, sites and tasks",
     "completion": "print a script for bash or zsh that completes commands and options",
 }
 _GROUPS = {
@@ -127,10 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     called = f"frontier-llm {name}"
     try:
-        lift_bounds(environ(LIFT_VARIABLE))
-        limit_instruction_set()  # before a command imports torch
         parsed = parse(arguments)
         called = parsed.parser.prog  # command with its action, for example `frontier-llm data tokenize`
+        _prepare_process()
         return int(parsed.work(parsed))
     except FrontierError as error:
         print(f"{called}: error\n{error}", file=sys.stderr)
@@ -158,6 +154,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _prepare_process() -> None:
+    """Apply the environment variables of this process. Must precede the import of torch. `--help` does without."""
+    from frontier_llm.files import LIFT_VARIABLE, lift_bounds
+    from frontier_llm.machine.processor import limit_instruction_set
+    from frontier_llm.run.rank_env import environ
+
+    lift_bounds(environ(LIFT_VARIABLE))
+    limit_instruction_set()
 
 
 def entry() -> NoReturn:

@@ -12,7 +12,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli.arguments import JSON, ProgressBar, amount, command, natural, option, show
-from frontier_llm.config.urls import is_url, without_secrets
 from frontier_llm.errors import CheckpointError
 from frontier_llm.units import GIB, format_bytes
 
@@ -114,6 +113,7 @@ def push(args: argparse.Namespace) -> int:
 def pull(args: argparse.Namespace) -> int:
     """Copy one checkpoint here."""
     from frontier_llm.checkpoint import remote, remote_writer
+    from frontier_llm.config.urls import is_url, without_secrets
     from frontier_llm.data.remote_folder import RemoteFolder
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.uploads import uploads_to
@@ -145,6 +145,8 @@ def pull(args: argparse.Namespace) -> int:
 
 def _chosen(found: list[RemoteCheckpoint], step: int | None, url: str) -> RemoteCheckpoint:
     """Return the checkpoint of `step`, or the newest checkpoint. Raises CheckpointError if there is none."""
+    from frontier_llm.config.urls import without_secrets
+
     for one in found:
         if step is None or one.step == step:
             return one

@@ -9,16 +9,15 @@ import shlex
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from frontier_llm import log
 from frontier_llm.cli.arguments import RESUME, command, natural, option, run_options
-from frontier_llm.cli.checks import check, check_start
-from frontier_llm.cli.ranks import local_world_size, read_run, start_local_ranks
-from frontier_llm.config import RunConfig
-from frontier_llm.config.keys import check_allowable
-from frontier_llm.data.position import START
 from frontier_llm.errors import CheckpointError
 from frontier_llm.units import printable
+
+if TYPE_CHECKING:
+    from frontier_llm.config import RunConfig
 
 
 @command(
@@ -65,7 +64,11 @@ def train(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from frontier_llm.certificate.named_code import resume_problems
+    from frontier_llm.cli.checks import check, check_start
+    from frontier_llm.cli.ranks import local_world_size, read_run, start_local_ranks
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
+    from frontier_llm.config.keys import check_allowable
+    from frontier_llm.data.position import START
     from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.rank_env import discover

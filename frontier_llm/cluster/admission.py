@@ -25,7 +25,7 @@ from frontier_llm.run import run_dir
 from frontier_llm.run.rank_env import environ
 from frontier_llm.tables import aligned
 from frontier_llm.topology.plan import plan_problems
-from frontier_llm.units import format_bytes, plural
+from frontier_llm.units import format_bytes, format_hours, plural
 
 BENCHMARK_STEPS = 100  # a run with more steps that costs more than CHEAP_NODE_HOURS needs data.allow_synthetic
 CHEAP_NODE_HOURS = 10.0
@@ -45,6 +45,7 @@ class Cost:
     slice_hours: float | None  # walltime of one job; None: the site has no limit
     warning_s: float  # warning time at the end of each job, for saving
     chained: bool  # whether an unfinished job is continued by another
+    start_s: float = START_S  # time from a job's start to its first step (assumed)
 
     @property
     def steps(self) -> int:
@@ -56,13 +57,13 @@ class Cost:
         """Number of steps of the next job, which ends at its walltime."""
         if self.slice_hours is None:
             return self.steps
-        trained_s = self.slice_hours * 3600 - START_S - self.warning_s
+        trained_s = self.slice_hours * 3600 - self.start_s - self.warning_s
         return max(0, min(self.steps, int(trained_s / self.step_s)))
 
     @property
     def job_minutes(self) -> float:
         """Minutes of the next job, including its start."""
-        return (START_S + self.job_steps * self.step_s) / 60
+        return (self.start_s + self.job_steps * self.step_s) / 60
 
     @property
     def job_node_hours(self) -> float:
@@ -91,14 +92,14 @@ class Cost:
         """Days of training and of the starts of its jobs, without saves and the time in the queue."""
         chain = self.chain()
         jobs = chain[0] if chain else 1
-        return self.hours / 24 + jobs * START_S / 86400
+        return self.hours / 24 + jobs * self.start_s / 86400
 
     def chain(self) -> tuple[int, float] | None:
         """Return (jobs, node-hours) if every job uses its complete walltime.
 
         None if the walltime is unknown or leaves no time to train.
         """
-        if self.slice_hours is None or (trained_h := self.slice_hours - (START_S + self.warning_s) / 3600) <= 0:
+        if self.slice_hours is None or (trained_h := self.slice_hours - (self.start_s + self.warning_s) / 3600) <= 0:
             return None
         jobs = max(1, math.ceil(self.hours / trained_h)) if self.chained else 1
         return jobs, jobs * self.slice_hours * self.nodes
@@ -107,11 +108,11 @@ class Cost:
         """Return a text for the start of a job: nodes, minutes, node-hours, checkpoints, and the cost of the run."""
         steps = f"{plural(self.job_steps, 'step')} of about {self.step_s:.3g} s (predicted)"
         lines = [
-            f"cost: this job takes {plural(self.nodes, 'node')} for about {self.job_minutes:,.0f} minutes, "
-            f"{self.job_node_hours:,.1f} node-hours: {START_S / 60:.0f} minutes to start (assumed), {steps}",
+            f"cost: this job takes {plural(self.nodes, 'node')} for about {_minutes(60 * self.job_minutes)}, "
+            f"{format_hours(self.job_node_hours)} node-hours: {_minutes(self.start_s)} to start (assumed), {steps}",
             f"cost: this job writes {written(self.config, self.job_saves, self.directory)}",
-            f"cost: {plural(self.steps, 'step')} are left of the run: {self.hours:,.1f} hours, "
-            f"{self.node_hours:,.1f} node-hours",
+            f"cost: {plural(self.steps, 'step')} are left of the run: {format_hours(self.hours)} hours, "
+            f"{format_hours(self.node_hours)} node-hours",
         ]
         if (chain := self.chain()) is not None:
             lines.append(
@@ -125,6 +126,11 @@ class Cost:
                 "cost: no limit of node-hours is set (--max-node-hours, or job.max_node_hours=H after a script)"
             )
         return "\n".join(lines)
+
+
+def _minutes(seconds: float) -> str:
+    """Format a duration of a job: '687 minutes', or seconds below two minutes."""
+    return f"{seconds / 60:,.0f} minutes" if seconds >= 120 else f"{seconds:.0f} seconds"
 
 
 def cost_of(request: submit.JobRequest) -> Cost:

@@ -23,7 +23,8 @@ from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.notices import WEBHOOK_VARIABLE
 from frontier_llm.cluster.rank_logs import conclusion, failure_lines, first_traceback, prune, rank_log
 from frontier_llm.cluster.site_variables import step_variables
-from frontier_llm.cluster.sites import root_dir
+from frontier_llm.cluster.sites import Site, root_dir
+from frontier_llm.config import RunConfig
 from frontier_llm.errors import FrontierError
 from frontier_llm.run import hostlist, job_secret, run_dir
 from frontier_llm.run.failure import (
@@ -53,7 +54,11 @@ _SILENT_NODE = "Timed out waiting for job step"  # srun received no reply from a
 class JobStep:
     """One srun of a job."""
 
-    run: BatchRun
+    directory: Path  # the ranks write failure records into it
+    command: tuple[str, ...]  # arguments of the ranks' interpreter
+    config: RunConfig  # determines the variables of the ranks
+    site: Site
+    allocation: slurm.Allocation
     nodes: tuple[str, ...]
     log_dir: Path
     variables: Mapping[str, str]
@@ -62,24 +67,24 @@ class JobStep:
 
     def srun(self) -> list[str]:
         """Return the command line: one task per GCD. If one task fails, srun ends all tasks."""
-        run = self.run
         nodes = len(self.nodes)
+        tasks_per_node = self.allocation.tasks_per_node
         return [
             "srun",
             f"--nodes={nodes}",
             f"--nodelist={hostlist.compress(self.nodes)}",
-            f"--ntasks={nodes * run.allocation.tasks_per_node}",
-            f"--ntasks-per-node={run.allocation.tasks_per_node}",
-            f"--cpus-per-task={run.allocation.cpus_per_task}",
-            f"--gpus-per-node={run.site.gpus_per_node}",
+            f"--ntasks={nodes * tasks_per_node}",
+            f"--ntasks-per-node={tasks_per_node}",
+            f"--cpus-per-task={self.allocation.cpus_per_task}",
+            f"--gpus-per-node={self.site.gpus_per_node}",
             "--distribution=block",  # consecutive ranks on one node, so that tensor parallelism stays inside a node
             "--kill-on-bad-exit=1",
             "--wait=60",
             "--unbuffered",
-            *(f"--{name}={value}" if value else f"--{name}" for name, value in run.site.srun.items()),
+            *(f"--{name}={value}" if value else f"--{name}" for name, value in self.site.srun.items()),
             str(root_dir() / "launch" / "rank.sh"),
             rank_python(),
-            *run.command,
+            *self.command,
         ]
 
 
@@ -118,7 +123,7 @@ def start_ranks(
     log_dir = run.directory / "logs" / f"attempt_{number:04}"
     before = run_dir.place(run.directory)
     variables = {"FRONTIER_LLM_INCARNATION": str(number), **plan_variables(run)}
-    outcome = run_step(JobStep(run, nodes, log_dir, variables, deadline_s, save_after_s))
+    outcome = run_step(job_step(run, nodes, log_dir, variables, deadline_s, save_after_s))
     run_dir.refuse_moved(run.directory, before)
     if outcome.cause == "crash" and (dead := dead_nodes(run, nodes, outcome)):
         gone = Failure(
@@ -150,6 +155,29 @@ def start_ranks(
     return outcome, ended.ended_unix_s - started_s
 
 
+def job_step(
+    run: BatchRun,
+    nodes: tuple[str, ...],
+    log_dir: Path,
+    variables: Mapping[str, str],
+    deadline_s: float | None,
+    save_after_s: float = math.inf,
+) -> JobStep:
+    """Return the srun of a job that trains."""
+    return JobStep(
+        directory=run.directory,
+        command=run.command,
+        config=run.config,
+        site=run.site,
+        allocation=run.allocation,
+        nodes=nodes,
+        log_dir=log_dir,
+        variables=variables,
+        deadline_s=deadline_s,
+        save_after_s=save_after_s,
+    )
+
+
 def plan_variables(run: BatchRun) -> dict[str, str]:
     """Return the variable that tells the ranks whether the job can continue with a roomier plan than theirs."""
     has_roomier = bool(run.job.plans) and run.plan == run.job.plans[0]
@@ -169,9 +197,9 @@ def dead_nodes(run: BatchRun, nodes: tuple[str, ...], outcome: Outcome) -> list[
 
 def master_address(step: JobStep) -> str:
     """Return the IPv4 address of rank 0's node. Found once, so that no rank calls DNS. Raises FrontierError."""
-    command = [str(root_dir() / "launch" / "address.sh"), step.run.site.interface or ""]
+    command = [str(root_dir() / "launch" / "address.sh"), step.site.interface or ""]
     first = step.nodes[0]
-    if first != step.run.allocation.batch_host:
+    if first != step.allocation.batch_host:
         command = ["srun", "--nodes=1", "--ntasks=1", "--gpus-per-node=0", "--overlap", f"--nodelist={first}", *command]
     text = slurm.call(command).strip()
     try:
@@ -183,11 +211,11 @@ def master_address(step: JobStep) -> str:
 
 def run_step(step: JobStep) -> Outcome:
     """Start the ranks and wait. Return how they ended. The traceback of the first failed rank is printed last."""
-    run_dir.make_log_dir(step.log_dir, step.run.directory)
+    run_dir.make_log_dir(step.log_dir, step.directory)
     variables = {
         # without SLURM_NO_KILL, srun ends the step if a node dies; otherwise the other ranks would wait for it
         **{name: value for name, value in environment().items() if name not in ("SLURM_NO_KILL", WEBHOOK_VARIABLE)},
-        **step_variables(step.run.config, len(step.nodes), step.run.site, step.run.allocation.cpus_per_task),
+        **step_variables(step.config, len(step.nodes), step.site, step.allocation.cpus_per_task),
         **step.variables,
         "MASTER_ADDR": master_address(step),
         "FRONTIER_LLM_LOG_DIR": str(step.log_dir),
@@ -218,7 +246,7 @@ def run_step(step: JobStep) -> Outcome:
     reader.join(5.0)
     if code == 0:
         return Outcome(0)
-    outcome = diagnose(code, messages, step.log_dir, read_failure(step.run.directory))
+    outcome = diagnose(code, messages, step.log_dir, read_failure(step.directory))
     if outcome.failure is not None:
         with suppress(OSError):  # the disk of the job's output can be full
             print(

@@ -19,7 +19,6 @@ from typing import Protocol
 from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.attempt import JobStep, run_step
-from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.decide import SLURM_EARLY_S
 from frontier_llm.cluster.sbatch import BENCHMARK_WARNING_S
 from frontier_llm.cluster.sites import Site
@@ -29,7 +28,6 @@ from frontier_llm.run.allocations import allocations
 from frontier_llm.run.complete import MANIFEST, fault, step_name
 from frontier_llm.run.evaluations import next_step, result_path
 from frontier_llm.run.holder import jobs, living_holder
-from frontier_llm.run.job import Job
 from frontier_llm.run.rank_env import COMMAND, environment, with_this_package
 from frontier_llm.run.run_dir import share_with_group
 
@@ -195,20 +193,21 @@ class SlurmEvaluator:
 
     def evaluate(self, checkpoint: Path, output: Path) -> int:
         """Write the result to `output`. Return the exit code. The ranks' logs are deleted after a success."""
-        nodes = self.allocation.nodes
         results = output.parent
-        job = Job(run_dir=str(results), words=(), site=self.site.name, nodes=len(nodes), warning_s=0.0)
-        run = BatchRun(
-            job=job,
+        log_dir = results / "logs" / checkpoint.name
+        left_s = self.time_left_s()
+        step = JobStep(
+            directory=results,
+            command=evaluate_command(checkpoint, self.words, output),
             config=load_run(str(self.directory / "config.yaml"), [f"machine={self.site.machine}"]),
             site=self.site,
             allocation=self.allocation,
-            program=evaluate_command(checkpoint, self.words, output),
+            nodes=self.allocation.nodes,
+            log_dir=log_dir,
+            variables={},
+            deadline_s=left_s if math.isfinite(left_s) else None,
         )
-        log_dir = results / "logs" / checkpoint.name
-        left_s = self.time_left_s()
-        deadline_s = left_s if math.isfinite(left_s) else None
-        outcome = run_step(JobStep(run, nodes, log_dir, {}, deadline_s))
+        outcome = run_step(step)
         if outcome.exit_code == 0:
             shutil.rmtree(log_dir, ignore_errors=True)
         return outcome.exit_code

@@ -141,11 +141,9 @@ class Started:
 def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Collectives], Pending]) -> Pending:
     """Start a collective with the algorithm (flat or hierarchical) that the axis chooses for it."""
     group = axis.collectives(operation, size_bytes)
-    return (
-        DONE
-        if group is None
-        else Started(axis, operation, size_bytes, lambda: start(group), staged=group is axis.hierarchical)
-    )
+    if group is None:
+        return DONE
+    return Started(axis, operation, size_bytes, lambda: start(group), staged=group is axis.hierarchical)
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:

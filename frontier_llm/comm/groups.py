@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +189,9 @@ class _Groups:
         for channel in placement.streams:
             axis = channels[channel.value]
             limit_s = min(LIMIT_S, 0.9 * self._limit_s(axis.name))
+            open_channel = partial(_open_channel, axis, placement.streams[channel], self.device)
             with self.memory.first_use(axis.name):
-                first_use(  # noqa: B023, RUF100
-                    limit_s,
-                    axis.name,
-                    axis.ranks,
-                    self.device,
-                    lambda: _open_channel(axis, placement.streams[channel], self.device),  # noqa: B023
-                )
+                first_use(limit_s, axis.name, axis.ranks, self.device, open_channel)
 
     def _limit_s(self, name: str) -> float:
         # axes such as dp.rail, dp.cp and pp.forward use the time-out of the axis before the dot

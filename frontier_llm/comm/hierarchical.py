@@ -124,10 +124,10 @@ class HierarchicalGroup:
     The ledger counts the collectives of both stages, under the names of the node axis and the rail axis.
     """
 
-    def __init__(self, node: Axis, rail: Axis, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, node: Axis, rail: Axis) -> None:
         self._node = node
         self._rail = rail
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = CHUNK_BYTES
         self._rank = rail.rank * node.size + node.rank
         self._size = node.size * rail.size
         self._side: torch.cuda.Stream | None = None

@@ -69,7 +69,6 @@ class _Joined:
     """
 
     store: dist.Store
-    kind: StoreKind
     reopen: Callable[[float], dist.Store]  # returns another connection to the store, with this time-out in seconds
     address: tuple[str, int] | None  # host and port of TCPStore; None for the authenticated store
 
@@ -119,11 +118,6 @@ def open_store(timeout_s: float) -> dist.Store:
 def has_joined() -> bool:
     """Return True if this rank is connected to a store. A single process and ranks under MPI have no store."""
     return bool(_joined)
-
-
-def store_kind() -> StoreKind:
-    """Return the kind of the store that this rank has joined."""
-    return _joined[-1].kind
 
 
 def store_address() -> tuple[str, int] | None:
@@ -196,7 +190,7 @@ def _join_torch(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
             socket.create_connection(address, timeout=ANSWER_S).close()
             store = _connect_torch(address, timeout_s)
             _check_token(store, meeting, deadline_s)
-            return _Joined(store, "torch", functools.partial(_connect_torch, address), address)
+            return _Joined(store, functools.partial(_connect_torch, address), address)
         except (OSError, ValueError, dist.DistStoreError) as error:
             if time.monotonic() > deadline_s:
                 raise dist.DistStoreError(
@@ -259,7 +253,7 @@ def _join_authenticated(rank: int, world_size: int, meeting: Meeting, timeout_s:
             )
     connect: Connect = functools.partial(_here if meeting.first == 0 else _across, meeting)
     store = AuthenticatedStore(connect, timeout_s)
-    return _Joined(store, "authenticated", lambda limit_s: AuthenticatedStore(connect, limit_s, patient=False), None)
+    return _Joined(store, lambda limit_s: AuthenticatedStore(connect, limit_s, patient=False), None)
 
 
 def _here(meeting: Meeting) -> socket.socket:

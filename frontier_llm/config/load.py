@@ -230,6 +230,9 @@ def _expand_model(content: dict[str, Any], directory: Path | None) -> dict[str, 
     return content
 
 
+ONE_OF_TWO = "remove one of the two arguments"
+
+
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """Convert ['train.steps=5', 'data.train=null'] to a nested mapping. Values are YAML.
 
@@ -258,30 +261,20 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 target[parent] = {"base": target[parent]}
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
-                problems.append(
-                    Problem(
-                        where=word,
-                        what=f"sets a key of {parent!r}, which another argument sets to a value without keys",
-                        fix="remove one of the two arguments",
-                    )
-                )
+                what = f"sets a key of {parent!r}, which another argument sets to a value without keys"
+                problems.append(Problem(where=word, what=what, fix=ONE_OF_TWO))
                 target = {}
         earlier = target.get(leaf)
         if isinstance(earlier, dict) and value is not None and any(other.startswith(f"{key}.") for other in typed):
-            # such as model.layers=2 followed by model=NAME
-            value = {"base": value} if isinstance(value, str) else value
+            if isinstance(value, str):  # such as model.layers=2 followed by model=NAME
+                value = {"base": value}
             if isinstance(value, dict):
-                target[leaf] = merge(earlier, value)
+                value = merge(earlier, value)
             else:
-                problems.append(
-                    Problem(
-                        where=word,
-                        what=f"sets {key!r} to a value without keys, and another argument sets a key of it",
-                        fix="remove one of the two arguments",
-                    )
-                )
-        else:
-            target[leaf] = value
+                what = f"sets {key!r} to a value without keys, and another argument sets a key of it"
+                problems.append(Problem(where=word, what=what, fix=ONE_OF_TWO))
+                value = earlier
+        target[leaf] = value
         typed.append(key)
     if problems:
         raise ConfigError(problems)

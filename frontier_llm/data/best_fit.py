@@ -146,17 +146,21 @@ class PackedSamples:
         order, before = self._epoch(epoch)
         turn = int(np.searchsorted(before, place, side="right")) - 1
         window = int(order[turn])
+        key = derive_key("sequences", self.key, epoch, window)
         inside = np.array([place - int(before[turn])], np.uint64)
-        return window, int(
-            permute(int(self.packed[window]), derive_key("sequences", self.key, epoch, window), inside)[0]
-        )
+        return window, int(permute(int(self.packed[window]), key, inside)[0])
+
+    def _pieces_of(self, k: int) -> tuple[list[int], list[int], list[int]]:
+        """Return the pieces of sample k: first token in .bin, number of tokens, and offset in the document of each."""
+        number, sequence = self.locate(k)
+        window = self._window(number)
+        own = slice(int(window.starts[sequence]), int(window.starts[sequence + 1]))
+        return window.tokens[own].tolist(), window.lengths[own].tolist(), window.offsets[own].tolist()
 
     def parts(self, k: int) -> Iterator[tuple[int, int]]:
         """Yield (first token in .bin, number of tokens) of each piece of sample k, without padding."""
-        number, sequence = self.locate(k)
-        window = self._window(number)
-        for piece in range(int(window.starts[sequence]), int(window.starts[sequence + 1])):
-            yield int(window.tokens[piece]), int(window.lengths[piece])
+        starts, lengths, _ = self._pieces_of(k)
+        yield from zip(starts, lengths, strict=True)
 
     def fill(
         self,
@@ -168,20 +172,15 @@ class PackedSamples:
 
         Return the lengths of the sample's pieces of documents. Padding counts as the last piece.
         """
-        number, sequence = self.locate(k)
-        window = self._window(number)
         filled = 0
-        lengths = []
-        for piece in range(int(window.starts[sequence]), int(window.starts[sequence + 1])):
-            start = int(window.tokens[piece])
-            length = int(window.lengths[piece])
+        starts, lengths, offsets = self._pieces_of(k)
+        for start, length, offset in zip(starts, lengths, offsets, strict=True):
             tokens_S1[filled : filled + length] = self.dataset.read(start, length)
             if learnt_S1 is not None:
                 learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
                 # the first token after a cut was already a target of the previous piece
-                learnt_S1[filled] &= window.offsets[piece] == 0
+                learnt_S1[filled] &= offset == 0
             filled += length
-            lengths.append(length)
         if filled < tokens_S1.size:
             tokens_S1[filled:] = tokens_S1[filled - 1]
             lengths.append(tokens_S1.size - filled)
@@ -194,12 +193,9 @@ class PackedSamples:
 
         Padding has the origin of the token that it repeats.
         """
-        number, sequence = self.locate(k)
-        window = self._window(number)
-        first = int(window.starts[sequence])
-        last = int(window.starts[sequence + 1])
-        ends = np.cumsum(window.lengths[first:last])
+        starts, lengths, _ = self._pieces_of(k)
+        ends = np.cumsum(lengths)
         place = min(place, int(ends[-1]) - 1)
         piece = int(np.searchsorted(ends, place, side="right"))
-        inside = place - int(ends[piece] - window.lengths[first + piece])
-        return Origin(self.dataset, int(window.tokens[first + piece]) + inside)
+        inside = place - int(ends[piece] - lengths[piece])
+        return Origin(self.dataset, starts[piece] + inside)

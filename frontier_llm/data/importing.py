@@ -61,21 +61,21 @@ def import_tokens(
     with sole_maker(prefix, digest, "check space and permissions, then run the same command again"):
         with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
             unfinished = 0
-            for block in (
-                block for path in files for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes)
-            ):
-                unfinished = _write(writer, block, codec.eod, unfinished)
+            for path in files:
+                for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes):
+                    unfinished = _write(writer, block, codec.eod, unfinished)
             if unfinished:
                 writer.end_document()
             if not writer.token_count:
                 raise DataError("the inputs contain no tokens", where=str(prefix), fix="check the input paths")
-        # the text's size is not known, so text_bytes is 0 and no bits per byte are reported
-        counts = codec.vocab_size, codec.eod, writer.document_count, writer.token_count
         meta = DatasetMeta(
-            codec.name,
-            codec.digest,
-            *counts,
-            text_bytes=0,
+            tokenizer=codec.name,
+            tokenizer_digest=codec.digest,
+            vocab_size=codec.vocab_size,
+            eod=codec.eod,
+            documents=writer.document_count,
+            tokens=writer.token_count,
+            text_bytes=0,  # the text's size is not known, so no bits per byte are reported
             inputs_digest=digest,
             largest_id=writer.largest_id,
         )

@@ -22,6 +22,7 @@ from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
 
 CHUNK_TOKENS = 1 << 24
+SAMPLE_CHARACTERS = 200  # characters of a document that are shown
 PERCENTILES = (0, 25, 50, 75, 99, 100)
 
 
@@ -30,7 +31,6 @@ def inspect(
     tokenizer: str | None = None,
     samples: int = 3,
     top: int = 20,
-    characters: int = 200,
     sequence_length: int = 0,
 ) -> dict[str, Any]:
     """Return a JSON-ready description of a dataset. Every entry of the index is checked.
@@ -53,6 +53,7 @@ def inspect(
     counts = _histogram(dataset)
     shares = counts[counts > 0] / max(dataset.token_count, 1)
     order = np.argsort(-counts, kind="stable")[:top]
+    frequent = [int(token) for token in order if counts[token]]
     starts = np.array([dataset.document_start(document) for document in range(dataset.document_count + 1)])
     lengths = np.diff(starts)
     count = dataset.document_count
@@ -69,11 +70,10 @@ def inspect(
         "unigram_entropy_bits": float(-(shares * np.log2(shares)).sum()),
         "document_lengths": {f"p{p}": int(np.percentile(lengths, p)) for p in PERCENTILES} if lengths.size else {},
         "top_tokens": [
-            {"id": int(i), "count": int(counts[i]), "text": codec.decode([int(i)]) if codec else None}
-            for i in order
-            if counts[i]
+            {"id": token, "count": int(counts[token]), "text": codec.decode([token]) if codec else None}
+            for token in frequent
         ],
-        "samples": [_sample(dataset, document, codec, characters) for document in documents],
+        "samples": [_sample(dataset, document, codec) for document in documents],
     }
     if dataset.modes is not None:
         report["learnt_tokens"] = int(dataset.sequence_lengths[dataset.modes != READ_ONLY].sum(dtype=np.int64))
@@ -86,8 +86,8 @@ def inspect(
             "tokenizer_digest": meta.tokenizer_digest,
             "vocab_size": meta.vocab_size,
             "eod": meta.eod,
+            "damaged": meta.damaged,
         }
-        report["damaged"] = meta.damaged
         if meta.text_bytes:  # 0 for imported tokens, whose text is not known
             report |= {"text_bytes": meta.text_bytes, "bytes_per_token": meta.bytes_per_token}
             report["bits_per_byte_of_one_nat"] = 1 / (math.log(2) * meta.bytes_per_token)
@@ -153,9 +153,9 @@ def recorded_tokenizer(prefix: str, name: str) -> str | None:
         if find_spec("huggingface_hub") is None or cached_tokenizer(name) is None:
             return None
         return name
-    candidates = (name, str(Path(prefix).parent / Path(name).name))
     if name == "bytes":
         return name
+    candidates = (name, str(Path(prefix).parent / Path(name).name))
     return next((path for path in candidates if Path(path).is_file()), None)
 
 
@@ -178,10 +178,11 @@ def _histogram(dataset: IndexedDataset) -> np.ndarray[Any, np.dtype[np.int64]]:
     return counts
 
 
-def _sample(dataset: IndexedDataset, document: int, codec: Tokenizer | None, characters: int) -> dict[str, Any]:
-    ids = dataset.document(document)[:characters].tolist()
-    text = codec.decode(ids)[:characters] if codec else None
-    return {"document": document, "tokens": dataset.document(document).size, "first_ids": ids[:16], "text": text}
+def _sample(dataset: IndexedDataset, document: int, codec: Tokenizer | None) -> dict[str, Any]:
+    tokens = dataset.document(document)
+    ids = tokens[:SAMPLE_CHARACTERS].tolist()
+    text = codec.decode(ids)[:SAMPLE_CHARACTERS] if codec else None
+    return {"document": document, "tokens": tokens.size, "first_ids": ids[:16], "text": text}
 
 
 @dataclass(frozen=True)

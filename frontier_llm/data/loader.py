@@ -95,7 +95,7 @@ class Batches:
         self.micro_batch = micro_batch
         self.dp_rank = dp_rank
         self.dp = dp
-        self.microbatches = global_batch // (micro_batch * dp)  # per step
+        self.microbatches = global_batch // rows  # per step
         self.vocab_size = vocab_size
         self.reset_at_documents = reset_at_documents
         self.masks_targets = reset_at_documents or samples.masked
@@ -108,12 +108,8 @@ class Batches:
 
     def sample_ids(self, step: int, index: int) -> range:
         """Return the numbers in the run of the samples in a microbatch of a step."""
-        first = (
-            self._first_sample
-            + step * self.global_batch
-            + index * self.micro_batch * self.dp
-            + self.dp_rank * self.micro_batch
-        )
+        microbatch = index * self.dp + self.dp_rank  # number within the step, over all replicas
+        first = self._first_sample + step * self.global_batch + microbatch * self.micro_batch
         return range(first, first + self.micro_batch)
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
@@ -137,9 +133,10 @@ class Batches:
         ids = self.sample_ids(step, index)
         tokens = np.empty((len(ids), self.samples.sequence_length + 1), np.int64)
         learnt = np.ones(tokens.shape, np.bool_) if self.samples.masked else None
-        lengths = [
-            self.samples.fill(k, tokens[row], None if learnt is None else learnt[row]) for row, k in enumerate(ids)
-        ]
+        lengths = []
+        for row, k in enumerate(ids):
+            learnt_S1 = None if learnt is None else learnt[row]
+            lengths.append(self.samples.fill(k, tokens[row], learnt_S1))
         if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
             row, place = np.argwhere((tokens >= self.vocab_size) | (tokens < 0))[0]
             origin = self.samples.origin(ids[row], int(place))
@@ -172,17 +169,16 @@ def open_samples(run: RunConfig, split: str = "train") -> BlendedSamples:
     sources = run.data.splits[split]
     seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
     if isinstance(sources, str):
-        return BlendedSamples(
-            [SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)],
-            lambda k: (0, k),
-        )
+        synthetic = SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)
+        return BlendedSamples([synthetic], lambda k: (0, k))
     # held-out sets are never packed best-fit, so that losses of runs with different packings are comparable
     packing = run.data.packing if split == "train" else "concatenate"
     streams = [
         _open_dataset(run, source.path, packing, order_key(packing, seed, place))
         for place, source in enumerate(sources)
     ]
-    return BlendedSamples(streams, blend_of(tuple(whole_weights([source.weight for source in sources]))).locate)
+    weights = whole_weights([source.weight for source in sources])
+    return BlendedSamples(streams, blend_of(tuple(weights)).locate)
 
 
 def open_run(run: RunConfig, position: Position) -> BlendedSamples:
@@ -190,11 +186,8 @@ def open_run(run: RunConfig, position: Position) -> BlendedSamples:
 
     Raises DataError for missing or damaged files.
     """
-    first = position.samples
-    return BlendedSamples(
-        [open_stream(run, stream) for stream in position.current],
-        lambda k: position.sample(k - first),
-    )
+    streams = [open_stream(run, stream) for stream in position.current]
+    return BlendedSamples(streams, lambda k: position.sample(k - position.samples))
 
 
 def open_stream(run: RunConfig, stream: Stream) -> SampleStream:
@@ -245,14 +238,14 @@ def _batches(
     )
 
 
-def prepare_indices(run: RunConfig, position: Position = START) -> None:
-    """Build the sample indices for all steps after `position`, before the ranks start.
+def prepare_indices(run: RunConfig) -> None:
+    """Build the sample indices for all steps, before the ranks start.
 
     The ranks then only map the index files.
 
     One process on any node does this.
     """
-    for phase, after in course(run, position, datasets_of([run])):
+    for phase, after in course(run, START, datasets_of([run])):
         for stream in after.current:
             _prepare(open_stream(phase.config, stream), stream.taken)
         count = run.train.eval_samples + phase.config.batch.global_batch

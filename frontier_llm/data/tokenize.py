@@ -92,6 +92,7 @@ class ShardWork:
 class TokenizePlan:
     """The work of one dataset. It depends on the inputs, the tokenizer and the options, and not on workers or nodes."""
 
+    prefix: str  # path of the dataset without .bin/.idx
     jobs: tuple[ShardWork, ...]
     directory: Path  # folder of the parts
     codec: Tokenizer
@@ -113,15 +114,19 @@ def tokenize(
     directory that cannot be written. Raises it too for a dataset of other inputs at `prefix` (unless `overwrite`), and
     while another process makes a dataset there.
     """
-    options = options or TokenizeOptions()
-    plan = _plan(inputs, prefix, tokenizer, options)
-    if (before := existing_dataset(prefix, plan.digest, overwrite)) is not None:
+    plan = plan_dataset(inputs, prefix, tokenizer, options or TokenizeOptions())
+    return make_dataset(plan, workers, overwrite)
+
+
+def make_dataset(plan: TokenizePlan, workers: int | None, overwrite: bool) -> DatasetMeta:
+    """Make the missing parts of a plan and join all parts, as `tokenize` describes. Return the dataset's record."""
+    if (before := existing_dataset(plan.prefix, plan.digest, overwrite)) is not None:
         return before
-    with sole_maker(prefix, plan.digest, REPEAT):
+    with sole_maker(plan.prefix, plan.digest, REPEAT):
         plan.directory.mkdir(exist_ok=True)
         try:
-            parts = _run(plan.jobs, workers, str(prefix))
-            meta = _join(plan, parts, str(prefix)) if any(part.documents for part in parts) else None
+            parts = _run(plan.jobs, workers, plan.prefix)
+            meta = _join(plan, parts) if any(part.documents for part in parts) else None
             shutil.rmtree(plan.directory)
         finally:
             with contextlib.suppress(OSError):
@@ -129,18 +134,15 @@ def tokenize(
     if meta is None:
         damaged = sum(part.damaged for part in parts)
         what = "the inputs contain no documents" + (f" ({damaged} damaged inputs were skipped)" if damaged else "")
-        raise DataError(what, where=str(prefix), fix="check the input paths and --text-key")
-    _report(str(prefix), meta)
+        raise DataError(what, where=plan.prefix, fix="check the input paths and --text-key")
+    _report(plan.prefix, meta)
     return meta
 
 
-def missing_dataset(
-    inputs: Iterable[str | Path], prefix: str | Path, tokenizer: str, options: TokenizeOptions, overwrite: bool
-) -> str | None:
+def missing_dataset(plan: TokenizePlan, overwrite: bool) -> str | None:
     """Return the digest of the plan. None if the dataset exists. Raises DataError as `tokenize` does."""
-    plan = _plan(inputs, prefix, tokenizer, options)
     with log.quiet():
-        before = existing_dataset(prefix, plan.digest, overwrite)
+        before = existing_dataset(plan.prefix, plan.digest, overwrite)
     return plan.digest if before is None else None
 
 
@@ -155,36 +157,27 @@ def shares_of(prefix: str | Path, digest: str) -> Iterator[None]:
                 _parts_directory(prefix, digest).rmdir()  # succeeds only if no part was finished
 
 
-def make_share(
-    *,
-    inputs: Iterable[str | Path],
-    prefix: str | Path,
-    tokenizer: str,
-    options: TokenizeOptions,
-    workers: int | None,
-    overwrite: bool,
-    index: int,
-    count: int,
-) -> int:
+def make_share(plan: TokenizePlan, workers: int | None, overwrite: bool, index: int, count: int) -> int:
     """Make the missing parts of share `index` of `count`, and join nothing. Return the number of parts of the share.
 
     Share `index` has the parts `index`, `index + count`, and so on, so that neighbouring inputs are spread over all
     shares. The result is 0 if the dataset exists. Raises DataError as `tokenize` does.
     """
-    plan = _plan(inputs, prefix, tokenizer, options)
-    if existing_dataset(prefix, plan.digest, overwrite) is not None:
+    if existing_dataset(plan.prefix, plan.digest, overwrite) is not None:
         return 0
     share = plan.jobs[index::count]
     try:
         plan.directory.mkdir(parents=True, exist_ok=True)
-        _run(share, workers, f"{prefix}, share {index + 1} of {count}")
+        _run(share, workers, f"{plan.prefix}, share {index + 1} of {count}")
     except OSError as error:
         what = f"cannot write: {error.strerror or error}"
-        raise DataError(what, where=str(error.filename or prefix), fix="check space and permissions") from error
+        raise DataError(what, where=str(error.filename or plan.prefix), fix="check space and permissions") from error
     return len(share)
 
 
-def _plan(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: str, options: TokenizeOptions) -> TokenizePlan:
+def plan_dataset(
+    inputs: Iterable[str | Path], prefix: str | Path, tokenizer: str, options: TokenizeOptions
+) -> TokenizePlan:
     """Cut the inputs into shards. Raises DataError for missing inputs."""
     codec = load_tokenizer(tokenizer)
     pieces = (piece for path in find_inputs(inputs) for piece in cut(path, options.documents, options.shard_bytes))
@@ -195,7 +188,7 @@ def _plan(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: str, opti
         ShardWork(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options)
         for number, pieces in enumerate(shards)
     )
-    return TokenizePlan(jobs=jobs, directory=directory, codec=codec, digest=digest)
+    return TokenizePlan(prefix=str(prefix), jobs=jobs, directory=directory, codec=codec, digest=digest)
 
 
 def _parts_directory(prefix: str | Path, digest: str) -> Path:
@@ -301,16 +294,14 @@ def make_part(job: ShardWork) -> ShardReport:
     text_bytes = damaged = 0
     examples: list[str] = []
     with IndexedWriter(job.prefix, optimal_dtype(codec.vocab_size)) as writer:
-        for item in (
-            item
-            for piece in job.pieces
-            for item in read(piece, options.text_key, options.max_bytes, options.prompt_key)
-        ):
+        items = (read(piece, options.text_key, options.max_bytes, options.prompt_key) for piece in job.pieces)
+        for item in itertools.chain.from_iterable(items):
             if isinstance(item, Damage):
                 if not options.skip_damaged:
                     raise DataError(item.why, where=item.where, fix=item.fix)
                 damaged += 1
-                examples += [f"{item.where}: {item.why}"] if len(examples) < EXAMPLES else []
+                if len(examples) < EXAMPLES:
+                    examples.append(f"{item.where}: {item.why}")
                 continue
             text_bytes += len(item.text.encode())
             writer.add_sequence(codec.encode(item.text) + [codec.eod] * item.ends_document, item.learnt)
@@ -321,10 +312,10 @@ def make_part(job: ShardWork) -> ShardReport:
     return part
 
 
-def _join(plan: TokenizePlan, parts: list[ShardReport], prefix: str) -> DatasetMeta:
+def _join(plan: TokenizePlan, parts: list[ShardReport]) -> DatasetMeta:
     """Join the parts in order into one dataset and write its record."""
     codec = plan.codec
-    with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
+    with IndexedWriter(plan.prefix, optimal_dtype(codec.vocab_size)) as writer:
         for job in plan.jobs:
             writer.append(IndexedDataset(job.prefix))
     meta = DatasetMeta(
@@ -340,7 +331,7 @@ def _join(plan: TokenizePlan, parts: list[ShardReport], prefix: str) -> DatasetM
         inputs_digest=plan.digest,
         largest_id=writer.largest_id,
     )
-    write_meta(prefix, meta)
+    write_meta(plan.prefix, meta)
     return meta
 
 
@@ -367,7 +358,8 @@ def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_
     pieces = [piece for path in find_inputs(inputs) for piece in cut(path, options.documents, PIECE_BYTES)]
     if sum(piece.size_bytes for piece in pieces) > limit_bytes:
         pieces.sort(key=lambda piece: derive_key("training text", located(piece.path).name, piece.start))
-    for item in (item for piece in pieces for item in read(piece, options.text_key, options.max_bytes)):
+    items = (read(piece, options.text_key, options.max_bytes) for piece in pieces)
+    for item in itertools.chain.from_iterable(items):
         if not isinstance(item, Damage):
             yield item.text
         elif options.skip_damaged:

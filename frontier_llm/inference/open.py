@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from frontier_llm import log
 from frontier_llm.checkpoint.directory import checkpoints_at
 from frontier_llm.checkpoint.weights import CheckpointWeights, WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, own_plugins
@@ -69,16 +70,19 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
     raise CheckpointError(what, fix, str(path.absolute()))
 
 
-def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
-    """Return the tokenizer `given`, or else the run's own tokenizer.
+def open_tokenizer(opened: OpenedModel, given: str | None, otherwise: str = "") -> Tokenizer:
+    """Return the tokenizer `given`, or else the run's own tokenizer, or else the tokenizer of its training data.
 
-    Raises DataError if there is none or if it has more ids than the model.
+    Raises DataError if there is none, if it has more ids than the model, or if it did not make the training data. The
+    error's repair ends with `otherwise`.
     """
+    if given is None and opened.tokenizer_spec is None and (found := _tokenizer_of_data(opened)) is not None:
+        return found
     spec = given or opened.tokenizer_spec
     if spec is None:
         raise DataError(
-            "the model records no tokenizer",
-            fix="give one with --tokenizer (a file, a directory, or `bytes`)",
+            "no tokenizer is known for this model: neither its run nor the records of its training data name one",
+            fix=f"give one with --tokenizer (a file, a directory, or `bytes`){otherwise}",
             where=str(opened.path),
         )
     if given is None and spec.startswith(HUB) and recorded_tokenizer(str(opened.path), spec) is None:
@@ -91,6 +95,23 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
         )
     tokenizer = load_tokenizer(spec)
     check_vocabulary(tokenizer, opened.source.model)
+    return tokenizer
+
+
+def _tokenizer_of_data(opened: OpenedModel) -> Tokenizer | None:
+    """Return the tokenizer in the record of the run's first dataset, or None if that is not available here."""
+    data = None if opened.run is None else opened.run.data.train
+    if data is None or isinstance(data, str):
+        return None
+    prefix = data[0].path
+    meta = read_meta(prefix)
+    spec = None if meta is None else recorded_tokenizer(prefix, meta.tokenizer)
+    if spec is None:
+        return None
+    tokenizer = load_tokenizer(spec)
+    check_vocabulary(tokenizer, opened.source.model)
+    check_dataset(prefix, tokenizer)
+    log.info(f"{spec}: the tokenizer that made {prefix}, because the run has no data.tokenizer")
     return tokenizer
 
 

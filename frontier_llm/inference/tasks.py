@@ -19,6 +19,8 @@ from frontier_llm.inference.task_prompts import FOUNDRY_CHOICES, FOUNDRY_SCHEMA,
 # LLM Foundry's scripts/eval/yamls/tasks.yaml: these tasks put the answer on its own line, other tasks after a space
 _FOUNDRY_ANSWER_LINE = ("arc_easy", "arc_challenge", "boolq", "piqa")
 
+EXAMPLES_SEED = 1234  # seed of lm_eval
+
 
 @dataclass(frozen=True)
 class Task:
@@ -92,12 +94,12 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
     )
 
 
-def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1234) -> list[TaskOption]:
+def requests(task: Task, shots: int = 0, pool: Task | None = None) -> list[TaskOption]:
     """Return every option of every question, after `shots` solved examples.
 
     The examples come from `pool`, or from the task itself without the current question. Examples are drawn as in
     lm_eval: one random generator for the complete task, and one additional example if the question itself must be left
-    out. Equal files and seeds therefore give equal prompts. Raises DataError if there are too few examples.
+    out. Equal files therefore give equal prompts. Raises DataError if there are too few examples.
     """
     examples = (pool or task).prompts
     if shots and len(examples) < shots + (pool is None):
@@ -107,7 +109,7 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1
             where=(pool or task).path,
             fix="lower --shots",
         )
-    random = Random(seed)  # noqa: S311  # which examples are shown is no secret
+    random = Random(EXAMPLES_SEED)  # noqa: S311  # which examples are shown is no secret
     result = []
     for number, prompt in enumerate(task.prompts):
         drawn = random.sample(examples, shots + (pool is None)) if shots else []

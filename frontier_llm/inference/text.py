@@ -87,7 +87,7 @@ class _Row:
             return
         self.tokens.append(token)
         self.text = self._tokenizer.decode([*self._prefix, *self.tokens])[len(self._prefix_text) :]
-        ends = [place for stop in self._stops if (place := self.text.find(stop)) >= 0]
+        ends = [self.text.find(stop) for stop in self._stops if stop in self.text]
         if ends:
             self.text = self.text[: min(ends)]
             self.stopped = True
@@ -102,5 +102,7 @@ class _Row:
     def _held_back(self) -> int:
         held = len(self.text) - len(self.text.rstrip(_UNFINISHED))
         for stop in self._stops:
-            held = max(held, next((size for size in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:size])), 0))
+            for size in range(held + 1, len(stop)):
+                if self.text.endswith(stop[:size]):
+                    held = size
         return held

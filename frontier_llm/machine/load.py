@@ -150,6 +150,20 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
     numbers |= {field: int(numbers[field]) for field in ("compute_units", "node_devices")}
     numbers |= {option.name: getattr(s, option.name) for option in fields(SoftwareOptions)}
     fabric = sorted(node.fabric_gbps.items())
+    collectives = node.collectives
+    waiting = node.waiting
+    if waiting:
+        numbers |= {
+            "meeting_s": waiting.meeting_us * 1e-6,
+            "spread": waiting.spread,
+            "sharded_slowdown": waiting.sharded,
+        }
+    if collectives:
+        numbers["node_tables"] = {
+            name: _table(rows, collectives.message_bytes) for name, rows in collectives.time_us.items()
+        }
+    if device.gemm_shapes:
+        numbers["gemm_shapes"] = tuple((M, N, K, us * 1e-6) for M, N, K, us in device.gemm_shapes.mnk_us)
     return Rates(
         **numbers,
         one_in_flight=name == own_stack(machine) and machine.in_flight_on(device.architecture).mode == "one",
@@ -157,19 +171,8 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         fabric_size=tuple(size for size, _ in fabric),
         fabric_bytes_s=tuple(speed.value * 1e9 for _, speed in fabric),
         all_reduce_table=_table(table.time_us, table.message_bytes) if table else None,
-        node_tables={
-            name: _table(rows, node.collectives.message_bytes) for name, rows in node.collectives.time_us.items()
-        }
-        if node.collectives
-        else {},
-        gemm_shapes=tuple((M, N, K, us * 1e-6) for M, N, K, us in device.gemm_shapes.mnk_us)
-        if device.gemm_shapes
-        else (),
         contention=tuple(sorted(node.contention.share.items())) if node.contention else (),
         host_executes=device.host_executes,
-        meeting_s=node.waiting.meeting_us * 1e-6 if node.waiting else 0.0,
-        spread=node.waiting.spread if node.waiting else 0.0,
-        sharded_slowdown=node.waiting.sharded if node.waiting else 1.0,
         safe_bytes=(device.safe_gib or device.memory_gib).value * GIB,
         slow=_slow_values(machine, s),
     )

@@ -150,13 +150,11 @@ class Engine:
             losses = {LOSS: y, **losses}
         else:
             self._flight.outgoing[Kind.SEND_FORWARD, *key] = y.detach()
+        weighted = []
         for name, value in losses.items():
             self._flight.losses[name] += value.detach()
-        weighted = [
-            value if name == LOSS else value * self._loss_weights[name]
-            for name, value in losses.items()
-            if value.requires_grad
-        ]
+            if value.requires_grad:
+                weighted.append(value if name == LOSS else value * self._loss_weights[name])
         if y.requires_grad:  # an evaluation has no backward
             # Keep only the graph of y. The values of y are then freed as soon as the message with them has been sent.
             loss = torch.stack(weighted).sum() if len(weighted) > 1 else next(iter(weighted), None)

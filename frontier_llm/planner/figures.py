@@ -79,12 +79,12 @@ def simulated_part(plan: Plan) -> str:
 
 def step_chart(outcome: Search, numbers: Rates) -> Chart:
     """Return a stacked bar of the step's time by cause for the choice, the second-best plan and other kinds of plan."""
-    compared = {"the choice": outcome.best}
+    compared = {"choice": outcome.best}
     if len(outcome.plans) > 1:
-        compared["the second-best plan"] = outcome.plans[1]
+        compared["second best"] = outcome.plans[1]
     compared |= {other.name: other.plan for other in alternatives(outcome, numbers) if other.plan is not None}
     causes = {name: breakdown(plan, numbers) for name, plan in compared.items()}
-    labels = [f"{name}: {_short(plan.layout)}" for name, plan in compared.items()]
+    labels = [f"{name}<br>{_short(plan.layout)}" for name, plan in compared.items()]
     names = list(dict.fromkeys(name for parts in causes.values() for name in parts))
     largest = {name: max(parts.get(name, 0.0) / sum(parts.values()) for parts in causes.values()) for name in names}
     shown = [name for name in names if largest[name] > 0.01]
@@ -97,18 +97,18 @@ def step_chart(outcome: Search, numbers: Rates) -> Chart:
     return Chart(
         title="Parts of a step's time",
         x="",
-        y="seconds of a step (simulated)",
+        y="seconds (simulated)",
         traces=traces,
         height_px=460,
-        layout={"barmode": "stack"},
+        layout={"barmode": "stack", "xaxis": {"tickangle": 0}},
     )
 
 
 def _short(layout: Layout) -> str:
-    """Return the degrees of a layout, which fit below a bar."""
+    """Return the degrees of a layout in two lines, which fit below a bar of a narrow window."""
     context = f" CP{layout.cp}" if layout.cp > 1 else ""
     sharding = " FSDP" if layout.sharding == "weights" else ""
-    return f"TP{layout.tp}{context} PP{layout.pp} DP{layout.dp}{sharding}"
+    return f"TP{layout.tp}{context} PP{layout.pp}<br>DP{layout.dp}{sharding}"
 
 
 def memory_chart(plan: Plan) -> Chart:

@@ -303,9 +303,21 @@ def _tflops(value: float) -> str:
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
+def _duration(days: float, uncertainty: Uncertainty) -> str:
+    """Format a duration with its interval: '50.1 … 70.3 (simulated 64.5) days', or in hours and minutes."""
+    if days < 1:
+        return uncertainty.about(days * 86_400, format_seconds, slow=1)
+    return f"{uncertainty.about(days, _days, slow=1)} days"
+
+
 def _days(value: float) -> str:
     """Format days, with tenths below 100 days: '64.5', '10,177'."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _node_hours(value: float) -> str:
+    """Format node-hours. Numbers below 10 have two significant digits."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _why(best: Plan, other: Plan) -> str:
@@ -327,12 +339,12 @@ def _why(best: Plan, other: Plan) -> str:
 def campaign_lines(run: Campaign, uncertainty: Uncertainty) -> list[str]:
     """Return lines with the days, node-hours, checkpoint interval and queue limit of a training run."""
     lines = [
-        f"{format_count(run.tokens)} tokens: {uncertainty.about(run.days, _days, slow=1)} days of computing, "
-        f"{uncertainty.about(run.node_hours, '{:,.0f}'.format, slow=1)} node-hours",
+        f"{format_count(run.tokens)} tokens: {_duration(run.days, uncertainty)} of computing, "
+        f"{uncertainty.about(run.node_hours, _node_hours, slow=1)} node-hours",
         f"  checkpoint every {format_seconds(run.interval_s)} ({run.interval_steps} steps; Young/Daly with "
         f"{format_seconds(run.save_s)} per save and {run.mtbf_hours:.1f} h between failures of the job)",
         f"  expected share of useful time {100 * run.effective:.1f} %: "
-        f"{uncertainty.about(run.calendar_days, _days, slow=1)} calendar days without queueing",
+        f"{_duration(run.calendar_days, uncertainty)} by the calendar, without queueing",
     ]
     if run.queue:
         lines.append(

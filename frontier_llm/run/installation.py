@@ -158,11 +158,9 @@ def ask(
     raise FrontierError("\n".join(complaint[-8:]), f"run it by hand: {' '.join(words)}", "the ranks' interpreter")
 
 
-def of_this_interpreter(
-    architecture: str | None, environment: Mapping[str, str], python: str = sys.executable
-) -> Installation:
-    """Return the facts about the interpreter `python`, which is started with `environment` (`ask`)."""
-    return ask((python, "-P", "-m"), environment, architecture)
+def of_this_interpreter(architecture: str | None, environment: Mapping[str, str]) -> Installation:
+    """Return the facts about this interpreter, which is started again with `environment` (`ask`)."""
+    return ask((sys.executable, "-P", "-m"), environment, architecture)
 
 
 def storage(directory: Path, host: str) -> tuple[str, int, float]:

@@ -135,5 +135,6 @@ register(
         idle=1 / 6,
         pairs=True,
         backward_length=1.0,
+        about="a V that runs a forward and another microbatch's backward in pairs",
     ),
 )

@@ -48,6 +48,7 @@ class ScheduleRule:
     # (stages, microbatches) → share of a step's backwards that are split. None: all backwards if `splits_backward` is
     # set.
     split_share: Callable[[Number, Number], Number] | None = None
+    about: str = ""  # one line for `frontier-llm list schedules`
 
 
 _RULES: dict[str, ScheduleRule] = {}

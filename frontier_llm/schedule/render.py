@@ -52,15 +52,16 @@ def render_text(timeline: Timeline, columns: int = 160) -> str:
 SVG_WIDTH_PX = 900
 SVG_ROW_PX = 22
 SVG_MARGIN_PX = 70
+MOST_ACTIONS = 6000  # actions of a schedule that are drawn
 
 
-def timeline_svg(timeline: Timeline, title: str, unit: str = "time units", most_actions: int = 6000) -> str:
+def timeline_svg(timeline: Timeline, title: str, unit: str) -> str:
     """Draw the timeline as SVG with one row per pipeline rank and a legend. It needs no script.
 
-    If the schedule has more than `most_actions` actions, only the beginning is drawn.
+    If the schedule has more than MOST_ACTIONS actions, only the beginning is drawn.
     """
     schedule = timeline.schedule
-    per_stage = most_actions // schedule.stages
+    per_stage = MOST_ACTIONS // schedule.stages
     rows = [list(islice(timeline.spans(stage), per_stage)) for stage in range(schedule.stages)]
     drawn_until_s = max(end_s for spans in rows for *_, end_s in spans)
     px_per_s = (SVG_WIDTH_PX - SVG_MARGIN_PX) / drawn_until_s
@@ -104,16 +105,16 @@ def _color(action: Action, placement: Placement) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * lighter):02x}" for part in parts)
 
 
-def timeline_chart(timeline: Timeline, unit: str = "time units", most_actions: int = 6000) -> Chart:
+def timeline_chart(timeline: Timeline, unit: str) -> Chart:
     """Draw the timeline as a figure with one row per pipeline rank.
 
     Idle time is grey. With at most 80 actions per rank on average, bars are labelled with their microbatch. If the
-    schedule has more than `most_actions` actions, only the beginning is drawn.
+    schedule has more than MOST_ACTIONS actions, only the beginning is drawn.
     """
     schedule = timeline.schedule
     rows: dict[Kind, list[tuple[Action, int, float, float]]] = {}
     for stage in range(schedule.stages):
-        for action, start_s, end_s in islice(timeline.spans(stage), most_actions // schedule.stages):
+        for action, start_s, end_s in islice(timeline.spans(stage), MOST_ACTIONS // schedule.stages):
             rows.setdefault(action.kind, []).append((action, stage, start_s, end_s))
     drawn_until_s = max(end_s for spans in rows.values() for *_, end_s in spans)
     few = sum(map(len, rows.values())) <= 80 * schedule.stages
@@ -121,10 +122,7 @@ def timeline_chart(timeline: Timeline, unit: str = "time units", most_actions: i
     traces = [
         {"type": "bar", "orientation": "h", "name": "idle", "marker": {"color": "#8883"}, "hoverinfo": "skip", **idle}
     ]
-    traces += [
-        _bars(schedule, kind, spans, few)
-        for kind, spans in sorted(rows.items(), key=lambda row: list(Kind).index(row[0]))
-    ]
+    traces += [_bars(schedule, kind, rows[kind], few) for kind in Kind if kind in rows]
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     size = f"{schedule.name}{chunks}, {plural(schedule.microbatches, 'microbatch')}"
     layout = {
@@ -152,12 +150,11 @@ def _bars(
 ) -> dict[str, Any]:
     """Return all bars of one kind as one trace, which the legend can hide."""
     name = _words(kind)
-    hover = [
-        f"{name}, microbatch {action.microbatch}"
-        + (f", virtual stage {action.position}" if schedule.chunks > 1 else "")
-        for action, *_ in spans
-    ]
-    return {
+    hover = [f"{name}, microbatch {action.microbatch}" for action, *_ in spans]
+    if schedule.chunks > 1:
+        positions = [action.position for action, *_ in spans]
+        hover = [f"{words}, virtual stage {position}" for words, position in zip(hover, positions, strict=True)]
+    bars = {
         "type": "bar",
         "orientation": "h",
         "name": name,
@@ -170,13 +167,8 @@ def _bars(
         },
         "hovertext": hover,
         "hovertemplate": "%{hovertext}<br>%{base:.4g} + %{x:.4g}<extra></extra>",
-        **(
-            {
-                "text": [str(action.microbatch) for action, *_ in spans],
-                "textposition": "inside",
-                "insidetextanchor": "middle",
-            }
-            if labelled
-            else {}
-        ),
     }
+    if labelled:
+        bars["text"] = [str(action.microbatch) for action, *_ in spans]
+        bars |= {"textposition": "inside", "insidetextanchor": "middle"}
+    return bars

@@ -118,15 +118,36 @@ def peak_interleaved(stages: Number, microbatches: Number, chunks: Number, stage
     return np.where(np.asarray(chunks) > 1, rounds, _peak_one_f_one_b(stages, microbatches, chunks, stage))
 
 
-register("gpipe", ScheduleRule(_gpipe, peak_in_flight=lambda stages, microbatches, chunks, stage: microbatches))
-register("1f1b", ScheduleRule(_one_f_one_b, peak_in_flight=_peak_one_f_one_b))
-register("interleaved", ScheduleRule(interleaved, chunks=range(1, MOST_CHUNKS + 1), peak_in_flight=peak_interleaved))
-for name, one in (("zb-h1", _ZeroBubble(1)), ("zb-h2", _ZeroBubble(2))):
+register(
+    "gpipe",
+    ScheduleRule(
+        _gpipe,
+        peak_in_flight=lambda stages, microbatches, chunks, stage: microbatches,
+        about="all forwards, then all backwards",
+    ),
+)
+register(
+    "1f1b", ScheduleRule(_one_f_one_b, peak_in_flight=_peak_one_f_one_b, about="one forward and one backward in turn")
+)
+register(
+    "interleaved",
+    ScheduleRule(
+        interleaved,
+        chunks=range(1, MOST_CHUNKS + 1),
+        peak_in_flight=peak_interleaved,
+        about="1f1b over several virtual stages per rank (parallel.chunks)",
+    ),
+)
+for name, one, about in (
+    ("zb-h1", _ZeroBubble(1), "1f1b with a split backward: less idle time, the same memory"),
+    ("zb-h2", _ZeroBubble(2), "a split backward and twice 1f1b's warm-up forwards: more memory"),
+):
     rule = ScheduleRule(
         one,
         splits_backward=True,
         peak_in_flight=one.peak_in_flight,
         peak_waiting=one.peak_waiting,
         idle=1 / 3,
+        about=about,
     )
     register(name, rule)

@@ -292,7 +292,7 @@ V_HALF = VOrder(((2, 1, 2, 1),))
 V_MIN = VOrder(((1, 1, 1, 1),))
 
 
-def _v_rule(order: VOrder, idle: float) -> ScheduleRule:
+def _v_rule(order: VOrder, idle: float, about: str = "") -> ScheduleRule:
     return ScheduleRule(
         order=order,
         placement=v_shape,
@@ -301,6 +301,7 @@ def _v_rule(order: VOrder, idle: float) -> ScheduleRule:
         peak_in_flight=order.peak_in_flight,
         peak_waiting=order.peak_waiting,
         idle=idle,
+        about=about,
     )
 
 
@@ -347,8 +348,12 @@ def _of_distances(text: str) -> ScheduleRule | None:
     return None
 
 
-for name, order, idle in (("zb-v", ZB_V, 1 / 6), ("v-half", V_HALF, 1 / 2), ("v-min", V_MIN, 2 / 3)):
-    register(name, _v_rule(order, idle))
+for name, order, idle, about in (
+    ("zb-v", ZB_V, 1 / 6, "a V (rank r holds stages r and 2p - 1 - r): the least idle time with 1f1b's memory"),
+    ("v-half", V_HALF, 1 / 2, "a V with half of 1f1b's activations"),
+    ("v-min", V_MIN, 2 / 3, "a V with a third of 1f1b's activations"),
+):
+    register(name, _v_rule(order, idle, about))
 register_family("v", _of_distances)
 register(
     "interleaved-zb",
@@ -359,5 +364,6 @@ register(
         peak_in_flight=_peak_interleaved,
         peak_waiting=_waiting_interleaved,
         idle=1 / 3,
+        about="interleaved with a split backward: the smallest bubble at the most memory",
     ),
 )

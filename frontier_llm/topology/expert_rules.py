@@ -12,7 +12,7 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Yield a Problem for invalid expert-parallel degrees and for settings that models with experts do not support."""
     model = config.model
     parallel = config.parallel
-    moe = config.model.moe
+    moe = model.moe
     if moe is None:
         for key, degree in (("parallel.expert", parallel.expert), ("parallel.expert_tensor", parallel.expert_tensor)):
             if degree > 1:
@@ -34,43 +34,39 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 fix=f"use one of {nearest(degree, divisors(size), 3)}",
             )
     ranks = parallel.expert * parallel.expert_tensor
-    cuts = parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed"
-    where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
-    for broken, key, what, fix in (
-        (
-            plane % ranks,
-            "parallel.expert",
-            f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the "
+    if plane % ranks:
+        degrees = [degree for degree in divisors(plane) if moe.experts % degree == 0]
+        yield Problem(
+            where="parallel.expert",
+            what=f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the "
             f"{plane} ranks of a stage (tensor x data)",
-            f"use one of "
-            f"{nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for "
-            f"expert, with expert_tensor=1",
-        ),
-        (
-            model.sequence_length % parallel.tensor,
-            "model.sequence_length",
-            f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part "
-            f"of the sequence",
-            f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}",
-        ),
-        (
-            cuts,
-            where,
-            f"{who} splits all weights over the same ranks, but experts are replicated over other ranks",
-            "use the native engine with data_mode=zero",
-        ),
-        (
-            ranks > 1 and config.guard.recompute_interval > 0,
-            "guard.recompute_interval",
-            "replicas have different experts if experts are split over them, so their gradients cannot be compared",
-            "set it to 0, or parallel.expert=1 and expert_tensor=1",
-        ),
-        (
-            model.bias,
-            "model.bias",
-            "is true, but experts have no biases",
-            "set model.bias=false (qkv_bias may be true)",
-        ),
-    ):
-        if broken:
-            yield Problem(where=key, what=what, fix=fix)
+            fix=f"use one of {nearest(parallel.expert, degrees, 3)} for expert, with expert_tensor=1",
+        )
+    if model.sequence_length % parallel.tensor:
+        yield Problem(
+            where="model.sequence_length",
+            what=f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a "
+            "part of the sequence",
+            fix=f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}",
+        )
+    is_fsdp = parallel.data_mode == "fsdp"
+    if is_fsdp or config.optimizer.engine == "deepspeed":
+        engine = "fsdp" if is_fsdp else "deepspeed"
+        yield Problem(
+            where="parallel.data_mode" if is_fsdp else "optimizer.engine",
+            what=f"{engine} splits all weights over the same ranks, but experts are replicated over other ranks",
+            fix="use the native engine with data_mode=zero",
+        )
+    if ranks > 1 and config.guard.recompute_interval > 0:
+        yield Problem(
+            where="guard.recompute_interval",
+            what="replicas have different experts if experts are split over them, so their gradients cannot be "
+            "compared",
+            fix="set it to 0, or parallel.expert=1 and expert_tensor=1",
+        )
+    if model.bias:
+        yield Problem(
+            where="model.bias",
+            what="is true, but experts have no biases",
+            fix="set model.bias=false (qkv_bias may be true)",
+        )

@@ -112,16 +112,11 @@ def judge(reports: Sequence[RankReport]) -> Failure | None:
     other = [rank for rank, report in enumerate(reports) if _identity(report) != expected]
     first = (failed or other)[0]
     told = reports[first]
-    affected = {report.host for report in reports if report.error} if normal.error else differing
+    affected = {reports[rank].host for rank in failed} if normal.error else differing
     problem = _explain(first, told, normal)
     if len(affected) > 1:
-        problem = replace(
-            problem,
-            what=(
-                f"{problem.what} (the same problem on {len(affected)} of {len(by_host)} hosts: "
-                f"{hostlist.compress(affected)})"
-            ),
-        )
+        hosts = f"{len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)}"
+        problem = replace(problem, what=f"{problem.what} (the same problem on {hosts})")
     return Failure(
         problem.what,
         Evidence.EXCEPTION if told.error else Evidence.COMPARISON,

@@ -6,6 +6,7 @@ import faulthandler
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 # The first backward would import this module and sympy, which takes seconds, while other ranks wait. At this point no
 # rank waits.
@@ -298,24 +299,26 @@ class _Session:
         for observer in self.observers:
             observer.after_step(self.state, result)
         if self.metrics is not None:
-            self.metrics.step(
-                step, result, self.state.skipped_steps, self.state.position
-            )  # record the step before any event, because an event restarts the step's clock
+            # Record the step before any event, because an event restarts the step's clock.
+            self.metrics.step(step, result, self.state.skipped_steps, self.state.position)
         stages = self.memory.after_step(self.state)
         if self.metrics is not None and stages:
             self.metrics.memory(self.state.current_step, self.memory.steps, stages)
         for straggler in stragglers:
             log.info(f"straggler at step {step}: {straggler}")
-            if self.metrics is not None:
-                self.metrics.event("straggler", step, {**asdict(straggler), "slowdown": straggler.slowdown})
+            self._record("straggler", step, {**asdict(straggler), "slowdown": straggler.slowdown})
         for collapsed in self.routers.step(result.routing):
             log.warn(str(collapsed))
-            if self.metrics is not None:
-                self.metrics.event("collapsed router", step, asdict(collapsed))
+            self._record("collapsed router", step, asdict(collapsed))
         self.watchdog.at(step + 1, "train")
         self._advance_save()
         self._judge(step, result)
         return result.requests
+
+    def _record(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Record an event in the metrics of rank 0."""
+        if self.metrics is not None:
+            self.metrics.event(kind, step, values)
 
     def _judge(self, step: int, result: StepResult) -> None:
         """Handle a skipped step, which may send the run back to a checkpoint."""
@@ -351,16 +354,16 @@ class _Session:
                 values = evaluate(
                     self.state, self.validation, self.config.train.eval_samples, self.request_collector.stop
                 )
-            if values and self.metrics is not None:
-                self.metrics.event("evaluation", self.state.current_step, values)
+            if values:
+                self._record("evaluation", self.state.current_step, values)
             self._keep_if_best(values)
             if not values:
                 return False
         if self.tasks:
             with self.watchdog.section("evaluate"):
                 accuracies = evaluate_tasks(self.state, self.tasks, self.request_collector.stop)
-            if accuracies and self.metrics is not None:
-                self.metrics.event("tasks", self.state.current_step, accuracies)
+            if accuracies:
+                self._record("tasks", self.state.current_step, accuracies)
             return bool(accuracies)
         return True
 

@@ -48,14 +48,15 @@ class MemoryCheck:
             return ()
         pp = state.mesh.pp
         own = rank_bytes(state.device)
-        table = [0] * (pp.size * len(own))
-        table[pp.rank * len(own) : (pp.rank + 1) * len(own)] = own
+        width = len(own)
+        table = [0] * (pp.size * width)
+        table[pp.rank * width : (pp.rank + 1) * width] = own
         table = maximum(table, state.mesh.world, state.device)
         predicted = self._predicted(state) if state.mesh.world.rank == 0 else None
         on_gpu = state.device.type == "cuda"
         stages = []
         for stage in range(pp.size):
-            used, allocated, reserved = table[stage * len(own) : (stage + 1) * len(own)]
+            used, allocated, reserved = table[stage * width : (stage + 1) * width]
             measured = StageMemory(
                 stage=stage,
                 used_bytes=used,

@@ -101,12 +101,11 @@ class Metrics:
 
     def phase(self, state: TrainState) -> None:
         """Record that another phase of the run has begun."""
-        model = state.config.model
-        batch = state.config.batch
+        config = state.config
         values = {
             "number": self._phase.number,
-            "sequence_length": model.sequence_length,
-            "global_batch": batch.global_batch,
+            "sequence_length": config.model.sequence_length,
+            "global_batch": config.batch.global_batch,
         }
         self.event("phase", state.current_step, values)
 
@@ -125,21 +124,18 @@ class Metrics:
         phases_s = {name: seconds / self._steps_since for name, seconds in self._clock.take().items()}
         self._since = now
         self._steps_since = 0
-        self._write(
-            "step",
-            step + 1,
-            {
-                **{
-                    name: value for name, value in asdict(result).items() if name != "requests" and value != {}
-                },  # empty fields are left out: further_losses, or routing of a model without experts
-                **asdict(speed),
-                "consumed_samples": position.samples,
-                "consumed_tokens": position.tokens,
-                "skipped_steps": skipped_steps,
-                "memory_gib": memory_gib(),
-                "phases_s": phases_s,  # seconds per step, of this rank
-            },
-        )
+        # empty fields are left out: further_losses, or routing of a model without experts
+        fields = {name: value for name, value in asdict(result).items() if name != "requests" and value != {}}
+        values = {
+            **fields,
+            **asdict(speed),
+            "consumed_samples": position.samples,
+            "consumed_tokens": position.tokens,
+            "skipped_steps": skipped_steps,
+            "memory_gib": memory_gib(),
+            "phases_s": phases_s,  # seconds per step, of this rank
+        }
+        self._write("step", step + 1, values)
         per_step_s = (now - self._started) / (step + 1 - self._first_step)
         self._print(step + 1, result, speed, eta_s=(train.steps - step - 1) * per_step_s)
 

@@ -74,13 +74,11 @@ def test_a_mixture_of_experts_is_killed_and_resumed_bit_equal(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("victim", "store"), but_first([(1, "auto"), (0, "auto"), (0, "authenticated")]))
 def test_dead_peer_is_named_and_all_others_leave(victim: int, store: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, steps=10_000, save_interval=0, overrides=(*TWO, f"comm.store={store}"))
+    run = Run(tmp_path, steps=100_000, save_interval=0, timeout_s=3600.0, overrides=(*TWO, f"comm.store={store}"))
     process = run.start()
     pids = wait_for_ranks(process, run)
     os.kill(pids[victim], signal.SIGKILL)
-    killed_s = time.monotonic()
-    process.communicate(timeout=50)
-    assert time.monotonic() - killed_s < 40  # before train.timeout_s, 60 s
+    process.communicate()  # pytest's limit is shorter than train.timeout_s
     assert process.returncode == 137
     failure = run.failure()
     assert failure["rank"] == victim and not any(map(alive, pids))
@@ -91,16 +89,12 @@ def test_dead_peer_is_named_and_all_others_leave(victim: int, store: str, tmp_pa
 
 @pytest.mark.parametrize("victim", but_first([0, 1]))  # rank 0 is the rank that searches for the cause
 def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
-    limit_s = 15.0  # a first step took 6 s with three workers on two cores
+    limit_s = 40.0  # 20 times a first step on an idle machine: only the frozen rank may be silent for so long
     run = Run(tmp_path, steps=10_000, save_interval=0, timeout_s=limit_s, overrides=TWO)
     process = run.start()
     pids = wait_for_ranks(process, run)
     os.kill(pids[victim], signal.SIGSTOP)
-    stopped_s = time.monotonic()
-    while not (run.run_dir / "failure.json").exists():
-        assert time.monotonic() - stopped_s < limit_s + 30.0
-        time.sleep(0.1)
-    process.communicate(timeout=30)
+    process.communicate()
     assert run.failure()["rank"] == victim
     stacks = (run.run_dir / "logs" / f"stacks_rank_{1 - victim:05}.txt").read_text()
     # The other rank was in a step, or in the agreement of all ranks after the step.

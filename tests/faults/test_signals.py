@@ -98,7 +98,7 @@ def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> Non
 @pytest.mark.thorough
 def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, overrides=TWO)
-    process = run.start("checkpoint.shard_written#3=sleep:60")
+    process = run.start("checkpoint.shard_written#3=sleep:3600")
     pids = wait_for_ranks(process, run)
     wait_until_inside(run, process, "checkpoint.shard_written")
     for pid in pids:
@@ -106,9 +106,8 @@ def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_pa
     time.sleep(4.0)  # a second signal within one second counts as the same request, delivered twice
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    second_s = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - second_s < 40 and process.returncode == 128 + signal.SIGTERM, output
+    output, _ = process.communicate()  # pytest's limit is shorter than the sleep
+    assert process.returncode == 128 + signal.SIGTERM, output
     assert (run.run_dir / "checkpoints" / "LATEST").read_text() == "step_00000006\n"
     assert run.finish()[0] == 0
     assert run.losses() == undisturbed.losses() and run.shards() == undisturbed.shards()

@@ -169,6 +169,12 @@ class RankPool:
         return self._stack_file(rank).read_text(encoding="utf-8")
 
 
+def wait_for_file(path: str) -> None:
+    """Wait until another rank has created the file at `path`. The limit of `RankPool.run` ends an endless wait."""
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
 def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
     """Process of a rank: receive a job, join its world, run it, reply."""
     import torch

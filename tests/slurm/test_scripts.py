@@ -69,11 +69,11 @@ def test_the_whole_machine_and_lumi(cluster: LocalSlurm, tmp_path) -> None:
 # Replaces launch/job.sh. It starts the supervisor's job step with a command that prints the step's share of the node.
 SHOW_STEP = """
 import subprocess
-from frontier_llm.cluster.attempt import JobStep
+from frontier_llm.cluster.attempt import job_step
 from frontier_llm.cluster.batch import open_batch
 from pathlib import Path
 run = open_batch(("train_small", "data.train=synthetic"))
-srun = JobStep(run, run.allocation.nodes, Path("."), {}, None).srun()
+srun = job_step(run, run.allocation.nodes, Path("."), {}, None).srun()
 options = srun[: next(at for at, word in enumerate(srun) if word.endswith("rank.sh"))]
 show = "echo task of $SLURM_CPUS_PER_TASK; sleep 2; if [ $SLURM_PROCID = 0 ]; then scontrol show step $SLURM_JOB_ID.0; fi"
 subprocess.run([*options, "bash", "-c", show], check=True)

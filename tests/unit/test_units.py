@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, plural, strict_json
+from frontier_llm.units import (
+    format_age,
+    format_bytes,
+    format_count,
+    format_days,
+    format_hours,
+    format_seconds,
+    plural,
+    strict_json,
+)
 
 
 def test_each_quantity_reads_in_its_usual_unit() -> None:
@@ -21,6 +30,8 @@ def test_each_quantity_reads_in_its_usual_unit() -> None:
         "1:02:03",
         "1d 02:03:04",
     ]
+    assert [format_days(days) for days in (0.01, 64.46, 10176.8)] == ["0:14:24", "64.5 days", "10,176.8 days"]
+    assert [format_hours(hours) for hours in (0.01472, 1661.66)] == ["0.015", "1,661.7"]
     assert [format_age(s) for s in (1, 120, 7200, 90_000)] == ["just now", "2 min ago", "2 h ago", "1 d ago"]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.errors import FrontierError, not_installed
 from frontier_llm.machine.rates import Rates
 
 # constants that are shares and therefore at most 1
@@ -83,7 +82,6 @@ def soften(errors: np.ndarray, knee: float) -> np.ndarray:
 def fit(
     measurements: Measurements,
     *,
-    needed_by: str,
     evaluations: int,
     smooth: bool = False,
     scale: float = 1.0,
@@ -91,13 +89,9 @@ def fit(
     """Return `start` with the constants that fit the measurements best. Needs scipy.
 
     `evaluations` bounds the number of evaluations. If `smooth`, the loss changes smoothly at the knee (soft_l1), and
-    the prior is softened too. `scale` is the expected size of x. Raises FrontierError, which names the file or option
-    `needed_by`, if scipy is not installed.
+    the prior is softened too. `scale` is the expected size of x.
     """
-    try:
-        from scipy.optimize import least_squares
-    except ModuleNotFoundError:
-        raise FrontierError(not_installed("scipy", needed_by)) from None
+    from scipy.optimize import least_squares
 
     def residuals(x: np.ndarray) -> np.ndarray:
         errors = measurements.log_errors(x)

@@ -33,6 +33,7 @@ from frontier_llm.experiments.measure.timing import median_s, wall_s
 from frontier_llm.planner.costs.collectives import PASSES
 
 ELEMENT_BYTES = 4  # fp32
+PAIR_SECONDS = 5e-3  # duration of the measurement of a pair
 PAIR_BYTES = 4 << 20  # large enough for bandwidth, small enough for all pairs
 MAX_PAIR_RANKS = 64  # 2,016 pairs; with more ranks, only neighbours in rank order are measured
 OPERATIONS = [*PASSES, "broadcast", "message"]
@@ -102,9 +103,9 @@ def communicator_memory(mesh: Mesh, device: torch.device) -> CommunicatorMemory 
     return CommunicatorMemory(*(int(number) for number in all_reduce_(own, mesh.world, "max").tolist()))
 
 
-def sizes_between(smallest: int, largest: int, factor: int = 4) -> list[int]:
-    """Return smallest, smallest × factor, … up to `largest`. `largest` is always included."""
-    growing = (smallest * factor**power for power in count())
+def sizes_between(smallest: int, largest: int) -> list[int]:
+    """Return smallest, 4 × smallest, 16 × smallest, … up to `largest`. `largest` is always included."""
+    growing = (smallest * 4**power for power in count())
     return [*takewhile(lambda size: size < largest, growing), largest]
 
 
@@ -187,7 +188,7 @@ def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budg
     return agreed(median_s(run, repetitions, partial(wall_s, device=device), before=lambda: barrier(world)))
 
 
-def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[Pair]:
+def bench_pairs(mesh: Mesh, device: torch.device) -> list[Pair]:
     """Measure the bandwidth between pairs of ranks with large messages, one pair at a time. Collective over the world.
 
     Up to MAX_PAIR_RANKS ranks, all pairs are measured. With more ranks, each rank is measured with the next rank.
@@ -203,7 +204,7 @@ def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[
         else:
             peer = b if world.rank == a else a
             run = _ping_pong(x, world, peer, first=world.rank == a)
-        seconds = slowest_s(run, world, device, repetitions * 1e-3) / 2
+        seconds = slowest_s(run, world, device, PAIR_SECONDS) / 2
         pairs.append(Pair(world.ranks[a], world.ranks[b], seconds, PAIR_BYTES / seconds / 1e9))
     return pairs
 

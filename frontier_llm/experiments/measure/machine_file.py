@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,42 +38,6 @@ def write_machine(path: Path, content: dict[str, Any]) -> None:
     """Write a machine file. Raises ConfigError if it cannot be read back."""
     write_yaml(path, content)
     load_machine(str(path))
-
-
-def update_machine(path: Path, stack: str, fitted: Rates, constants: Iterable[str], source: str) -> None:
-    """Replace the values and sources of constants in a machine file. Comments and order of the file are kept.
-
-    `constants` are fields of Rates, as for `fit`. Raises ConfigError if the file cannot be read back.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for constant in constants:
-        value = value_of(fitted, constant) / PLACES[constant.partition("/")[0]][2]
-        number = f'{{value: {value:.4g}, tag: estimated, source: "{source}"}}'
-        lines = [
-            f"{line.split('{')[0]}{number}" if is_place else line
-            for line, is_place in zip(lines, _places_of(lines, stack, constant), strict=True)
-        ]
-    write_atomically(path, "\n".join(lines) + "\n")
-    load_machine(str(path))
-
-
-def _places_of(lines: Sequence[str], stack: str, constant: str) -> Iterator[bool]:
-    """Yield for each line of a machine file whether the line has the value of this constant."""
-    field, _, devices = constant.partition("/")
-    section, key, _ = PLACES[field]
-    outer = inner = ""
-    for line in lines:
-        if top := re.match(r"(\w+):", line):
-            outer = top[1]
-            inner = ""
-        elif re.match(r"  \S", line):
-            inner = line.strip().removesuffix(":")
-        if section == "stack":
-            yield outer == "stacks" and inner == stack and line.startswith(f"    {key}:")
-        elif field == "fabric_bytes_s":
-            yield (outer, inner) == (section, key) and bool(re.match(rf"    {devices or '[0-9]+'}:", line))
-        else:
-            yield outer == section and line.startswith(f"  {key}:") and "{" in line
 
 
 def value_of(numbers: Rates, constant: str) -> float:

@@ -28,7 +28,7 @@ CURVES = (
     ("tokens_per_s", "Throughput", "tokens per second", 1),
     ("mfu", "Share of the device's peak (MFU)", "%", 100),
     ("memory_gib", "Peak memory of rank 0", "GiB", 1),
-    ("learning_rate", "Learning rate", "per step", 1),
+    ("learning_rate", "Learning rate", "learning rate", 1),
 )
 
 
@@ -53,18 +53,14 @@ def write_report(
         _memory(records),
         _experts(records),
         *(_layout(record, part) for record in records for part in record.parts),
-        *(
-            communication_section(_of_run(record, record.moved_on.name), record.operations)
-            for record in records
-            if record.operations
-        ),
-        _runs(records),
-        *(
-            f"<details><summary>Configuration of "
-            f"{text(record.name)}</summary><pre>{text(dump(record.config))}</pre></details>"
-            for record in records
-        ),
     ]
+    for record in records:
+        if record.operations:
+            parts.append(communication_section(_of_run(record, record.moved_on.name), record.operations))
+    parts.append(_runs(records))
+    for record in records:
+        title = f"<summary>Configuration of {text(record.name)}</summary>"
+        parts.append(f"<details>{title}<pre>{text(dump(record.config))}</pre></details>")
     if sample:
         parts.append(f"<h2>A generated sample</h2><pre>{text(sample)}</pre>")
     if next_command:
@@ -79,8 +75,6 @@ def _model_line(config: RunConfig) -> str:
         f"hidden {model.hidden}",
         f"{model.heads} heads",
         f"vocabulary {model.vocab_size:,}",
-    ]
-    parts += [
         f"sequence {model.sequence_length}",
         f"{format_count(matrix_parameters(model))} weights per token",
         config.precision.dtype,
@@ -111,16 +105,11 @@ def _tiles(records: Sequence[RunRecord]) -> str:
 def _predicted(records: Sequence[RunRecord], machine: str, plugins: Sequence[str]) -> str:
     """Return a table and a chart of the step times that the planner predicts and of the measured medians."""
     runs = [beside_prediction(record.directory, machine, plugins=plugins) for record in records]
-    rows = [
-        (
-            record.name,
-            format_seconds(run.predicted_s),
-            format_seconds(run.measured_s),
-            f"{100 * run.error:+.1f} %",
-        )
-        for record, run in zip(records, runs, strict=True)
-    ]
     names = [record.name for record in records]
+    rows = [
+        (name, format_seconds(run.predicted_s), format_seconds(run.measured_s), f"{100 * run.error:+.1f} %")
+        for name, run in zip(names, runs, strict=True)
+    ]
     times = {"predicted": [run.predicted_s for run in runs], "measured": [run.measured_s for run in runs]}
     bars = [
         {"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": COLORS[index]}}
@@ -148,12 +137,12 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
     for key, title, unit, factor in CURVES:
         if any(key in step and step[key] is not None for record in records for step in record.steps):
             yield _curve(records, key, title, unit, factor)
-            if key == "loss" and len(records) > 1:
-                yield _difference(records)
+            if key == "loss":
+                yield from _difference(records)
     if any(record.tasks for record in records):
         yield _tasks(records)
     for record in records:
-        if any(step.get("phases_s") for step in record.steps):
+        if sum(bool(step.get("phases_s")) for step in record.steps) > 1:
             yield _phases(record)
 
 
@@ -179,26 +168,29 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
 
 def _changes(records: Sequence[RunRecord]) -> dict[str, Any]:
     """Return vertical lines, with a label beside each, at the steps after which a layout or a blend changed."""
-    changes = []
+    changes: dict[int, list[str]] = {}
     for record in records:
-        told = [(part.after_step, part.name) for part in record.parts if part.after_step]
+        told = [(part.after_step, part.name) for part in record.parts[1:]]
         told += [(step, "new blend") for step in record.blend_changes]
-        changes += [(step, _of_run(record, what)) for step, what in told]
-    lines = [{"x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN} for step, _ in changes]
-    names = [{"x": step, "y": 1, "text": what, **_BESIDE_LINE} for step, what in changes]
+        for step, what in told:
+            changes.setdefault(step, []).append(_of_run(record, what))
+    lines = [{"x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN} for step in changes]
+    names = [{"x": step, "y": 1, "text": "; ".join(what), **_BESIDE_LINE} for step, what in changes.items()]
     return {"shapes": lines, "annotations": names}
 
 
-def _difference(records: Sequence[RunRecord]) -> Chart:
-    """Return a figure of the training losses minus the loss of the first run, at the steps that both have recorded."""
+def _difference(records: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Yield a figure of the training losses minus the loss of the first run, if two recorded steps are in common."""
     first, *others = records
     reference = {step["step"]: step["loss"] for step in first.steps if step.get("loss") is not None}
     traces = []
     for index, record in enumerate(others, start=1):
         rows = [step for step in record.steps if step["step"] in reference and step.get("loss") is not None]
         differences = [row["loss"] - reference[row["step"]] for row in rows]
-        traces.append(line(record.name, _steps(rows), differences, index))
-    return Chart(f"Training loss minus that of {first.name}", "step", "nats per token", traces)
+        if len(rows) > 1:
+            traces.append(line(record.name, _steps(rows), differences, index))
+    if traces:
+        yield Chart(f"Training loss minus that of {first.name}", "step", "nats per token", traces)
 
 
 def _held_out(record: RunRecord) -> list[str]:
@@ -210,18 +202,14 @@ def _held_out(record: RunRecord) -> list[str]:
 def _tasks(records: Sequence[RunRecord]) -> Chart:
     """Return a chart of each in-context task's accuracy, with a colour per task and a dash style per run."""
     names = list(dict.fromkeys(name for record in records for row in record.tasks for name in row["accuracy"]))
-    traces = [
-        line(
-            f"{name}, {record.name}",
-            _steps(rows),
-            [row["accuracy"][name] for row in rows],
-            number,
-            dash=DASHES[index % len(DASHES)],
-        )
-        for index, record in enumerate(records)
-        for number, name in enumerate(names)
-        if (rows := [row for row in record.tasks if name in row["accuracy"]])
-    ]
+    traces = []
+    for index, record in enumerate(records):
+        dash = DASHES[index % len(DASHES)]
+        for number, name in enumerate(names):
+            rows = [row for row in record.tasks if name in row["accuracy"]]
+            accuracies = [row["accuracy"][name] for row in rows]
+            if rows:
+                traces.append(line(f"{name}, {record.name}", _steps(rows), accuracies, number, dash=dash))
     return Chart("Accuracy of in-context tasks", "step", "share of questions", traces)
 
 
@@ -242,40 +230,34 @@ def _phases(record: RunRecord) -> Chart:
     """Return a chart that divides rank 0's time in each step into phases."""
     rows = [step for step in record.steps if step.get("phases_s")]
     names = list(dict.fromkeys(name for row in rows for name in row["phases_s"]))
-    traces = [
-        {
-            **line(name, _steps(rows), [1e3 * row["phases_s"].get(name, 0.0) for row in rows], index),
-            "stackgroup": "step",
-        }
-        for index, name in enumerate(names)
-    ]
+    traces = []
+    for index, name in enumerate(names):
+        times_ms = [1e3 * row["phases_s"].get(name, 0.0) for row in rows]
+        traces.append({**line(name, _steps(rows), times_ms, index), "stackgroup": "step"})
     return Chart(f"Phases of the step on rank 0: {record.name}", "step", "milliseconds", traces)
 
 
 def _experts(records: Sequence[RunRecord]) -> str:
     """Return charts of how evenly the routers distribute tokens, or '' if no run has experts."""
-    routed = [
-        (index, record, [step for step in record.steps if "routing" in step]) for index, record in enumerate(records)
-    ]
-    routed = [(index, record, rows) for index, record, rows in routed if rows]
+    routed = []
+    for index, record in enumerate(records):
+        rows = [step for step in record.steps if "routing" in step]
+        if rows:
+            routed.append((index, record.name, rows))
     if not routed:
         return ""
 
-    def over_steps(title: str, unit: str, of: Callable[[Mapping[str, Any]], float]) -> Chart:
-        return Chart(
-            title,
-            "step",
-            unit,
-            [
-                line(record.name, _steps(rows), [of(row["routing"]) for row in rows], index)
-                for index, record, rows in routed
-            ],
-        )
+    def over_steps(title: str, unit: str, value_of: Callable[[Mapping[str, Any]], float]) -> Chart:
+        traces = []
+        for index, name, rows in routed:
+            values = [value_of(row["routing"]) for row in rows]
+            traces.append(line(name, _steps(rows), values, index))
+        return Chart(title, "step", unit, traces)
 
-    def at_last(record: RunRecord, rows: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+    loads = []
+    for index, name, rows in routed:
         counts = rows[-1]["routing"]["rows_per_expert"]
-        return points(record.name, list(range(len(counts))), counts, index)
-
+        loads.append(points(name, range(len(counts)), counts, index))
     charts = (
         over_steps(
             "Busiest expert of the most unbalanced layer",
@@ -283,12 +265,7 @@ def _experts(records: Sequence[RunRecord]) -> str:
             lambda routing: max(routing["largest_over_mean"]),
         ),
         over_steps("Entropy of the routers' scores, mean of layers", "nats", lambda routing: fmean(routing["entropy"])),
-        Chart(
-            "Load in the last step",
-            "expert",
-            "rows, all layers",
-            [at_last(record, rows, index) for index, record, rows in routed],
-        ),
+        Chart("Load in the last step", "expert", "rows, all layers", loads),
     )
     return f"<h2>Experts</h2>{figures(charts)}"
 
@@ -399,17 +376,9 @@ def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]
     rows = []
     for name, row in operations.items():
         axis, _, operation = name.partition(" ")
+        calls = f"{row['calls']:,}"
         latencies = [f"< {format_seconds(row[key] * 1e-6)}" for key in ("p50_us", "p99_us")]
-        rows.append(
-            [
-                axis,
-                operation,
-                f"{row['calls']:,}",
-                format_bytes(row["bytes"]),
-                format_seconds(row["blocked_s"]),
-                *latencies,
-            ]
-        )
+        rows.append([axis, operation, calls, format_bytes(row["bytes"]), format_seconds(row["blocked_s"]), *latencies])
     charts = [_calls(axis, bins) for axis, bins in by_axis(operations).items() if any(bins)]
     return f"<h2>Communication {text(title)}</h2>{table(head, rows)}{figures(charts)}"
 

@@ -25,6 +25,8 @@ from frontier_llm.training.clock import PhaseClock
 from frontier_llm.training.step import train_step
 from frontier_llm.units import TERA
 
+GEMM_REPEATS = 2  # repetitions of each product per round
+
 
 @dataclass(frozen=True)
 class StepBench:
@@ -41,7 +43,7 @@ class StepBench:
     gemms: list[dict[str, Any]]
 
 
-def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
+def measure_gemms(state: TrainState) -> list[dict[str, Any]]:
     """Return the TFLOP/s of each product of the model with torch's own kernels, in the working precision.
 
     On a CPU that emulates bf16, products are measured in fp32, which torch computes at the CPU's full rate.
@@ -56,18 +58,9 @@ def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
     for name, M, N, K, count in gemm_shapes(config.model, tokens, state.mesh.tp.size):
         x, w, g = operands(M, N, K, dtype, state.device)
         products = (lambda: x @ w.T, lambda: g @ w, lambda: g.T @ x)  # noqa: B023
-        seconds = sum(median_s(product, repeats, clock) for product in products)
-        rows.append(
-            {
-                "name": name,
-                "M": M,
-                "N": N,
-                "K": K,
-                "count": count,
-                "tflops": 6 * M * N * K / seconds / TERA,
-                "seconds": seconds,
-            }
-        )
+        seconds = sum(median_s(product, GEMM_REPEATS, clock) for product in products)
+        tflops = 6 * M * N * K / seconds / TERA
+        rows.append({"name": name, "M": M, "N": N, "K": K, "count": count, "tflops": tflops, "seconds": seconds})
     return rows
 
 
@@ -83,7 +76,7 @@ def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
     phases: dict[str, float] = defaultdict(float)
     for _ in range(steps):
         clock.enter("bench")
-        gemm_rounds.append(measure_gemms(state, repeats=2))
+        gemm_rounds.append(measure_gemms(state))
         barrier(state.mesh.world)
         clock.take()  # the products and the wait for other ranks' products are no part of the step
         clock.enter("optimizer")  # resetting the gradients comes before the first action

@@ -21,13 +21,11 @@ def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
     write_atomically(paths[0], as_csv(rows))
     write_atomically(paths[1], as_json(rows))
     cells = [[show(row) for _, show in _COLUMNS] for row in rows]
-    classes = ["simulated" if row.kind == "simulated" else "" if row.status == "ok" else "bad" for row in rows]
+    classes = [_style(row) for row in rows]
     modes = {row.mode for row in rows}
-    sources = "".join(
-        f"<li>{text(f'{point.label}, {point.mode} scaling: {point.efficiency:.2%}, {point.source}')}</li>"
-        for point in PUBLISHED
-        if point.mode in modes
-    )
+    published = [point for point in PUBLISHED if point.mode in modes]
+    cited = [f"{point.label}, {point.mode} scaling: {point.efficiency:.2%}, {point.source}" for point in published]
+    sources = "".join(f"<li>{text(source)}</li>" for source in cited)
     parts = [
         figures(charts(rows)),
         table([title for title, _ in _COLUMNS], cells, classes),
@@ -45,6 +43,13 @@ def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
     return paths
 
 
+def _style(row: Row) -> str:
+    """Return the CSS class of the row in the table."""
+    if row.kind == "simulated":
+        return "simulated"
+    return "" if row.status == "ok" else "bad"
+
+
 def charts(rows: Sequence[Row]) -> Iterator[Chart]:
     """Yield a throughput chart and an efficiency chart for each mode that has rows."""
     for mode in ("weak", "strong"):
@@ -59,15 +64,8 @@ def charts(rows: Sequence[Row]) -> Iterator[Chart]:
         for point, shape in zip(published, ("star", "diamond"), strict=False):
             share = points(f"{point.label} (published)", [point.devices], [100 * point.efficiency], shape=shape)
             efficiency.append({**share, "marker": {"color": "#888", "size": 11, "symbol": shape}})
-        yield Chart(
-            f"{mode.capitalize()} scaling: throughput",
-            DEVICES,
-            "tokens/s",
-            throughput,
-            log_x=True,
-            log_y=True,
-            height_px=380,
-        )
+        title = f"{mode.capitalize()} scaling: throughput"
+        yield Chart(title, DEVICES, "tokens/s", throughput, log_x=True, log_y=True, height_px=380)
         values = [value for trace in efficiency for value in trace["y"]]
         lowest = min(values)  # near 0 if a point was not measured: its mark is drawn there
         limits = {"yaxis": {"range": [0.9 * lowest, 1.05 * max(values)]}}
@@ -88,7 +86,8 @@ def _add_series(
 ) -> None:
     """Add a series to both charts. Lines are solid if measured, dashed if simulated; failed points are crosses."""
     simulated = rows[0].kind == "simulated"
-    look: dict[str, str] = {"marks": "square-open" if simulated else "circle", "dash": "dash" if simulated else "solid"}
+    marks = "square-open" if simulated else "circle"
+    dash = "dash" if simulated else "solid"
     done = sorted((row for row in rows if row.tokens_per_s), key=lambda row: row.devices)
     if done:
         devices = [row.devices for row in done]
@@ -96,31 +95,23 @@ def _add_series(
         shares = [100 * (row.efficiency or 0.0) for row in done]
         for traces, values in ((throughput, rates), (efficiency, shares)):
             half = [value * (row.ci95_percent or 0.0) / 100 for row, value in zip(done, values, strict=True)]
-            traces.append({**line(name, devices, values, index, **look), "error_y": {"type": "data", "array": half}})
+            trace = line(name, devices, values, index, marks=marks, dash=dash)
+            traces.append({**trace, "error_y": {"type": "data", "array": half}})
         ideal = [rates[0] / devices[0] * count for count in devices]
         throughput.append({**line(f"{name}: ideal", devices, ideal, index), "opacity": 0.4})
     predicted = sorted((row for row in rows if row.predicted_efficiency and not simulated), key=lambda row: row.devices)
     if predicted:
         counts = [row.devices for row in predicted]
         label = f"{rows[0].model}, planner (simulated)"
-        dotted: dict[str, str] = {"marks": "square-open", "dash": "dot"}
-        throughput.append(line(label, counts, [row.predicted_tokens_per_s for row in predicted], index, **dotted))
-        efficiency.append(
-            line(label, counts, [100 * (row.predicted_efficiency or 0.0) for row in predicted], index, **dotted)
-        )
+        rates = [row.predicted_tokens_per_s or 0.0 for row in predicted]
+        shares = [100 * (row.predicted_efficiency or 0.0) for row in predicted]
+        for traces, values in ((throughput, rates), (efficiency, shares)):
+            traces.append(line(label, counts, values, index, marks="square-open", dash="dot"))
     failed = [row for row in rows if not row.tokens_per_s]
     if failed:
+        counts = [row.devices for row in failed]
         why = [row.status.split(":")[0] for row in failed]
-        efficiency.append(
-            points(
-                f"{name}: not measured",
-                [row.devices for row in failed],
-                [2] * len(failed),
-                index,
-                shape="x",
-                hover=why,
-            )
-        )
+        efficiency.append(points(f"{name}: not measured", counts, [2] * len(failed), index, shape="x", hover=why))
 
 
 def _some(value: float | None, pattern: str) -> str:
@@ -129,7 +120,7 @@ def _some(value: float | None, pattern: str) -> str:
 
 # title and text of each cell
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("series", lambda row: f"{row.mode} {row.model}" + (", simulated" if row.kind == "simulated" else "")),
+    ("series", lambda row: f"{row.mode} {row.model}{', simulated' if row.kind == 'simulated' else ''}"),
     ("nodes", lambda row: str(row.nodes)),
     ("devices", lambda row: str(row.devices)),
     ("TP × PP × DP", lambda row: f"{row.tensor} × {row.pipeline} × {row.data}"),
@@ -138,11 +129,8 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("step", lambda row: "–" if row.step_time_s is None else format_seconds(row.step_time_s)),
     ("tokens/s", lambda row: _some(row.tokens_per_s, "{:,.0f}")),
     ("± 95 %", lambda row: _some(row.ci95_percent, "{:.1f} %")),
-    ("efficiency", lambda row: "–" if row.efficiency is None else f"{row.efficiency:.1%}"),
+    ("efficiency", lambda row: _some(row.efficiency, "{:.1%}")),
     ("predicted", lambda row: _some(row.predicted_tokens_per_s, "{:,.0f}")),
-    (
-        "predicted efficiency",
-        lambda row: "–" if row.predicted_efficiency is None else f"{row.predicted_efficiency:.1%}",
-    ),
+    ("predicted efficiency", lambda row: _some(row.predicted_efficiency, "{:.1%}")),
     ("status", lambda row: row.status),
 )

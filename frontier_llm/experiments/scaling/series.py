@@ -85,9 +85,14 @@ def default_batch(mode: Mode, config: RunConfig) -> int:
     published = PUBLISHED_BATCHES.get(config.model.name)
     if published is None:
         name = {"weak": "--batch-per-replica", "strong": "batch.global_batch"}[mode]
-        fix = {"weak": "--batch-per-replica N", "strong": "batch.global_batch=N"}[mode]
-        fix += f", or a model with a published batch: {', '.join(PUBLISHED_BATCHES)}"
-        raise ConfigError(f"no published {mode} batch for {config.model.name!r}", fix, name)
+        added = {"weak": "--batch-per-replica N", "strong": "batch.global_batch=N"}[mode]
+        models = ", ".join(PUBLISHED_BATCHES)
+        raise ConfigError(
+            f"is not set, and only models with published {mode} scaling have a default ({models}), not "
+            f"{config.model.name!r}",
+            f"add {added} (sequences per step{' and replica' if mode == 'weak' else ''})",
+            name,
+        )
     return published[mode]
 
 
@@ -97,19 +102,17 @@ def make_point(
     """Return a point with a batch of `batch` samples per replica (weak) or in total (strong), without checking it."""
     replicas = max(1, nodes * site.tasks_per_node // config.parallel.model_ranks)
     global_batch = batch * replicas if mode == "weak" else batch
-    own = config.model_copy(
-        update={
-            "machine": site.machine,
-            "batch": config.batch.model_copy(update={"global_batch": global_batch}),
-            "train": config.train.model_copy(update={"run_dir": str(directory)}),
-        }
-    )
+    changes = {
+        "machine": site.machine,
+        "batch": config.batch.model_copy(update={"global_batch": global_batch}),
+        "train": config.train.model_copy(update={"run_dir": str(directory)}),
+    }
     return Point(
         mode=mode,
         nodes=nodes,
         tasks_per_node=site.tasks_per_node,
         repeat=repeat,
-        config=own,
+        config=config.model_copy(update=changes),
         site=site.name,
     )
 
@@ -133,16 +136,13 @@ def make_series(
             directory = root / f"{mode}_{config.model.name}_nodes{count:05}_r{repeat}"
             point = make_point(mode, config, site, nodes=count, batch=batch, directory=directory, repeat=repeat)
             points.append(point)
-    problems = [
-        replace(
-            problem,
-            where=f"{point.nodes} nodes: {problem.where}",
-            fix=problem.fix or _node_fix(config, site, point.nodes),
-        )
-        for point in points
-        if point.repeat == 1
-        for problem in _problems_of(point, site)
-    ]
+    problems = []
+    for point in points:
+        if point.repeat > 1:
+            continue
+        for problem in _problems_of(point, site):
+            fix = problem.fix or _node_fix(config, site, point.nodes)
+            problems.append(replace(problem, where=f"{point.nodes} nodes: {problem.where}", fix=fix))
     if problems:
         raise LayoutError(problems)
     return points

@@ -48,7 +48,7 @@ def fit_trials(search: Tuner, numbers: Rates) -> Rates:
         prior=PRIOR,
         knee=KNEE,
     )
-    return fit(measurements, needed_by="--emit-machine", evaluations=60, smooth=True)
+    return fit(measurements, evaluations=60, smooth=True)
 
 
 def changed(before: Rates, after: Rates) -> dict[str, tuple[float, float]]:

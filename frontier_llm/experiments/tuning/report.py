@@ -29,21 +29,20 @@ def summary(search: Tuner) -> dict[str, Any]:
     tried = search.tried
     best = search.best
     first = tried.get(0)
+    planner_step_s = first.step_s if first else None
+    best_step_s = best.step_s if best else None
+    shares = search.surrogate.importance(search.belief())
     return {
         "layouts": len(search.space.plans),
         "trials": len(search.trials),
         "node_hours": round(sum(trial.node_hours for trial in search.trials), 4),
         "failures": dict(Counter(trial.status for trial in search.trials if trial.status != "ok")),
         "best": None if best is None else _words(search, best),
-        "best_step_s": None if best is None else best.step_s,
+        "best_step_s": best_step_s,
         "best_predicted_s": None if best is None else best.predicted_s,
-        "planner_step_s": first.step_s if first else None,
-        "faster_than_planner": first.step_s / best.step_s - 1
-        if best and best.step_s and first and first.step_s
-        else None,
-        "importance": {
-            _keys_of(name): round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()
-        },
+        "planner_step_s": planner_step_s,
+        "faster_than_planner": planner_step_s / best_step_s - 1 if planner_step_s and best_step_s else None,
+        "importance": {_keys_of(name): round(share, 3) for name, share in shares.items()},
     }
 
 

@@ -19,7 +19,7 @@ import torch
 from frontier_llm.checkpoint.weights import WeightSource
 from frontier_llm.config import ModelConfig
 from frontier_llm.data.remote import reason_of
-from frontier_llm.errors import CheckpointError, FrontierError, Problem, not_installed
+from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import write_durably
 from frontier_llm.interop.huggingface.card import model_card
 from frontier_llm.interop.huggingface.families import FAMILIES, Family
@@ -119,10 +119,8 @@ class HubRepository:
     """Repository to which this user may write. It is created before the export, so that a refusal costs no time."""
 
     def __init__(self, name: str, private: bool = False) -> None:
-        try:
-            from huggingface_hub import HfApi
-        except ModuleNotFoundError:
-            raise FrontierError(not_installed("huggingface_hub", "--push-to-hub")) from None
+        from huggingface_hub import HfApi
+
         self.name = name
         self._api = HfApi()
         with _refusals(

@@ -45,9 +45,7 @@ def read_model(arguments: dict[str, Any], where: str, vocab_size: int | None) ->
     if vocab_size is not None and vocab_size > padded:
         f.refuse("padded_vocab_size", padded, f"at least the {vocab_size} ids of the tokenizer")
     heads = f.need("num_attention_heads")
-    groups = (
-        f.get("num_query_groups", None) if f.get("group_query_attention", False) else f.get("num_key_value_heads", None)
-    )
+    groups = f.get("num_query_groups" if f.get("group_query_attention", False) else "num_key_value_heads", None)
     return f.model(
         layers=f.need("num_layers"),
         hidden=f.need("hidden_size"),

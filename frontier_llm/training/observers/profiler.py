@@ -38,11 +38,8 @@ class Profiler(Observer):
 
     def before_step(self, state: TrainState) -> None:
         """Start the trace at the first step to be profiled, or after a resume at the first such step that is left."""
-        if (
-            self._profile is not None
-            or state.current_step + 1 not in self._chosen.range
-            or state.mesh.world.rank not in self._chosen.ranks
-        ):
+        is_chosen = state.current_step + 1 in self._chosen.range and state.mesh.world.rank in self._chosen.ranks
+        if self._profile is not None or not is_chosen:
             return
         folder_below(self._directory.parent, self._directory.name)
         if self._chosen.memory_snapshot and state.device.type == "cuda":

@@ -39,6 +39,7 @@ def test_a_run_that_passes_has_exit_code_0(tmp_path: Path, capsys: pytest.Captur
         assert bool(section["why"]) == (section["verdict"] == "not checkable here")
         assert bool(section["problems"]) == (section["verdict"] == "refused")
     assert content["sections"][TYPES]["why"] == "torch is left out"
+    assert "30 seconds to start (assumed)" in content["sections"]["cost"]["evidence"][1]
 
 
 def test_a_refused_section_has_exit_code_1_and_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

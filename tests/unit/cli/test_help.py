@@ -21,9 +21,6 @@ from frontier_llm.cli.main import COMMANDS, main, parser_of
 from frontier_llm.config import available
 from frontier_llm.experiments.scaling.series import PUBLISHED_BATCHES
 
-# commands for a login node, which must not wait for the import of torch
-WITHOUT_TORCH = ("plan", "submit", "status", "doctor", "scaling", "data")
-
 
 def parsers() -> Iterator[argparse.ArgumentParser]:
     """Yield the parsers of all commands and of their actions."""
@@ -156,20 +153,18 @@ def test_wrong_words_end_with_2_and_a_way_out(
     assert said.out == "" and expected in said.err and "fix:" in said.err and len(said.err.splitlines()) <= 6
 
 
-def test_help_is_fast_and_login_node_commands_import_no_torch() -> None:
-    slow = []
+def test_help_imports_no_library() -> None:
+    """These imports take 0.2 to 2 s, on a shared file system many times as long."""
     program = (
-        "import sys, time; started_s = time.process_time(); sys.modules['torch'] = None\n"
-        "from frontier_llm.cli.main import main\n"
-        "assert main(sys.argv[1:]) == 0\n"
-        "sys.stderr.write(str(time.process_time() - started_s))"
+        "import sys\n"
+        "from frontier_llm.cli.main import COMMANDS, main\n"
+        "for words in ([], *([name] for name in COMMANDS)):\n"
+        "    assert main([*words, '--help']) == 0\n"
+        "    loaded = sorted({'numpy', 'pydantic', 'torch', 'yaml'} & sys.modules.keys())\n"
+        "    assert not loaded, f'{words} loads {loaded}'\n"
     )
-    for words in (["--help"], *([name, "--help"] for name in WITHOUT_TORCH)):
-        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        if float(done.stderr) > 0.3:
-            slow.append((words, done.stderr))
-    assert slow == []
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from frontier_llm import schedule
 from frontier_llm.cli.list import KINDS
 from frontier_llm.cli.main import main
 from frontier_llm.cluster.sites import site_names
@@ -14,6 +15,7 @@ from frontier_llm.inference.task_prompts import LM_EVAL
 
 NAMES = {
     **{kind: available(kind) for kind in ("models", "machines", "runs")},
+    "schedules": schedule.names(),
     "sites": site_names(),
     "tasks": list(LM_EVAL),
 }

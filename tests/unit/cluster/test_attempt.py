@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.attempt import JobStep, Outcome, plan_variables, run_step
+from frontier_llm.cluster.attempt import JobStep, Outcome, job_step, plan_variables, run_step
 from frontier_llm.cluster.attempt import diagnose as diagnose_record
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.rank_logs import prune
@@ -34,22 +34,26 @@ def named(outcome: Outcome) -> tuple[str, int | None, str, bool]:
 TRACE = "noise\nTraceback (most recent call last):\n  File x\n{}\n"
 
 
-def step(log_dir: Path = Path("/logs"), deadline_s: float | None = None) -> JobStep:
+def batch_run() -> BatchRun:
     site = load_site("generic").model_copy(
         update={"gpus_per_node": 8, "srun": {"network": "disable_rdzv_get", "flag": ""}}
     )
-    run = BatchRun(
+    return BatchRun(
         job=Job(run_dir="/run", words=("x y",), site="generic", nodes=2, warning_s=60.0),
         config=load_run("train_small"),
         site=site,
         allocation=Allocation("7", ("n0", "n2"), "n0", 8, 7),
         program=("-m", "p"),
     )
-    return JobStep(run, run.allocation.nodes, log_dir, {}, deadline_s)
+
+
+def step(log_dir: Path = Path("/logs"), deadline_s: float | None = None) -> JobStep:
+    run = batch_run()
+    return job_step(run, run.allocation.nodes, log_dir, {}, deadline_s)
 
 
 def test_ranks_of_the_own_plan_know_that_there_is_a_roomier_one() -> None:
-    run = step().run
+    run = batch_run()
     plans = (("parallel.tensor=2",), ("parallel.tensor=8",))
     both = replace(run, job=replace(run.job, plans=plans))
     assert plan_variables(run) == {}

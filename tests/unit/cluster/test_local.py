@@ -124,16 +124,21 @@ def test_a_killed_rank_failed_first_although_its_end_is_received_last(
 @pytest.mark.parametrize("frozen", [True, False])
 def test_the_ranks_own_record_names_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str], frozen: bool) -> None:
     """Rank 0 ends first, because it lost contact with rank 1. It has written a record that names rank 1."""
+    # Rank 1 either never ends, or ends after the launcher has collected rank 0 and sent SIGTERM.
     code = f"""
-        import os, sys, time
+        import os, signal, sys, time
         from pathlib import Path
         from frontier_llm.run.failure import Evidence, Failure, write_failure
+        ready = Path({str(tmp_path / "ready")!r})
         if os.environ["RANK"] == "0":
+            while not ready.exists():
+                time.sleep(0.01)
             record = Failure("no sign of life", Evidence.NOTICES, rank=1, host="n1", step=3, section="train")
             write_failure(Path({str(tmp_path)!r}), record)
             sys.exit(1)
-        time.sleep(600 if {frozen} else 1.5)
-        sys.exit(9)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if {frozen} else lambda *_: sys.exit(9))
+        ready.touch()
+        time.sleep(600)
     """
     assert run(code, tmp_path, ranks=2, grace_s=1.0 if frozen else 30.0) == 1
     record = read_failure(tmp_path)
@@ -156,16 +161,19 @@ def test_the_ranks_own_record_names_the_first(tmp_path: Path, capfd: pytest.Capt
 def test_what_all_ranks_say_alike_is_told_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: str, told: list[str]
 ) -> None:
-    # Rank 0 ends last, after the other ranks have been collected. The others end only when rank 0 already ignores
-    # SIGTERM.
+    # Rank 0 ends last, after the launcher has collected the other ranks. The others end only when rank 0 already
+    # ignores SIGTERM.
     start = """
         import os, signal, sys, time
         from pathlib import Path
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        Path(os.environ["READY"], os.environ["RANK"]).touch()
-        while len(os.listdir(os.environ["READY"])) < 3:
+        ready = Path(os.environ["READY"])
+        (ready / str(os.getpid())).touch()
+        while len(os.listdir(ready)) < 3:
             time.sleep(0.01)
-        time.sleep(0 if os.environ["RANK"] != "0" else 1)
+        others = set(os.listdir(ready)) - {str(os.getpid())}
+        while os.environ["RANK"] == "0" and any(Path("/proc", pid).exists() for pid in others):
+            time.sleep(0.01)
     """
     (tmp_path / "ready").mkdir()
     monkeypatch.setenv("READY", str(tmp_path / "ready"))

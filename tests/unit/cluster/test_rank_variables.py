@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.attempt import JobStep, run_step
+from frontier_llm.cluster.attempt import job_step, run_step
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.site_variables import expected_settings
 from frontier_llm.cluster.sites import load_site
@@ -104,7 +104,7 @@ def step_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus_per_t
     allocation = Allocation("7", ("n0", "n1"), "n0", 8, cpus_per_task)
     job = Job(run_dir=str(tmp_path / "run"), words=("x",), site="frontier", nodes=2, warning_s=60.0)
     run = BatchRun(job=job, config=config, site=load_site("frontier"), allocation=allocation)
-    assert run_step(JobStep(run, allocation.nodes, tmp_path / "logs", {}, 60.0)).exit_code == 0
+    assert run_step(job_step(run, allocation.nodes, tmp_path / "logs", {}, 60.0)).exit_code == 0
     return json.loads((tmp_path / "environment.json").read_text())
 
 

@@ -15,7 +15,6 @@ import torch
 from frontier_llm.comm import DONE, build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import LayoutError
-from frontier_llm.experiments.measure.timeline import ROWS, MeasuredTimeline, draw, write_chrome_trace
 from frontier_llm.optim import Bucket
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
@@ -23,6 +22,7 @@ from frontier_llm.training.evaluate import held_out_loss
 from frontier_llm.training.step import train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
+from tests.harness.timeline import ROWS, MeasuredTimeline, draw, write_chrome_trace
 from tests.parity.cases import Case
 from tests.parity.three_steps import Source
 

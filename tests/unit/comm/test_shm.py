@@ -34,7 +34,7 @@ from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.schedule import round_robin
 from frontier_llm.topology.grid import Grid
 from tests.harness.marks import but_first
-from tests.harness.pool import RankError, RankPool
+from tests.harness.pool import RankError, RankPool, wait_for_file
 
 pytestmark = pytest.mark.skipif(
     bool(host_memory.why_unavailable()), reason=host_memory.why_unavailable() or "available"
@@ -46,14 +46,6 @@ SIZES = (1, 1000, 8193, 300_007)  # the largest needs several slots; none is a m
 
 def _axis(rank: int, size: int, timeout_s: float = 30.0) -> Axis:
     return build_mesh(Grid(size, 1, 1), rank, timeout_s=timeout_s, comm=CommConfig(transport="shm")).tp
-
-
-def _until_there(path: str) -> None:
-    """Wait until another rank has created the file at `path`."""
-    deadline_s = time.monotonic() + 60.0
-    while not Path(path).exists():
-        assert time.monotonic() < deadline_s, f"no {path}"
-        time.sleep(0.01)
 
 
 def _contribution(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -180,7 +172,7 @@ def _start_early(rank: int, told: str) -> None:
     barrier(axis)
     pending = start_all_reduce_(x, axis)
     if rank == 0:
-        _until_there(told)
+        wait_for_file(told)
     pending.wait()
     if rank == 1:
         Path(told).touch()
@@ -285,7 +277,7 @@ def test_a_full_arena_makes_the_sender_wait(ranks: RankPool) -> None:
 def _time_out(rank: int, told: str) -> str:
     axis = _axis(rank, 2, timeout_s=3.0)
     if rank == 1:
-        _until_there(told)
+        wait_for_file(told)
         return ""
     with pytest.raises(RankFailure) as caught:
         all_reduce_(torch.ones(1), axis)

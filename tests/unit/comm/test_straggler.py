@@ -4,7 +4,6 @@ sleeps.
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,9 +75,8 @@ def test_a_machine_that_slows_down_is_no_straggler(ranks: int, stages: int) -> N
     assert [named for busy in intervals for named in detector.compare(list(busy))] == []
 
 
-def _train_with_a_sleeper(rank: int, steps: int, begin: int) -> tuple[list[tuple[int, int, str]], list[int]]:
-    """Run ranks whose compute is a sleep of 20 ms. From step `begin` on, rank 2 sleeps 200 ms more, and all ranks wait
-    for it.
+def _train_with_a_slow_rank(rank: int, steps: int, begin: int) -> tuple[list[tuple[int, int, str]], list[int]]:
+    """Run ranks whose compute takes 20 ms of their own clocks. From step `begin` on, rank 2 takes 200 ms more.
 
     Return (step, rank, host) of each named straggler, and the steps in which the watch has communicated.
     """
@@ -87,18 +85,23 @@ def _train_with_a_sleeper(rank: int, steps: int, begin: int) -> tuple[list[tuple
     watch = StragglerWatch(mesh, grid, torch.device("cpu"), f"n{rank}", 10)
     named = []
     talked = []
-    for step in range(steps):
-        before = mesh.ledger.calls["world", "all_gather"]
-        with watch.step() as found:
-            time.sleep(0.02 + (0.2 if rank == 2 and step >= begin else 0.0))
-            all_reduce_(torch.ones(1000), mesh.dp)
-        named += [(step, straggler.global_rank, straggler.host) for straggler in found]
-        talked += [step] if mesh.ledger.calls["world", "all_gather"] != before else []
+    now_s = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now_s, time=lambda: now_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("frontier_llm.comm.straggler.time", clock)
+        patch.setattr("frontier_llm.comm.ledger.time", clock)
+        for step in range(steps):
+            before = mesh.ledger.calls["world", "all_gather"]
+            with watch.step() as found:
+                now_s += 0.02 + (0.2 if rank == 2 and step >= begin else 0.0)
+                all_reduce_(torch.ones(1000), mesh.dp)
+            named += [(step, straggler.global_rank, straggler.host) for straggler in found]
+            talked += [step] if mesh.ledger.calls["world", "all_gather"] != before else []
     return named, talked
 
 
-def test_a_rank_that_sleeps_200_ms_is_named_by_every_rank(ranks: RankPool) -> None:
-    replies = ranks.run(4, _train_with_a_sleeper, 30, 10)
+def test_a_rank_that_takes_200_ms_more_is_named_by_every_rank(ranks: RankPool) -> None:
+    replies = ranks.run(4, _train_with_a_slow_rank, 30, 10)
     assert all(reply == replies[0] for reply in replies)
     named, talked = replies[0]
     assert named == [(29, 2, "n2")] and talked == [9, 19, 29]

@@ -15,12 +15,12 @@ import torch
 from frontier_llm.comm import all_reduce_, barrier, build_mesh, start_all_reduce_
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import SampleBatch
-from frontier_llm.experiments.measure.timeline import Interval, MeasuredTimeline, draw, write_chrome_trace
 from frontier_llm.topology.grid import Grid
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import train_step
 from tests.harness.pool import RankPool
+from tests.harness.timeline import Interval, MeasuredTimeline, draw, write_chrome_trace
 
 
 def _record(rank: int) -> MeasuredTimeline:

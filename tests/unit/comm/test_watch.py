@@ -17,52 +17,52 @@ from frontier_llm.comm.ledger import Histogram
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import RankFailure
 from frontier_llm.topology.grid import Grid
-from tests.harness.pool import RankPool
+from tests.harness.pool import RankPool, wait_for_file
 
 
-def _message_never_sent(rank: int) -> str:
+def _message_never_sent(rank: int, told: str) -> str:
     channel = build_mesh(Grid(1, 3, 1), rank, timeout_s=3.0, comm=CommConfig(transport="torch")).channels["forward"]
     assert channel.group is not None
     if rank != 1:
-        time.sleep(5.0)
+        wait_for_file(told)
         return ""
     with pytest.raises(RankFailure) as caught:
         channel.group.receive(torch.zeros(1), 0).wait()
+    Path(told).touch()
     return str(caught.value)
 
 
-def test_a_message_names_its_peer(ranks: RankPool) -> None:
-    message = ranks.run(3, _message_never_sent)[1]
+def test_a_message_names_its_peer(ranks: RankPool, tmp_path: Path) -> None:
+    message = ranks.run(3, _message_never_sent, str(tmp_path / "told"))[1]
     assert (
         "recv on axis pp.forward, rank 1 (global rank 1) with rank 0 of axis pp.forward (global rank 0), failed"
         in message
     )
 
 
-def _own_timeouts(rank: int, transport: str) -> tuple[str, float, str]:
-    """Ranks 1 and 2 do not join the collective on dp, whose time-out is short. The time-out of tp would be long."""
+def _own_timeouts(rank: int, transport: str, told: str) -> tuple[str, str]:
+    """Ranks 1 and 2 do not join the collective on dp, whose time-out is short. The time-out of tp is never reached."""
     mesh = build_mesh(
         Grid(1, 1, 3),
         rank,
         timeout_s=30.0,
-        comm=CommConfig(transport=transport, timeouts_s={"dp": 0.5, "tp": 20.0, "pp": None}),
+        comm=CommConfig(transport=transport, timeouts_s={"dp": 0.5, "tp": 3600.0, "pp": None}),
     )  # type: ignore[arg-type]
     barrier(mesh.world)
     if rank:
-        time.sleep(5.0 if transport == "torch" else 1.5)
-        return "", 0.0, ""
-    begin_s = time.monotonic()
+        wait_for_file(told)
+        return "", ""
     with pytest.raises(RankFailure) as caught:
         all_reduce_(torch.ones(4), mesh.dp)
-    return str(caught.value), time.monotonic() - begin_s, mesh.ledger.last()
+    Path(told).touch()
+    return str(caught.value), mesh.ledger.last()
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
 def test_each_axis_has_its_own_time_out_and_shared_memory_names_all_who_are_missing(
-    ranks: RankPool, transport: str
+    ranks: RankPool, transport: str, tmp_path: Path
 ) -> None:
-    message, elapsed_s, last = ranks.run(3, _own_timeouts, transport)[0]
-    assert 0.4 < elapsed_s < 10.0
+    message, last = ranks.run(3, _own_timeouts, transport, str(tmp_path / "told"))[0]
     assert "all_reduce" in message and "on axis dp, rank 0 (global rank 0) among global ranks 0, 1, 2 (3)" in message
     assert transport == "torch" or "rank 1 of axis dp (global rank 1), rank 2 of axis dp (global rank 2)" in message
     assert last == "dp all_reduce number 1, unfinished"

@@ -19,7 +19,7 @@ from frontier_llm.data import documents
 from frontier_llm.data import tokenize as tokenize_module
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
-from frontier_llm.data.tokenize import TokenizeOptions, make_share, missing_dataset, shares_of, tokenize
+from frontier_llm.data.tokenize import TokenizeOptions, make_share, missing_dataset, plan_dataset, shares_of, tokenize
 from frontier_llm.data.tokenizer import load_tokenizer, train_sentencepiece
 from frontier_llm.errors import DataError
 
@@ -122,19 +122,12 @@ def test_nodes_share_the_parts_and_one_process_joins_them(
         return make_part(job)
 
     monkeypatch.setattr(tokenize_module, "make_part", counted)
-    shared = {
-        "inputs": [corpus],
-        "prefix": tmp_path / "out",
-        "tokenizer": "bytes",
-        "options": SMALL,
-        "workers": 1,
-        "overwrite": False,
-        "count": 3,
-    }
+    plan = plan_dataset([corpus], tmp_path / "out", "bytes", SMALL)
+    shared = {"plan": plan, "workers": 1, "overwrite": False, "count": 3}
     counts = [make_share(**shared, index=index) for index in (0, 1)]  # the third node was killed
     counts.append(make_share(**shared, index=1))  # a second start of a share finds its parts
     assert counts[1] == counts[2] and sum(counts[:2]) == len(made) == len(set(made)) > 4
-    digest = missing_dataset([corpus], tmp_path / "out", "bytes", SMALL, overwrite=False)
+    digest = missing_dataset(plan, overwrite=False)
     assert digest is not None
     with shares_of(tmp_path / "out", digest):
         make_share(**shared, index=2)
@@ -144,7 +137,7 @@ def test_nodes_share_the_parts_and_one_process_joins_them(
     assert len(made) == len(set(made))
     assert content(tmp_path / "out") == content(tmp_path / "alone")
     assert make_share(**shared, index=0) == 0  # the dataset is complete
-    assert missing_dataset([corpus], tmp_path / "out", "bytes", SMALL, overwrite=False) is None
+    assert missing_dataset(plan, overwrite=False) is None
     assert not list(tmp_path.glob("out.parts*"))
 
 

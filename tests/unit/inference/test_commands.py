@@ -77,6 +77,21 @@ def test_the_model_section_of_a_hugging_face_directory_is_printed(
     assert load_run(str(run_file), ["data.train=synthetic", "train.steps=1"]).model.rope_theta == 10000.0
 
 
+def test_an_export_without_a_tokenizer_of_the_run_takes_the_tokenizer_of_its_data(
+    room: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data.tokenizer=null", f"train.run_dir={tmp_path}/run"]
+    assert main(["checkpoint", "import-hf", str(room / "hf"), str(room / "run.yaml"), *words]) == 0
+    assert main(["checkpoint", "export-hf", f"{tmp_path}/run", f"{tmp_path}/known"]) == 0
+    assert load_tokenizer(f"{tmp_path}/known").encode("fox") == BYTES.encode("fox")
+    words = ["data.tokenizer=null", f"train.run_dir={tmp_path}/other", f"data.train={room}/others"]
+    assert main(["checkpoint", "import-hf", str(room / "hf"), str(room / "run.yaml"), *words]) == 0
+    capfd.readouterr()
+    assert main(["checkpoint", "export-hf", f"{tmp_path}/other", f"{tmp_path}/unknown"]) == 2
+    said = capfd.readouterr().err
+    assert "no tokenizer is known" in said and "--tokenizer none to export weights alone" in said
+
+
 def test_a_tokenizer_of_two_files_is_the_models_too(room: Path, tmp_path: Path) -> None:
     assert open_model(room / "hf").tokenizer_spec == str(room / "hf")
     for name in ("config.json", "model.safetensors"):

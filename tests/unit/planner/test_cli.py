@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,20 +17,12 @@ from frontier_llm.checkpoint.manifest import ITEM_BYTES
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import sites
 from frontier_llm.config import load_model
-from frontier_llm.config.load import dump, load_run
-from frontier_llm.data.loader import data_problems
-from frontier_llm.machine.precision import resolve_precision
+from frontier_llm.config.load import load_run
 from frontier_llm.planner import report
 from frontier_llm.planner.choice import why_not
 from frontier_llm.planner.figures import simulated_part
 from frontier_llm.topology.plan import make_plan
-from frontier_llm.training.metrics import layout_of
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(["plan", *words])
-    out = capsys.readouterr()
-    return code, out.out, out.err
+from tests.harness.plan_command import plan as run
 
 
 def test_a_plan_says_what_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,56 +170,6 @@ def test_the_report_fits_the_terminal(
     assert "bound by" in out
 
 
-def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.yaml"
-    code, out, _ = run(
-        capsys,
-        "gpt-22b",
-        "--nodes",
-        "8",
-        "batch.global_batch=512",
-        "--tokens",
-        "300B",
-        "--emit",
-        str(path),
-    )
-    assert code == 0
-    config = load_run(str(path))
-    tokens = config.train.steps * config.batch.global_batch * config.model.sequence_length
-    assert 300e9 <= tokens < 300e9 + config.batch.global_batch * config.model.sequence_length
-    saves = re.search(r"checkpoint every .* \((\d+) steps", " ".join(out.split()))
-    assert saves and config.train.save_interval == int(saves[1])
-    assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-4, 1e-5)  # the nearest published values (GPT-3 13B)
-    assert 0 < config.optimizer.warmup_steps * config.batch.global_batch * config.model.sequence_length < 0.1 * tokens
-    told = [line for line in out.splitlines() if line.startswith("set data.train to")]
-    assert told and f"# {told[0]}" in path.read_text()
-    assert [problem.where for problem in data_problems(config)] == ["data.train: FILL_IN.bin"]
-    words = out.splitlines()[-1]
-    assert all(
-        word in words
-        for word in (
-            f"train.steps={config.train.steps}",
-            "optimizer.lr=0.0001",
-            "data.train=FILL_IN",
-            "global_batch=512",
-        )
-    )
-
-
-def test_a_plan_of_a_run_with_another_batch_keeps_its_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.yaml"
-    words = ("--run", "quickstart", "--machine", "local", "--nodes", "1", "--emit", str(path))
-    base = load_run("quickstart")
-    assert run(capsys, *words, f"batch.global_batch={2 * base.batch.global_batch}")[0] == 0
-    assert load_run(str(path)).train.steps == base.train.steps / 2
-    assert run(capsys, *words)[0] == 0
-    assert load_run(str(path)).train.steps == base.train.steps
-
-
 def test_a_fixed_choice_is_refused_with_the_rule_that_it_breaks(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "gpt-22b", "--nodes", "16", "batch.global_batch=512", "--fix", "tensor=5")
     assert code == 2
@@ -258,146 +199,9 @@ def test_a_faster_runner_up_is_told_what_decided(risks: dict[str, object], said:
 
 def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert (report._days(64.46), report._days(10176.8)) == ("64.5", "10,177")
+    assert (report._node_hours(0.123), report._node_hours(10176.8)) == ("0.12", "10,177")
     _, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "batch.global_batch=512", "--top", "1")
     assert re.search(r"dominated; \d+ finalists simulated", " ".join(out.split()))
-
-
-def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The run has its own model, so that no script in slurm/ starts it."""
-    emitted = tmp_path / "planned.yaml"
-    code, out, _ = run(capsys, "--run", "train_22b", "--nodes", "16", "--emit", str(emitted))
-    assert code == 0
-    assert f"frontier-llm submit {emitted} --site frontier --nodes 16" in out and "sbatch --account" not in out
-
-
-def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_took(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    emitted = tmp_path / "planned.yaml"
-    code, out, _ = run(
-        capsys,
-        "--run",
-        "quickstart",
-        "--machine",
-        "local",
-        "--nodes",
-        "1",
-        "--fix",
-        "data=2",
-        "--emit",
-        str(emitted),
-    )
-    assert code == 0
-    assert f"frontier-llm train {emitted}" in out
-    config = resolve_precision(load_run(str(emitted)))
-    base = load_run("quickstart")
-    assert (config.model, config.batch.global_batch, config.data) == (base.model, base.batch.global_batch, base.data)
-    assert config.parallel.data == 2
-    world_size = 2 * config.parallel.tensor * config.parallel.pipeline
-    assert make_plan(config, world_size).grid.dp == 2
-
-    run_dir = tmp_path / "taken"
-    run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(dump(config))
-    (run_dir / "plan.json").write_text(json.dumps(asdict(make_plan(config, world_size))))
-    steps = [
-        json.dumps({"kind": "step", "step": n, "loss": 8.0, "step_time_s": s})
-        for n, s in ((10, 9.0), (20, 0.4), (30, 0.6), (40, 0.4))
-    ]
-    (run_dir / "metrics.jsonl").write_text("\n".join([*steps, '{"kind": "step", "st']))
-    code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir), "--json")
-    assert code == 0
-    (row,) = json.loads(out)
-    assert row["measured_s"] == 0.4
-    assert row["error"] == pytest.approx(row["predicted_s"] / 0.4 - 1)
-    code, out, _ = run(capsys, "--measured", str(run_dir), "--json")
-    assert json.loads(out) == [row] and row["machine"] == "local", "without --machine the run's machine is used"
-    code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir))
-    assert "400 ms" in out
-    # Steps of an attempt on another layout are not compared with the prediction.
-    now = layout_of(config, world_size)
-    layouts = (0, 1, {**now, "sequence_parallel": not now["sequence_parallel"]}), (30, 2, now)
-    starts = [
-        json.dumps({"kind": "start", "step": step, "incarnation": number, "layout": layout})
-        for step, number, layout in layouts
-    ]
-    (run_dir / "metrics.jsonl").write_text(
-        "\n".join([starts[0], *steps[:3], starts[1], steps[3].replace("0.4", "0.7")])
-    )
-    code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir), "--json")
-    assert json.loads(out)[0]["measured_s"] == 0.7
-    code, _, err = run(capsys, "--machine", "local", "--measured", str(tmp_path / "none"))
-    assert code != 0
-    assert "is not a run directory: it lacks config.yaml, plan.json, metrics.jsonl" in err
-
-
-def test_of_a_runs_own_layout_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = tmp_path / "mine.yaml"
-    emitted = tmp_path / "planned.yaml"
-    own = (
-        "parallel: {data_shard: 2, data_mode: fsdp, stage_layers: null, axis_order: dp-tp-pp}\ncomm: "
-        "{tensor_chunks: 2, in_flight: many}"
-    )
-    mine.write_text(f"base: quickstart\n{own}\n")
-    code, _, err = run(
-        capsys,
-        "--run",
-        str(mine),
-        "--machine",
-        "local",
-        "--nodes",
-        "1",
-        "--fix",
-        "zero=1",
-        "--emit",
-        str(emitted),
-    )
-    assert code == 0, err
-    planned = load_run(str(emitted))
-    assert (planned.parallel.data_mode, planned.parallel.data_shard, planned.parallel.axis_order) == (
-        "zero",
-        None,
-        "tp-dp-pp",
-    )
-    assert (planned.comm.tensor_chunks, planned.comm.in_flight) == (1, "many")
-
-
-@pytest.mark.parametrize(("tensor", "algorithms"), [(8, "frontier"), (2, "flat")])
-def test_an_emitted_run_has_the_algorithms_that_were_priced(
-    tensor: int,
-    algorithms: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Eight groups per node share its NICs over 16 nodes, so that two stages are chosen.
-
-    Two groups over 4 nodes use rings.
-    """
-    path = tmp_path / "mine.yaml"
-    nodes = "32" if tensor == 8 else "8"
-    fixed = ["--fix", f"tensor={tensor}", "--fix", "pipeline=2", "--fix", "zero=1"]
-    code, out, _ = run(capsys, "gpt-22b", "--nodes", nodes, "batch.global_batch=512", *fixed, "--emit", str(path))
-    assert code == 0
-    assert load_run(str(path)).comm.algorithms == algorithms
-    assert ("comm.algorithms=frontier" in out.splitlines()[-1]) == (algorithms == "frontier")
-
-
-def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "long.yaml"
-    code, _, _ = run(
-        capsys,
-        "llama-2-7b",
-        "--nodes",
-        "2",
-        "batch.global_batch=64",
-        "model.sequence_length=8192",
-        "--emit",
-        str(path),
-    )
-    assert code == 0
-    assert load_run(str(path)).model.sequence_length == 8192
 
 
 @pytest.mark.parametrize(

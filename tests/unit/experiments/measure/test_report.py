@@ -14,6 +14,7 @@ from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.report import _experts, write_report
+from frontier_llm.pages import Chart, figure
 from frontier_llm.run.complete import digest_line
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
@@ -176,6 +177,43 @@ def test_runs_of_one_layout_are_told_apart_by_their_names(tmp_path):
     assert counts == [4, 5], "the difference of the losses is a curve of the second run"
     runs.append(make_run(tmp_path / "deeper" / "cold"))
     assert f'"name": "{runs[2]}, TP2 x PP2 x DP1"' in write_report(runs, tmp_path / "report.html").read_text()
+
+
+def keep_steps(run: Path, first: int) -> Path:
+    """Remove the recorded steps before `first`, as in a fork of a run."""
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+    path.write_text("\n".join(json.dumps(row) for row in rows if row["kind"] != "step" or row["step"] >= first) + "\n")
+    return run
+
+
+@pytest.mark.parametrize(("first", "drawn"), [(40, False), (39, True)])
+def test_a_difference_at_one_step_is_not_drawn(tmp_path, first, drawn):
+    runs = [make_run(tmp_path / "run"), keep_steps(make_run(tmp_path / "fork"), first)]
+    assert ("Training loss minus that of run" in write_report(runs, tmp_path / "report.html").read_text()) == drawn
+
+
+def test_changes_at_one_step_share_a_label(tmp_path):
+    runs = []
+    for name in ("one", "two"):
+        run = make_run(tmp_path / name)
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        for step, words in ((0, []), (20, ["parallel.tensor=1", "parallel.sequence_parallel=false"])):
+            layout = layout_of(load_run("quickstart", words), 4)
+            lines.insert(step, json.dumps({"kind": "start", "step": step, "incarnation": step, "layout": layout}))
+        (run / "metrics.jsonl").write_text("\n".join(lines))
+        runs.append(run)
+    text = write_report(runs, tmp_path / "report.html").read_text()
+    charts = [json.loads(chart) for chart in re.findall(r"class=figure>(.*?)</script>", text)]
+    (label,) = charts[0]["layout"]["annotations"]
+    assert (label["x"], label["text"]) == (20, "TP1 x PP2 x DP2, one; TP1 x PP2 x DP2, two")
+
+
+def test_a_logarithmic_axis_has_labels_with_complete_numbers():
+    traces = [{"x": [1, 2], "y": [9.5, 230.0]}]
+    drawn = figure(Chart("t", "x", "y", traces, log_y=True))
+    axis = json.loads(re.search(r"class=figure>(.*?)</script>", drawn)[1])["layout"]["yaxis"]
+    assert axis["ticktext"][3:8] == ["10", "20", "50", "100", "200"]
 
 
 def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import pytest
 
 from frontier_llm.blueprint.layout import layout_of, run_keys
 from frontier_llm.config import load_run
-from frontier_llm.errors import ConfigError, DataError, FrontierError
-from frontier_llm.experiments.measure.fit import Measurements, fit, scaled
+from frontier_llm.errors import ConfigError, DataError
+from frontier_llm.experiments.measure.fit import scaled
 from frontier_llm.experiments.measure.machine_file import write_machine
 from frontier_llm.experiments.tuning.constants import tuned_machine
 from frontier_llm.experiments.tuning.search import Everything, Limits, Proposal, Tuner, run_search
@@ -228,16 +227,6 @@ def measured_on(space: Space, true: Rates, trials: int, noise: float) -> Everyth
 
 
 SLOWER = scaled(NUMBERS, ("gemm_efficiency", "fabric_bytes_s"), np.log([0.5, 0.1]))
-
-
-def test_without_scipy_the_error_names_the_option_of_its_caller(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
-    search = measured_on(space, SLOWER, 2, noise=0.0)
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(FrontierError, match="--emit-machine: scipy is not installed"):
-        tuned_machine(search)
-    measurements = Measurements(NUMBERS, (), lambda own: np.zeros(0), np.zeros(0), 1.0, 1.0)
-    with pytest.raises(FrontierError, match=r"program\.py: scipy is not installed"):
-        fit(measurements, needed_by="program.py", evaluations=1)
 
 
 def test_constants_that_have_changed_are_found_and_written(space: Space, tmp_path: Path) -> None:
