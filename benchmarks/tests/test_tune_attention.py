@@ -40,9 +40,9 @@ def test_one_kernel_is_replaced():
         )
 
     mixed = tune_attention.WithCandidate(stub("shipped"), stub("candidate"), "attention_forward")
-    for kernel in ("attention_forward", "attention_delta"):
+    for kernel in ("attention_forward", "attention_grad_kv"):
         mixed.launch(kernel, torch.bfloat16, "d64", (1, 1, 1))
-    assert said == [("candidate", "attention_forward"), ("shipped", "attention_delta")]
+    assert said == [("candidate", "attention_forward"), ("shipped", "attention_grad_kv")]
     assert (
         mixed.block("attention_forward", "d64", "BLOCK_M") == "candidate"
         and mixed.block("attention_grad_q", "d64", "BLOCK_M") == "shipped"

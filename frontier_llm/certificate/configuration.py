@@ -19,6 +19,7 @@ from frontier_llm.data.summary import dataset_lines, dataset_warnings
 from frontier_llm.errors import FrontierError, Problem, not_installed, suggest
 from frontier_llm.inference.tasks import read_task, requests
 from frontier_llm.machine.load import load_machine
+from frontier_llm.machine.precision import device_problem
 from frontier_llm.units import plural
 
 NAME = "configuration"
@@ -75,7 +76,10 @@ def configuration_problems(
 
 def named_problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
     """Yield problems of files, profiled steps, held-out sets and question files that the run names."""
-    yield from named_file_problems(config)
+    named_file = list(named_file_problems(config))
+    yield from named_file
+    if not named_file and (problem := device_problem(config)):  # the device comes from the machine file
+        yield problem
     yield from profile_problems(config, ranks)
     yield from best_problems(config)
     yield from task_problems(config)

@@ -41,16 +41,17 @@ def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -
 
 
 def read_run(name_or_path: str, overrides: Sequence[str], place: RankEnv | None) -> RunConfig:
-    """Return the run with its working precision, and log the notes about it. Raises FrontierError for fp16 on a CPU.
+    """Return the run with its working precision, and log the notes about it.
 
-    A rank of local ranks logs no notes, because the process that started it has logged them.
+    A rank of local ranks logs no notes, because the process that started it has logged them. Raises FrontierError if
+    the run's device does not support the working precision.
     """
-    from frontier_llm.machine.precision import load_resolved, refuse_on_cpu
+    from frontier_llm.machine.precision import load_resolved, refuse_on_device
 
     is_logged = place is not None and place.launcher == "local"
     with log.quiet() if is_logged else nullcontext():
         config = load_resolved(name_or_path, overrides)
-        refuse_on_cpu(config)
+        refuse_on_device(config)
         if config.train.device == "cpu":
             log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     return config

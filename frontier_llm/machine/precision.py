@@ -1,4 +1,7 @@
-"""Resolution of `precision.dtype: auto` to the working precision that fits the device of a run. Imports no torch."""
+"""Working precision of a run: resolution of `precision.dtype: auto`, and refusal of types that a device lacks.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from frontier_llm import log
+from frontier_llm.blueprint.layout import context_way
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.machine.env import GPU_FILES
@@ -78,10 +82,58 @@ def problem_on_cpu(config: RunConfig) -> Problem | None:
     )
 
 
-def refuse_on_cpu(config: RunConfig) -> None:
-    """Raise FrontierError if this run would use a CPU, and its working precision is far too slow there."""
-    problem = None if _uses_gpu(config) else problem_on_cpu(config)
-    if problem:
+def is_deterministic(config: RunConfig) -> bool:
+    """Return True if two runs must have equal bits. `ops.deterministic: auto` follows guard.recompute_interval."""
+    asked = config.ops.deterministic
+    return config.guard.recompute_interval > 0 if asked == "auto" else asked
+
+
+def problem_on_gpu(config: RunConfig) -> Problem | None:
+    """Return the problem of a run on a GPU whose attention only the reference can compute, in this working precision.
+
+    `ops.attention` and `ops.allow_fallback` can accept the reference. The rules follow from the declarations of the
+    back-ends (`ops/providers.py`). A test compares them with `ops.select.choose`.
+    """
+    model = config.model
+    parallel = config.parallel
+    dtype = config.precision.dtype
+    if config.ops.attention != "auto" or config.ops.allow_fallback or dtype == "fp64":
+        return None
+    way = context_way(model, parallel.tensor, parallel.context, parallel.context_attention)
+    in_parts = parallel.context > 1 and way != "heads"
+    if dtype == "fp32":
+        needs = {
+            "a soft cap of attention's scores (model.score_softcap)": model.score_softcap is not None,
+            f"attention over parts of a sequence (parallel.context with {way})": in_parts,
+            "equal bits in two runs (ops.deterministic)": is_deterministic(config),
+        }
+    else:
+        window = model.sliding_window is not None and model.score_softcap is None
+        needs = {f"a sliding window with parallel.context and {way}": window and in_parts}
+    lacking = [need for need, is_needed in needs.items() if is_needed]
+    if not lacking:
+        return None
+    where, fix = (
+        ("precision.dtype", "set precision.dtype=bf16")
+        if dtype == "fp32"
+        else ("parallel.context_attention", "set parallel.context_attention=heads")
+    )
+    return Problem(
+        where,
+        f"no fused attention on a GPU supports {dtype} with {' and '.join(lacking)}; only the reference does, and it "
+        f"stores the complete matrix of scores",
+        f"{fix}, or use the reference for a small model: ops.attention=reference",
+    )
+
+
+def device_problem(config: RunConfig) -> Problem | None:
+    """Return the problem of this run's working precision on the device that the run will use."""
+    return problem_on_gpu(config) if _uses_gpu(config) else problem_on_cpu(config)
+
+
+def refuse_on_device(config: RunConfig) -> None:
+    """Raise FrontierError if the run's device does not support its working precision."""
+    if problem := device_problem(config):
         raise FrontierError(problem)
 
 

@@ -1,4 +1,4 @@
-"""Flash attention on the GPU: computes strides and grids, and launches one forward and three backward kernels."""
+"""Flash attention on the GPU: computes strides and grids, and launches one forward and two backward kernels."""
 
 from __future__ import annotations
 
@@ -84,33 +84,41 @@ class GpuAttention(DifferentiableOps):
         q, k, v, o, logsumexp, slopes, documents, key_documents = saved
         grad_o = _readable(grad_o)
         delta = torch.empty_like(logsumexp)
-        sequence, batch, heads, head_dim = q.shape
+        _, batch, heads, head_dim = q.shape
         group = heads // k.shape[2]
-        plain = _variant(head_dim)
         variant = _variant(head_dim, documents is not None, scores.softcap)
 
-        def grid(kernel: str, name: str, block: str, x: Tensor) -> Grid:
-            return -(-len(x) // self.kernels.block(kernel, name, block)), batch * x.shape[2], 1
+        def grid(kernel: str, block: str, x: Tensor) -> Grid:
+            return -(-len(x) // self.kernels.block(kernel, variant, block)), batch * x.shape[2], 1
 
-        self.kernels.launch(
-            "attention_delta",
-            q.dtype,
-            plain,
-            grid("attention_delta", plain, "BLOCK_M", q),
-            o=o,
-            grad_o=grad_o,
-            delta=delta,
-            sequence=sequence,
-            heads=heads,
-            head_dim=head_dim,
-            **_strides(o=o, g=grad_o),
-        )
         grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self.kernels.launch(
+            "attention_grad_q",
+            q.dtype,
+            variant,
+            grid("attention_grad_q", "BLOCK_M", q),
+            q=q,
+            k=k,
+            v=v,
+            slopes=slopes,
+            documents=documents,
+            key_documents=key_documents,
+            grad_o=grad_o,
+            o=o,
+            logsumexp=logsumexp,
+            delta=delta,
+            grad_q=grad_q,
+            **_numbers(scores, q, k),
+            heads=heads,
+            group=group,
+            head_dim=head_dim,
+            **_strides(q=q, k=k, v=v, g=grad_o, o=o, gq=grad_q),
+        )
         self.kernels.launch(
             "attention_grad_kv",
             q.dtype,
             variant,
-            grid("attention_grad_kv", variant, "BLOCK_N", k),
+            grid("attention_grad_kv", "BLOCK_N", k),
             q=q,
             k=k,
             v=v,
@@ -127,27 +135,6 @@ class GpuAttention(DifferentiableOps):
             group=group,
             head_dim=head_dim,
             **_strides(q=q, k=k, v=v, g=grad_o, gk=grad_k),
-        )
-        self.kernels.launch(
-            "attention_grad_q",
-            q.dtype,
-            variant,
-            grid("attention_grad_q", variant, "BLOCK_M", q),
-            q=q,
-            k=k,
-            v=v,
-            slopes=slopes,
-            documents=documents,
-            key_documents=key_documents,
-            grad_o=grad_o,
-            logsumexp=logsumexp,
-            delta=delta,
-            grad_q=grad_q,
-            **_numbers(scores, q, k),
-            heads=heads,
-            group=group,
-            head_dim=head_dim,
-            **_strides(q=q, k=k, v=v, g=grad_o, gq=grad_q),
         )
         return grad_q, grad_k, grad_v
 
@@ -214,7 +201,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _padded(sequence: int) -> int:
-    """Return the padded length of per-row statistics, as `_padded` in triton/attention.py."""
+    """Return the padded length of per-row statistics, as `padded_length` in triton/attention_scores.py."""
     return -(-sequence // ROWS_PER_PAD) * ROWS_PER_PAD
 
 

@@ -90,16 +90,21 @@ class Kernel:
     arguments: tuple[Argument, ...]
 
     @property
+    def is_attention(self) -> bool:
+        """True for the forward and the gradients of attention."""
+        return self.module.startswith("attention_")
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """Types that T stands for. Kernels that use the matrix units have 16-bit inputs. Kernels without T use fp32."""
         if not any("T" in argument.kind for argument in self.arguments):
             return ("fp32",)
-        return ("bf16", "fp16") if self.module in ("attention", "grouped") else DTYPES
+        return ("bf16", "fp16") if self.is_attention or self.module == "grouped" else DTYPES
 
     @property
     def builds(self) -> tuple[bool, ...]:
         """Values of `aligned` with a build. Tensors that attention cannot read in 16-byte accesses are copied first."""
-        return (True,) if self.module == "attention" else (True, False)
+        return (True,) if self.is_attention else (True, False)
 
     def signature(self, dtype: str) -> dict[str, str]:
         """Return the argument types with T replaced by `dtype`."""
@@ -108,21 +113,22 @@ class Kernel:
 
 @cache
 def all_kernels() -> dict[str, Kernel]:
-    """Return every kernel by name: the public functions in ops/triton.
+    """Return every kernel by name: the functions in ops/triton whose arguments have types.
 
     Their signatures are the only definition of the order and the types of the arguments.
     """
     kernels = {}
     for path in sorted((Path(__file__).parent / "triton").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.FunctionDef):
                 declared = [
                     (x.arg, str(x.annotation.value)) for x in node.args.args if isinstance(x.annotation, ast.Constant)
                 ]
                 arguments = tuple(
                     Argument(name, kind.removesuffix(":16"), kind.endswith(":16")) for name, kind in declared
                 )
-                kernels[node.name] = Kernel(node.name, path.stem, arguments)
+                if arguments:
+                    kernels[node.name] = Kernel(node.name, path.stem, arguments)
     return kernels
 
 
@@ -135,7 +141,8 @@ class Blocks(NamedTuple):
     stages: int = 1
     matrix: int = 0
     waves: int = 0
-    # number of key blocks that are loaded early (AHEAD of triton/attention.py); attention_grad_q has no such option
+    # Number of key blocks that are loaded early (AHEAD of triton/attention_scores.py); attention_grad_q has no such
+    # option
     ahead: int = 0
     strategy: str = ""
 
@@ -147,7 +154,6 @@ class Blocks(NamedTuple):
 # Each warp must have its own rows of a block's outer side. For example, 4 warps with 32 x 32 matrix instructions on 64
 # rows compute everything twice (tests/unit/ops/test_build.py).
 _AttentionBlocks = dict[str, dict[str, Blocks]]
-_DELTA = {"d64": Blocks(64, 0, 4), "d128": Blocks(64, 0, 4), "d256": Blocks(32, 0, 4)}
 _CDNA: _AttentionBlocks = {
     "attention_forward": {
         "d64": Blocks(128, 64, 4),
@@ -170,7 +176,6 @@ _CDNA: _AttentionBlocks = {
         "d128-extras": Blocks(64, 64, 4, matrix=16),
         "d256": Blocks(64, 16, 4, matrix=16),
     },
-    "attention_delta": _DELTA,
 }
 # With ahead=1 the kernel itself loads the next block of keys early, instead of Triton's pipelining (num_stages=2). With
 # num_stages=2 Triton does not swizzle keys in shared memory. Keys are read transposed, so eight lanes would access the
@@ -191,7 +196,6 @@ _AMPERE: _AttentionBlocks = {
     "attention_forward": {"d64": Blocks(128, 64, 8, 2), "d128": Blocks(128, 32, 8), "d256": Blocks(64, 32, 8, 2)},
     "attention_grad_kv": {"d64": Blocks(32, 128, 8, 2), "d128": Blocks(32, 64, 8, 2), "d256": Blocks(32, 32, 8)},
     "attention_grad_q": {"d64": Blocks(128, 64, 8, 2), "d128": Blocks(64, 32, 4, 2), "d256": Blocks(64, 32, 8, 2)},
-    "attention_delta": _DELTA,
 }
 _HOPPER: _AttentionBlocks = {
     "attention_forward": {"d64": Blocks(128, 64, 8, 3), "d128": Blocks(128, 64, 8, 3), "d256": Blocks(128, 32, 8, 2)},
@@ -207,7 +211,6 @@ _HOPPER: _AttentionBlocks = {
         "d256": Blocks(64, 32, 8, 2),
         "d256-softcap": Blocks(64, 16, 8, 2),
     },
-    "attention_delta": _DELTA,
 }
 ATTENTION_BLOCKS = {"gfx90a": _CDNA2, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
@@ -230,7 +233,7 @@ def variants(kernel: str, architecture: str) -> dict[str, Variant]:
 
 def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[tuple[str, Variant]]:
     if kernel in attention:
-        for head_dim, kind in itertools.product(HEAD_DIMS, ("",) if kernel == "attention_delta" else ATTENTION_KINDS):
+        for head_dim, kind in itertools.product(HEAD_DIMS, ATTENTION_KINDS):
             plain = f"d{head_dim}"
             extras = f"d{head_dim}-extras"
             name = f"d{head_dim}{kind}"
@@ -243,8 +246,6 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
             constants |= {"EXTRAS": int(kind != ""), "SOFTCAP": int(kind == "-softcap")}
             if kernel != "attention_grad_q":
                 constants["AHEAD"] = blocks.ahead
-            if kernel == "attention_delta":
-                constants = {"BLOCK_M": blocks.m, "BLOCK_D": head_dim}
             yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix, blocks.waves, blocks.strategy)
     elif kernel in ("norm_forward", "norm_backward"):
         # Measured on an H200 (docs/benchmarks/h200.md).

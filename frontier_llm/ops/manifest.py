@@ -6,6 +6,7 @@ is missing, stale or damaged, the BackendError has the command that rebuilds it.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import io
 import json
@@ -23,6 +24,8 @@ from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels
 MANIFEST_VERSION = 3
 TABLE = "kernel_table.py"  # block sizes and variants of every kernel
 GPU_DIR = DIRECTORY / "gpu"
+TRITON_DIR = Path(__file__).parent / "triton"  # sources of the kernels
+TRITON_PACKAGE = "frontier_llm.ops.triton."
 
 # First version of Triton whose kernels take two scratch pointers after their arguments. The launcher passes two, but
 # code objects of Triton 3.4 take one.
@@ -67,10 +70,9 @@ def check_triton(version: str, architecture: str, where: str) -> None:
 def source_digests() -> dict[str, str]:
     """Return the sha256 of each source file of the code objects, by file name.
 
-    A manifest with other digests is stale. Comments are left out, because they change no instruction.
+    Comments are left out, because they change no instruction.
     """
-    here = Path(__file__).parent
-    paths = [*sorted((here / "triton").glob("*.py")), here / TABLE]
+    paths = [*sorted(TRITON_DIR.glob("*.py")), Path(__file__).with_name(TABLE)]
     return {
         path.name: hashlib.sha256(without_comments(path.read_text(encoding="utf-8")).encode()).hexdigest()
         for path in paths
@@ -91,14 +93,23 @@ def without_comments(source: str) -> str:
 
 
 def stale_kernels(built_from: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return (source files that have changed since the build, kernels that they define).
+    """Return (source files of kernels that have changed since the build, kernels that use them).
 
-    If kernel_table.py has changed, every kernel is stale.
+    Every kernel uses kernel_table.py. A file that no kernel uses is left out.
     """
     now = source_digests()
-    files = [name for name in sorted({*now, *built_from}) if now.get(name) != built_from.get(name)]
-    kernels = [name for name, kernel in all_kernels().items() if TABLE in files or f"{kernel.module}.py" in files]
-    return files, kernels
+    used = {name: _files_of(f"{kernel.module}.py") | {TABLE} for name, kernel in all_kernels().items()}
+    changed = {file for file in set().union(*used.values()) if now.get(file) != built_from.get(file)}
+    return sorted(changed), [name for name, files in used.items() if files & changed]
+
+
+@cache
+def _files_of(module_file: str) -> frozenset[str]:
+    """Return the names of this file of ops/triton and of the files there that it imports, directly or indirectly."""
+    tree = ast.parse((TRITON_DIR / module_file).read_text(encoding="utf-8"))
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = [name.removeprefix(TRITON_PACKAGE) for name in modules if name.startswith(TRITON_PACKAGE)]
+    return frozenset({module_file}).union(*(_files_of(f"{name}.py") for name in imported))
 
 
 def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, Any]:
@@ -134,9 +145,10 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
     if built != (MANIFEST_VERSION, architecture):
         what = f"is for {built[1]} and has version {built[0]}; expected {architecture} and version {MANIFEST_VERSION}"
         raise BackendError(what, build, str(path))
-    if (stale := stale_kernels(sources)) != ([], []):
-        what = f"the code objects were built from other versions of the kernel sources {', '.join(stale[0])}"
-        raise BackendError(f"{what}; out of date: {', '.join(stale[1]) or 'none of the kernels'}", build, str(path))
+    changed, stale = stale_kernels(sources)
+    if stale:
+        what = f"the code objects were built from other versions of the kernel sources {', '.join(changed)}"
+        raise BackendError(f"{what}; out of date: {', '.join(stale)}", build, str(path))
     check_triton(triton, architecture, str(path))
     damaged = [file for file, digest in codes if not _has_digest(folder / file, digest)]
     if damaged:

@@ -15,6 +15,7 @@ import torch
 from frontier_llm import log
 from frontier_llm.config.schema import OpsConfig, RunConfig
 from frontier_llm.errors import BackendError, Problem
+from frontier_llm.machine.precision import is_deterministic
 from frontier_llm.ops import reference
 from frontier_llm.ops.attention_table import AttentionShape, load_attention, rule_for
 from frontier_llm.ops.driver import architecture_of_device
@@ -265,12 +266,11 @@ def select_run_ops(config: RunConfig, device_type: str, attends_in_parts: bool) 
         softcap=model.score_softcap is not None,
     )
     shape = AttentionShape(model.dim_per_head, extras=documents or uses_alibi)
-    asked = config.ops.deterministic
     return select_ops(
         config.ops,
         device_type,
         working_dtype(config.precision.dtype),
         needs,
         attention=shape,
-        deterministic=config.guard.recompute_interval > 0 if asked == "auto" else asked,
+        deterministic=is_deterministic(config),
     )

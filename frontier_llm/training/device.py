@@ -18,7 +18,7 @@ from frontier_llm.failpoints import hit
 from frontier_llm.libraries import libraries_digest
 from frontier_llm.machine.env import Vendor
 from frontier_llm.machine.load import load_machine
-from frontier_llm.machine.precision import problem_on_cpu
+from frontier_llm.machine.precision import problem_on_cpu, problem_on_gpu
 from frontier_llm.machine.schema import Device
 from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.manifest import manifest_digest
@@ -92,8 +92,8 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
 
     If one GPU is visible (srun --gpus-per-task=1), use it. Otherwise the local rank is the index of the GPU.
     `train.device: cpu` selects the CPU without any check. Raises DeviceError if the GPU is of another type than the
-    machine file names, if the run's engine needs more communications in flight than this GPU may have, or for fp16 on
-    a CPU.
+    machine file names, if the run's engine needs more communications in flight than this GPU may have, or if the
+    device does not support the working precision.
     """
     wanted = config.train.device
     if wanted == "cpu":
@@ -131,6 +131,8 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
         _take_gpu(place, folder, torch.cuda.get_device_properties(index))
     _use(index)
     if problem := in_flight_problem(config, architecture):
+        raise DeviceError(architecture, problem.what, problem.fix)
+    if problem := problem_on_gpu(config):
         raise DeviceError(architecture, problem.what, problem.fix)
     if place is None or place.rank == 0:
         for note in (fp16_note(config.precision, architecture == FLUSHING), _in_flight_note(config, architecture)):

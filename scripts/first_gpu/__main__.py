@@ -50,7 +50,7 @@ STAGES = (
     Stage("families", 60, "small models of every family against the CPU"),
     Stage("waits", 30, "number of times that the host waits for the device in a step"),
     Stage("restart", 60, "a stopped and resumed run against an uninterrupted one"),
-    Stage("hang_test", 140, "modes of comm.in_flight that do not hang here"),
+    Stage("hang_test", 170, "modes of comm.in_flight that do not hang here, and the memory of the communicators"),
     Stage("layout", 90, "losses of tensor x pipeline x data parallelism, compared with one device"),
     Stage("addresses", 90, "every op under an address checker"),
     Stage("compiled", 90, "times of the plain torch ops, compiled by torch.compile"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 TERA = 1e12
+GIB = 2**30
 # Shares of the copy bandwidth, of SDPA's best back-end, and of the measured product rate.
 GOALS = {"memory": 0.85, "attention": 0.9, "mfu": 0.6}
 _BASES = {"gfx90a": "frontier", "gfx942": "mi300x", "sm_80": "a100"}
@@ -198,6 +199,9 @@ def _machine_file(machine: dict[str, Any], results: dict[str, Any], timings: lis
     if (safe := results.get("hang_test", {})).get("in_flight"):
         source = json.dumps(safe["source"])
         lines.append(f"in_flight: {{mode: {safe['in_flight']}, tag: measured, source: {source}}}")
+    if memory := safe.get("communicator_memory"):
+        reserve_gib = memory["measured_bytes"] / GIB
+        stack.append(f"    reserve_gib: {number(reserve_gib)}  # {memory['communicators']} communicators")
     ours = {timing["op"]: timing for timing in timings if timing["way"] == "ours" and timing["seconds"]}
     if "attention" in ours:
         # Training uses the fastest back-end that the stage `attention` has found.

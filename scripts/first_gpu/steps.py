@@ -287,7 +287,23 @@ def hang_test(out: Path) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout) if done.stdout.strip() else {"wrong": done.stderr.strip()[-300:]}
-    return result if result.get("in_flight") or "wrong" in result else {**result, "wrong": "no mode is safe here"}
+    if "wrong" in result:
+        return result
+    if not result.get("in_flight"):
+        return {**result, "wrong": "no mode is safe here"}
+    return result | communicators(out, result["in_flight"])
+
+
+def communicators(out: Path, in_flight: str) -> dict[str, Any]:
+    """Measure the collectives of the hang test's layout, and on GPUs the device memory of its communicators."""
+    largest = "4KiB" if REHEARSAL else "256MiB"
+    options = ["--no-pairs", "--max", largest, "--emit-machine", str(out / "collectives.yaml"), "--json"]
+    command = [*CLI, "bench", "comm", str(out / "hang.yaml"), f"comm.in_flight={in_flight}", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(done.stderr)
+    if done.returncode:
+        return {"wrong": f"bench comm ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}"}
+    return {"communicator_memory": json.loads(done.stdout)["memory"]}
 
 
 def layout(out: Path) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def write_code_objects(folder, architecture):
                             ],
                             "constants": variant.constants,
                             "threads": variant.warps * machine.wave,
-                            "shared_bytes": 60000 if kernel.module == "attention" else 0,
+                            "shared_bytes": 60000 if kernel.is_attention else 0,
                         }
                     )
                     (folder / lines[-1]["file"]).write_bytes(IMAGE)

@@ -117,6 +117,7 @@ def test_the_installation_of_another_computer_is_not_checkable_here() -> None:
         (["train.observers=[wand]"], "did you mean 'wandb'"),
         (["train.keep_best=validation/x"], "is not a held-out set"),
         (["comm.algorithms=nowhere"], "comm.algorithms"),
+        (["precision.dtype=fp32", "model.score_softcap=50.0"], "no fused attention on a GPU supports fp32"),
     ],
 )
 def test_a_faulty_configuration_is_refused(settings: list[str], words: str) -> None:

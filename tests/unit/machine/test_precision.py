@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from frontier_llm.cli.ranks import read_run
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine import precision
-from frontier_llm.machine.precision import resolve_precision
+from frontier_llm.machine.precision import problem_on_gpu, resolve_precision
+from frontier_llm.ops import AttentionNeeds, select, working_dtype
+from frontier_llm.ops.providers import PROVIDERS
 from frontier_llm.run.complete import MANIFEST, MANIFEST_DIGEST, digest_line, step_name
+from frontier_llm.training import device
 from frontier_llm.training.agreement import RankReport, judge
 from frontier_llm.training.device import DeviceError, choose_device
 
@@ -84,6 +90,60 @@ def test_fp16_on_a_cpu_is_refused_before_ranks_start_and_by_each_rank(tmp_path: 
     accepted = read_run("quickstart", [*words, "ops.allow_fallback=true"], None)
     assert accepted.precision.dtype == "fp16" and choose_device(accepted, None, None).type == "cpu"
     assert read_run("quickstart", [*words, "machine=frontier", "train.device=auto"], None).precision.dtype == "fp16"
+
+
+def test_a_type_without_attention_on_a_gpu_is_refused_as_the_selection_of_ops_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("flash_attn", "triton", "sdpa"):
+        monkeypatch.setitem(PROVIDERS, name, dataclasses.replace(PROVIDERS[name], missing=lambda: ""))
+    monkeypatch.setattr("frontier_llm.ops.sdpa.blocks_missing", lambda: "")
+    flags = itertools.product((False, True), repeat=5)
+    refusals = 0
+    for dtype, (softcap, window, alibi, documents, equal_bits) in itertools.product(("bf16", "fp16", "fp32"), flags):
+        for context, way in ((1, "auto"), (2, "ring"), (2, "heads")):
+            words = [
+                f"precision.dtype={dtype}",
+                f"model.score_softcap={50.0 if softcap else 'null'}",
+                f"model.sliding_window={64 if window else 'null'}",
+                f"model.position={'alibi' if alibi else 'rope'}",
+                f"data.reset_at_documents={documents}",
+                f"ops.deterministic={equal_bits}",
+                f"parallel.context={context}",
+                f"parallel.context_attention={way}",
+            ]
+            config = load_run("quickstart", words)
+            needs = AttentionNeeds(documents, parts=way == "ring", window=window, alibi=alibi, softcap=softcap)
+            chosen = select.choose("attention", "auto", "cuda", working_dtype(dtype), needs, deterministic=equal_bits)
+            problem = problem_on_gpu(config)
+            assert (problem is None) == isinstance(chosen, select.ChosenBackend), words
+            if problem is None:
+                continue
+            refusals += 1
+            assert "only the reference does" in problem.what
+            key, _, value = problem.fix.partition(",")[0].removeprefix("set ").partition("=")
+            repaired = load_run("quickstart", [*words, f"{key}={value}"])
+            assert problem_on_gpu(repaired) is None or dtype == "fp32", words
+    assert refusals > 20
+    accepted = load_run("quickstart", ["precision.dtype=fp32", "model.score_softcap=50.0", "ops.attention=reference"])
+    assert problem_on_gpu(accepted) is None
+
+
+def test_a_soft_cap_in_fp32_is_refused_before_ranks_start_and_by_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["precision.dtype=fp32", "model.score_softcap=50.0", f"train.run_dir={tmp_path}"]
+    message = "no fused attention on a GPU supports fp32 with a soft cap of attention's scores"
+    with pytest.raises(FrontierError, match=message):
+        read_run("quickstart", [*words, "machine=frontier", "train.device=auto"], None)
+    assert read_run("quickstart", words, None).precision.dtype == "fp32"  # on this CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(device, "architecture_of_device", lambda index: "sm_90")
+    monkeypatch.setattr(device, "_use", lambda index: None)
+    with pytest.raises(DeviceError, match=message):
+        choose_device(load_run("quickstart", [*words, "train.device=cuda"]), None, None)
 
 
 def test_a_checkpoint_in_fp16_is_not_continued_on_a_cpu(tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def fits(line, architecture):
     assert 0 < line["registers"] <= (512 if machine.backend == "hip" else 255), key
     assert line["threads"] == line["warps"] * machine.wave, key
     assert machine.waves_per_simd(line["warps"], line["registers"], line["shared_bytes"]) >= 1, key
-    # Matrix products must run on the matrix units. Attention's delta is a row sum.
-    of_attention = line["kernel"].startswith("attention_") and line["kernel"] != "attention_delta"
+    # Matrix products must run on the matrix units.
+    of_attention = all_kernels()[line["kernel"]].is_attention
     assert (line["matrix_instructions"] > 0) == (of_attention or line["kernel"].startswith("grouped_")), key
     if of_attention and machine.backend == "cuda":
         work = line["matrix_flops"] * line["warps"] / flops_of_the_two_loops(line)
@@ -250,10 +250,10 @@ def test_every_kernel_has_variants_everywhere():
         for kernel in all_kernels().values():
             names = variants(kernel.name, architecture)
             assert names
-            if kernel.module == "attention":
+            if kernel.is_attention:
                 assert all(any(name.startswith(f"d{dim}") for name in names) for dim in HEAD_DIMS)
             for variant in names.values():  # the loops over the diagonal advance by complete blocks
-                if kernel.module == "attention" and "BLOCK_N" in variant.constants:
+                if kernel.is_attention:
                     outer, inner = (
                         ("BLOCK_N", "BLOCK_M") if kernel.name == "attention_grad_kv" else ("BLOCK_M", "BLOCK_N")
                     )
@@ -287,11 +287,7 @@ def test_bad_manifests_are_refused_with_the_command_that_mends_them(tmp_path):
             {"sources": {**manifest.source_digests(), "norm.py": "0"}},
             r"other versions of the kernel sources norm.py; out of date: .*norm",
         ),
-        (
-            {"sources": {**manifest.source_digests(), "gone.py": "0"}},
-            "the kernel sources gone.py; out of date: none of the kernels",
-        ),
-        ({"sources": {}}, r"attention.py, .*kernel_table.py.* out of date: .*adamw"),
+        ({"sources": {}}, r"attention_forward.py, .*kernel_table.py.* out of date: .*adamw"),
     ):
         manifest_of(tmp_path, **changes)
         with pytest.raises(BackendError, match=message):
@@ -309,9 +305,16 @@ def test_only_comments_and_blank_lines_leave_the_digest_of_a_source() -> None:
 
 
 def test_a_changed_source_makes_its_own_kernels_stale_and_no_other() -> None:
-    files, kernels = manifest.stale_kernels({**manifest.source_digests(), "attention.py": "0"})
-    assert files == ["attention.py"]
-    assert kernels and {kernel.module for kernel in all_kernels().values() if kernel.name in kernels} == {"attention"}
+    def stale(file: str) -> tuple[list[str], list[str]]:
+        return manifest.stale_kernels({**manifest.source_digests(), file: "0"})
+
+    forward = ["attention_forward"]
+    gradients = ["attention_grad_kv", "attention_grad_q"]
+    assert stale("attention_forward.py") == (["attention_forward.py"], forward)
+    assert stale("attention_backward.py") == (["attention_backward.py"], gradients)
+    files, kernels = stale("attention_scores.py")  # defines no kernel, and both of the others import it
+    assert (files, sorted(kernels)) == (["attention_scores.py"], forward + gradients)
+    assert stale("gone.py") == stale("__init__.py") == ([], [])  # no kernel uses these files
     assert set(manifest.stale_kernels({**manifest.source_digests(), manifest.TABLE: "0"})[1]) == set(all_kernels())
     assert manifest.stale_kernels(manifest.source_digests()) == ([], [])
 

@@ -84,7 +84,7 @@ def test_products_of_experts_of_xmoe_medium_are_aligned_launches_that_ask_for_no
 
 @pytest.mark.parametrize(
     ("model", "forward", "backward"),
-    [("gpt-22b", 8, 26), ("llama-2-7b", 9, 17), ("llama-2-70b", 9, 17), ("mpt-30b", 11, 17), ("mixtral-8x7b", 31, 31)],
+    [("gpt-22b", 8, 25), ("llama-2-7b", 9, 16), ("llama-2-70b", 9, 16), ("mpt-30b", 11, 16), ("mixtral-8x7b", 31, 30)],
 )
 def test_a_layer_launches_no_more_than_the_page_says(kernels, model, forward, backward):
     """Compare with the table in docs/benchmarks/ops.md.
@@ -99,8 +99,8 @@ def test_a_layer_launches_no_more_than_the_page_says(kernels, model, forward, ba
 @pytest.mark.parametrize(
     ("model", "parallel", "forward", "backward"),
     [
-        ("mixtral-8x7b", {"data": 4, "expert": 4}, 44, 37),
-        ("llama-2-7b", {"data": 1, "context": 4, "context_attention": "ring"}, 108, 111),
+        ("mixtral-8x7b", {"data": 4, "expert": 4}, 44, 36),
+        ("llama-2-7b", {"data": 1, "context": 4, "context_attention": "ring"}, 108, 102),
     ],
 )
 def test_a_layer_of_one_of_four_ranks_launches_no_more_than_the_page_says(kernels, model, parallel, forward, backward):

@@ -101,10 +101,16 @@ def test_alignment_is_looked_at_when_it_is_launched(gpu, count, offset, symbol):
 def test_a_kernel_that_wants_alignment_refuses_anything_else(gpu):
     kernels, *_ = gpu
     q = torch.zeros(16, 1, 1, 64, dtype=torch.bfloat16)
-    arguments = {"o": q, "grad_o": q, "delta": torch.zeros(16), "sequence": 16, "heads": 1, "head_dim": 72}
-    strides = {"o_s": 64, "o_b": 64, "o_a": 64, "g_s": 64, "g_b": 72, "g_a": 64}
-    with pytest.raises(BackendError, match=r"head_dim, g_b must be a multiple of 16(.|\n)*"):
-        kernels.launch("attention_delta", torch.bfloat16, "d64", (1, 1, 1), **arguments, **strides)
+    rows = torch.zeros(16)
+    tensors = dict.fromkeys(("q", "k", "v", "o"), q) | {"slopes": None, "documents": None, "key_documents": None}
+    tensors["logsumexp"] = rows
+    numbers = {"scale": 0.125, "softcap": 0.0, "heads": 1, "group": 1, "head_dim": 72}
+    numbers |= {"window": 16, "sequence": 16, "keys": 16, "offset": 0}
+    strides = {f"{name}_{dim}": 64 for name in "qkvo" for dim in "sba"}
+    with pytest.raises(BackendError, match=r"head_dim, v_b must be a multiple of 16(.|\n)*"):
+        kernels.launch(
+            "attention_forward", torch.bfloat16, "d64", (1, 1, 1), **tensors, **numbers, **{**strides, "v_b": 72}
+        )
 
 
 def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
@@ -122,7 +128,7 @@ def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
     watch(driver, 0)
     launches = record.launches
     out.sum().backward()
-    assert record.launches == launches + 3  # delta, grad_kv, grad_q
+    assert record.launches == launches + 2  # grad_q, grad_kv
 
 
 def test_wrong_tensors_numbers_and_grids_are_refused_before_the_driver(gpu):

@@ -69,7 +69,7 @@ def test_what_has_nothing_to_do_is_skipped_with_a_reason(tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
     subprocess.run([sys.executable, str(FOLDER / "stages.py"), "layout", str(tmp_path)], env=environment, check=True)
     result = json.loads((tmp_path / "layout.json").read_text())
-    assert (result["state"], result["why"]) == ("skipped", "one device: nothing is sent")
+    assert (result["state"], result["why"]) == ("skipped", "there is only one device, so nothing is sent")
 
 
 def timing(
@@ -98,6 +98,7 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
         "memory_gib": 140.0,
     }
     safe = {"in_flight": "one", "source": "bench comm --hang-test on n0: one 200 of 200 steps"}
+    safe |= {"communicator_memory": {"measured_bytes": 3 * 2**30, "communicators": 5}}
     results = {
         "machine": machine,
         "ceilings": {"copy_bytes_per_s": 1000.0, "gemm_flops_per_s": 100e12},
@@ -141,6 +142,8 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
     )
     (tmp_path / "machine.yaml").write_text(content)
     here = load_machine(str(tmp_path / "machine.yaml"))
+    reserve = here.stacks[OWN_STACK].reserve_gib
+    assert (reserve.value, reserve.tag) == (3.0, "measured")
     assert here.device.peak_tflops.value == 100 and here.in_flight.mode == "one" and here.environment == "h100"
     assert here.device.gemm_shapes is not None and here.device.gemm_shapes.mnk_us == ((100, 200, 500, 2.0),)
     assert "8 device(s) busy for 60 s" in here.device.gemm_shapes.source and rates(here).accumulate_bytes == 0
@@ -172,6 +175,7 @@ def test_the_rehearsal_plays_every_stage_in_a_bare_environment(driver: ModuleTyp
         results["addresses"]["launches"] > 40 and results["step_1b"]["bitwise_equal"] and results["step_1b"]["kernels"]
     )
     assert results["products"]["devices"] == 2 and len(results["products"]["products"]) == 15
+    assert results["hang_test"]["communicator_memory"] is None  # ranks on CPUs have no communicators on a device
     assert results["reference"]["fp32_worst_difference"] < 1e-3 and results["layout"]["worst_difference"] < 0.02
     assert max(results["families"]["worst_difference"].values()) < 1e-3 and not results["families"]["not_run"]
     # The host waits once, for the sums at the end of the step.
