@@ -140,25 +140,26 @@ class Engine:
             self._execute[action.kind](action)
 
     def _forward(self, action: Action) -> None:
+        flight = self._flight
         position = action.position
-        key = (action.position, action.microbatch)
+        key = (position, action.microbatch)
         x = self._incoming(Kind.RECV_FORWARD, *key).requires_grad_() if position else None
-        returned = self._stages[position](x, self._flight.batch(action.microbatch))
+        returned = self._stages[position](x, flight.batch(action.microbatch))
         y, losses = returned if isinstance(returned, tuple) else (returned, {})
         last = position == self._placement.last
         if last:
             losses = {LOSS: y, **losses}
         else:
-            self._flight.outgoing[Kind.SEND_FORWARD, *key] = y.detach()
+            flight.outgoing[Kind.SEND_FORWARD, *key] = y.detach()
         weighted = []
         for name, value in losses.items():
-            self._flight.losses[name] += value.detach()
+            flight.losses[name] += value.detach()
             if value.requires_grad:
                 weighted.append(value if name == LOSS else value * self._loss_weights[name])
         if y.requires_grad:  # an evaluation has no backward
             # Keep only the graph of y. The values of y are then freed as soon as the message with them has been sent.
             loss = torch.stack(weighted).sum() if len(weighted) > 1 else next(iter(weighted), None)
-            self._flight.graphs[key] = _Graph(x, None if last else get_gradient_edge(y), loss)
+            flight.graphs[key] = _Graph(x, None if last else get_gradient_edge(y), loss)
 
     def _backward(self, action: Action) -> None:
         key = (action.position, action.microbatch)
@@ -195,11 +196,9 @@ class Engine:
     def _receive(self, action: Action) -> None:
         """Post a receive. The action F, B or I that needs the message waits for the receive."""
         kind, microbatch, position = action
-        shape = self._activation.shape
-        dtype = self._activation.dtype
-        device = self._activation.device
+        spec = self._activation
         channel = self._channels[self._placement.channel(kind, position).value]
-        receive = post_receive(shape, dtype, device, channel, self._placement.peer(kind, position))
+        receive = post_receive(spec.shape, spec.dtype, spec.device, channel, self._placement.peer(kind, position))
         self._flight.incoming[kind, position, microbatch] = receive
         if not self._overlap:
             receive.wait()

@@ -144,7 +144,6 @@ def build_state(
     phases = phases_of(config)
     config = phases[0].config
     model = config.model
-    dtype = working_dtype(config.precision.dtype)
     way = context_way(model, mesh.tp.size, mesh.cp.size, config.parallel.context_attention)
     ops = ops or select_run_ops(config, device.type, attends_in_parts=mesh.cp.size > 1 and way != "heads")
     gradients = gradient_destination(config)
@@ -153,7 +152,7 @@ def build_state(
         sequence_parallel=plan.sequence_parallel,
         ops=ops,
         gradients=gradients,
-        dtype=dtype,
+        dtype=working_dtype(config.precision.dtype),
         tensor_chunks=config.comm.tensor_chunks,
         cp=mesh.cp,
         ep=mesh.ep,

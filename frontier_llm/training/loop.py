@@ -316,7 +316,6 @@ class _Session:
         return result.requests
 
     def _record(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Record an event in the metrics of rank 0."""
         if self.metrics is not None:
             self.metrics.event(kind, step, values)
 
