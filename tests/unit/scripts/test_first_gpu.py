@@ -69,7 +69,7 @@ def test_what_has_nothing_to_do_is_skipped_with_a_reason(tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
     subprocess.run([sys.executable, str(FOLDER / "stages.py"), "layout", str(tmp_path)], env=environment, check=True)
     result = json.loads((tmp_path / "layout.json").read_text())
-    assert (result["state"], result["why"]) == ("skipped", "one device: nothing is sent")
+    assert (result["state"], result["why"]) == ("skipped", "there is only one device, so nothing is sent")
 
 
 def timing(
