@@ -198,9 +198,12 @@ def figure(chart: Chart) -> str:
 
 
 def _decades(chart: Chart) -> dict[str, Any]:
-    """Return a logarithmic axis with labels at 1, 2 and 5 times powers of ten, or only at powers if these are many."""
+    """Return a logarithmic axis with labels at 1, 2 and 5 times powers of ten, or only at powers if these are many.
+
+    Below one decade Plotly chooses the labels.
+    """
     values = [value for trace in chart.traces for value in trace["y"] if value and value > 0]
-    if not values:
+    if not values or max(values) < 10 * min(values):
         return {"type": "log"}
     first = math.floor(math.log10(min(values)))
     last = math.ceil(math.log10(max(values)))

@@ -1,7 +1,8 @@
 """Fits two constants of NeMo's stacks on DGX-H100 rows, and reports the error on each model that the fit has not seen.
 
 The constants are the rate of 16-bit products (`gemm_efficiency`) and the further factor of FP8 (`linear_speedup`). A
-weak-scaling series is one row repeated, so all rows of a model weigh as much as those of another model.
+weak-scaling series is one row repeated, so the fit uses the row of each series with the fewest devices, and all rows of
+a model weigh as much as those of another model. The reported errors are those of all rows.
 """
 
 from __future__ import annotations
@@ -11,36 +12,63 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
-
-import numpy as np
+from statistics import fmean
 
 from benchmarks.harness import MEASURED, parse_arguments, write_measured
 from benchmarks.published.datasets import PUBLISHED, PublishedRun, read_stated
-from benchmarks.published.predict import cluster_rates, complete, rates_of
+from benchmarks.published.predict import cluster_rates, complete, rates_of, seconds_of
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
 
 PAGE = MEASURED / "planner.md"
 ROWS = "dgxc_dense.tsv"
 # Grids of both constants. The ceilings are 0.75 of the peak for products in 16 bit, which cuBLAS reaches on H100, and
 # the factor 2 between the peaks.
-GEMM = tuple(np.round(np.arange(0.575, 0.7, 0.01), 3).tolist())
-SPEEDUP = tuple(np.round(np.arange(1.5, 2.0, 0.05), 2).tolist())
+GEMM = [step / 1000 for step in range(600, 700, 5)]
+SPEEDUP = [step / 1000 for step in range(1500, 2000, 25)]
 
 Constants = tuple[float, float]
 
 
-def smallest_runs() -> list[PublishedRun]:
+def all_runs() -> list[PublishedRun]:
+    """Return all rows of the release that have a run."""
+    return [reading.run for reading in read_stated(PUBLISHED / ROWS) if reading.run is not None]
+
+
+def smallest(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     """Return the row with the fewest devices of each series: one model, number of layers, precision and release."""
     series: dict[tuple[object, ...], PublishedRun] = {}
-    for reading in read_stated(PUBLISHED / ROWS):
-        run = reading.run
-        if run is None:
-            continue
+    for run in runs:
         release = run.key.split("-")[1]
-        key = (run.model.name, run.model.layers, run.stack, release)
+        key = (
+            run.model.name,
+            run.model.layers,
+            run.stack,
+            release,
+        )
         if key not in series or run.layout.devices < series[key].layout.devices:
             series[key] = run
     return list(series.values())
+
+
+def is_fp8(run: PublishedRun) -> bool:
+    """True if the products of the run's layers are in FP8."""
+    return run.stack.endswith("fp8")
+
+
+def kind_of(run: PublishedRun) -> str:
+    """Return the name of the rows that are averaged in the second table."""
+    split = "CP" if run.layout.cp > 1 else "dense"
+    precision = "FP8" if is_fp8(run) else "BF16"
+    return f"{split}, {precision}"
+
+
+def as_run(run: PublishedRun) -> tuple[Layout, Rates]:
+    """Return the layout of a row and the machine file's constants with the row's software."""
+    shipped = cluster_rates(run.machine, run.stack)
+    numbers = rates_of(run, shipped)
+    return complete(run, numbers), numbers
 
 
 class Errors:
@@ -48,58 +76,107 @@ class Errors:
 
     def __init__(self) -> None:
         self.at = cache(self._at)
+        self.simulated = cache(self._simulated)
         self.runs: dict[str, PublishedRun] = {}
 
     def of(self, run: PublishedRun, constants: Constants) -> float:
         """Return predicted / measured - 1 of a row. The FP8 factor does not matter for a row in 16 bit."""
         self.runs[run.key] = run
         gemm, speedup = constants
-        return self.at(run.key, gemm, speedup if run.stack.endswith("fp8") else 1.0)
+        if not is_fp8(run):
+            speedup = 1.0
+        return self.at(run.key, gemm, speedup)
 
     def _at(self, key: str, gemm: float, speedup: float) -> float:
         run = self.runs[key]
-        numbers = rates_of(run, cluster_rates(run.machine, run.stack))
-        layout = complete(run, numbers)
-        changed = replace(numbers, gemm_efficiency=gemm, linear_speedup=speedup)
-        return float(step_s(run.model, layout, changed)) / run.seconds - 1
+        layout, numbers = as_run(run)
+        changed = replace(
+            numbers,
+            gemm_efficiency=gemm,
+            linear_speedup=speedup,
+        )
+        closed_s = float(step_s(run.model, layout, changed))
+        predicted_s = closed_s * self.simulated(key)
+        return predicted_s / run.seconds - 1
+
+    def _simulated(self, key: str) -> float:
+        """Return simulated time / closed form of a row. The ratio hardly depends on both constants."""
+        run = self.runs[key]
+        layout, numbers = as_run(run)
+        closed_s = float(step_s(run.model, layout, numbers))
+        return seconds_of(run.model, layout, numbers) / closed_s
 
 
-def mean_error(runs: Sequence[PublishedRun], errors: Errors, constants: Constants) -> float:
-    """Return the mean absolute error, with the same weight for each model and precision."""
+def mean_square(runs: Sequence[PublishedRun], errors: Errors, constants: Constants) -> float:
+    """Return the mean squared error, with the same weight for each model and precision.
+
+    With absolute errors so few models have several minima of about the same height.
+    """
     groups: dict[tuple[str, str], list[float]] = {}
     for run in runs:
-        groups.setdefault((run.model.name, run.stack), []).append(abs(errors.of(run, constants)))
-    return float(np.mean([np.mean(group) for group in groups.values()]))
+        group = groups.setdefault((run.model.name, run.stack), [])
+        error = errors.of(run, constants)
+        group.append(error**2)
+    means = [fmean(group) for group in groups.values()]
+    return fmean(means)
 
 
 def fit(runs: Sequence[PublishedRun], errors: Errors) -> Constants:
-    """Return the constants of the grid with the smallest mean error."""
-    return min(product(GEMM, SPEEDUP), key=lambda constants: mean_error(runs, errors, constants))
+    """Return the constants of the grid with the smallest mean squared error."""
+
+    def height(constants: Constants) -> float:
+        return mean_square(runs, errors, constants)
+
+    return min(product(GEMM, SPEEDUP), key=height)
 
 
-def table(runs: Sequence[PublishedRun]) -> Iterator[str]:
-    """Yield the table: for each model the constants fitted without it, and its errors with them."""
+def table(rows: Sequence[PublishedRun]) -> Iterator[str]:
+    """Yield two tables: for each model the constants fitted without it and its errors with them, and the same errors
+    by kind of row.
+    """
     errors = Errors()
+    runs = smallest(rows)
+    kinds: dict[str, list[float]] = {}
     yield "| model left out | 16-bit rate | FP8 factor | BF16 rows | mean error | FP8 rows | mean error |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for name in dict.fromkeys(run.model.name for run in runs):
-        constants = fit([run for run in runs if run.model.name != name], errors)
-        cells = [name, f"{constants[0]:.3f}", f"{constants[1]:.2f}"]
-        for is_fp8 in (False, True):
-            mine = [run for run in runs if run.model.name == name and run.stack.endswith("fp8") == is_fp8]
-            sizes = [100 * abs(errors.of(run, constants)) for run in mine]
-            cells += [str(len(sizes)), f"{np.mean(sizes):.1f} %"]
-        yield "| " + " | ".join(cells) + " |"
+        others = [run for run in runs if run.model.name != name]
+        constants = fit(others, errors)
+        gemm, speedup = constants
+        cells = [
+            name,
+            f"{gemm:.3f}",
+            f"{speedup:.3f}",
+        ]
+        for fp8 in (False, True):
+            sizes = []
+            for run in rows:
+                if run.model.name != name or is_fp8(run) != fp8:
+                    continue
+                size = 100 * abs(errors.of(run, constants))
+                sizes.append(size)
+                kinds.setdefault(kind_of(run), []).append(size)
+            cells.append(str(len(sizes)))
+            cells.append(f"{fmean(sizes):.1f} %")
+        line = " | ".join(cells)
+        yield f"| {line} |"
     gemm, speedup = fit(runs, errors)
-    yield f"| none (the machine file's values) | {gemm:.3f} | {speedup:.2f} | | | | |"
+    yield f"| none (the machine file's values) | {gemm:.3f} | {speedup:.3f} | | | | |"
+    yield ""
+    yield "| kind of the rows of models left out | rows | mean error |"
+    yield "|---|--:|--:|"
+    for kind, sizes in sorted(kinds.items()):
+        mean = fmean(sizes)
+        yield f"| {kind} | {len(sizes)} | {mean:.1f} % |"
 
 
 def main() -> None:
     options = parse_arguments(argparse.ArgumentParser(description=__doc__), smoke=[])
-    runs = smallest_runs()
+    rows = all_runs()
     if options.smoke:
-        runs = [run for run in runs if run.model.name in ("GPT3-175B", "Nemotron4-340B")][:4]
-    write_measured(PAGE, __file__, "\n".join(table(runs)) + "\n", options.smoke)
+        rows = [run for run in smallest(rows) if run.model.name in ("GPT3-175B", "Nemotron4-340B")][:4]
+    text = "\n".join(table(rows))
+    write_measured(PAGE, __file__, text + "\n", options.smoke)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from frontier_llm.schedule import (
     beside,
     build,
     one_end,
+    rule,
     simulate,
     simulate_one_in_flight,
 )
@@ -128,8 +129,10 @@ def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tupl
     repeats = name != "gpipe" and not rates.contention  # GPipe has no pattern: simulate all of it
     length = m
     if repeats and m > pp + 2 * STEADY_MICROBATCHES + round_size:
-        # 1F1B repeats its pattern after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
-        wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
+        # 1F1B repeats its pattern after pp microbatches, an interleaved schedule after pp·v chunks and two rounds.
+        # A V without pairs repeats it earlier.
+        rounds = 3 if one_end(name) and not rule(name).pairs else 4
+        wanted = (pp + STEADY_MICROBATCHES) if v == 1 else rounds * pp
         length = min(m, wanted + (m - wanted) % round_size)
     while True:
         timeline = _contended(

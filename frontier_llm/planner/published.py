@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # effects that can lower the measured efficiencies, but are not part of the prediction
 LEFT_OUT = (
-    "the prediction leaves out contention with other jobs, the variation of devices (only mi250.yaml has "
+    "the prediction leaves out contention with other jobs, the variation of devices (frontier.yaml has no "
     "speed_variation), "
     "and the paper's smallest point, which it does not state"
 )

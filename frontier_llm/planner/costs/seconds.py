@@ -60,7 +60,7 @@ def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
         layout.tp,
         layout.cp,
         layout.ep,
-        int(experts_inside(layout, rates)),
+        int(experts_inside(layout, rates)) if isinstance(work, Collective) else 1,
         layout.tensor_chunks,
     )
     if key not in prices:

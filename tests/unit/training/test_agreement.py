@@ -19,7 +19,7 @@ from frontier_llm.training.agreement import RankReport, agree, judge
 
 ROCM7 = "torch 2.10.0 for ROCm 7.0"
 ROCM6 = "torch 2.10.0 for ROCm 6.4"
-DEAD = "torch sees no GPU\n    fix: check the modules"
+DEAD = "torch sees no GPU"
 
 
 def reports(hosts: dict[str, str], per_host: int = 2) -> list[RankReport]:
@@ -28,7 +28,7 @@ def reports(hosts: dict[str, str], per_host: int = 2) -> list[RankReport]:
     for host, found in hosts.items():
         error = found if found == DEAD else ""
         facts = {"device": "no GPU" if error else "gfx90a", "torch": ROCM7 if error else found}
-        made += [RankReport(host, facts, error)] * per_host
+        made += [RankReport(host, facts, error, "check the modules" if error else "")] * per_host
     return made
 
 
@@ -85,13 +85,14 @@ def test_the_message_names_rank_host_fact_and_how_many_share_it() -> None:
     failure = judge(reports({"n0": ROCM7, "n1": ROCM6, "n2": ROCM6, "n3": ROCM7, "n4": ROCM7}))
     assert failure is not None and failure.evidence is Evidence.COMPARISON
     expected = (
-        f"rank 2 on n1 differs from most ranks: torch is {ROCM6} instead of {ROCM7} (the same on 2 of 5 hosts: n[1-2])"
+        f"rank 2 on n1 differs from most ranks: torch is {ROCM6} instead of {ROCM7} "
+        "(the same problem on 2 of 5 hosts: n[1-2])"
     )
     assert failure.what == expected and failure.message[0] == expected and failure.message[1].startswith("    fix: ")
     failure = judge(reports(dict.fromkeys([f"n{number:03}" for number in range(384)], DEAD)))
     assert failure is not None and failure.evidence is Evidence.EXCEPTION
     assert failure.message == (
-        "torch sees no GPU (the same on 384 of 384 hosts: n[000-383])",
+        "torch sees no GPU (the same problem on 384 of 384 hosts: n[000-383])",
         "    fix: check the modules",
     )
 
