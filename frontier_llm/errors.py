@@ -9,6 +9,15 @@ from dataclasses import dataclass
 
 from frontier_llm.units import printable
 
+# causes in failure records; every class of errors names its own
+REFUSED_CAUSE = "refused"  # the user has to change something
+CRASH = "crash"
+OUT_OF_MEMORY = "out of memory"  # device memory is exhausted
+NOT_FINITE = "not finite"  # too many steps in a row were skipped
+WRONG_RESULTS = "wrong results"
+UNREACHABLE = "unreachable"  # a service outside the job does not respond; a later start may succeed
+PEER_HEADING = "error on another rank"  # the command line prints it above a RankFailure, instead of "error"
+
 MOST_SHOWN = 8  # problems of one kind that an error lists
 
 
@@ -52,9 +61,13 @@ def first_of(problems: Sequence[Problem]) -> list[Problem]:
 
 
 class FrontierError(Exception):
-    """An error that the user can repair. The command line prints it without a traceback and exits with `exit_code`."""
+    """An error that the user can repair. The command line prints it without a traceback and exits with `exit_code`.
+
+    If it ends a rank, `cause` becomes the cause in the failure record (run/failure.py).
+    """
 
     exit_code = 2
+    cause = REFUSED_CAUSE
 
     def __init__(self, problems: Problem | str | Iterable[Problem], fix: str = "", where: str = "") -> None:
         if isinstance(problems, str):
@@ -117,6 +130,13 @@ class RankFailure(FrontierError):
     """A rank ended or stopped responding. The message names the rank."""
 
     exit_code = 1
+    cause = CRASH
+
+
+class SkippedSteps(FrontierError):
+    """Too many steps in a row were skipped, because their gradients were not finite or spiked."""
+
+    cause = NOT_FINITE
 
 
 # names of other libraries for our precisions, and other names of torch's device "cuda", which is also the AMD device

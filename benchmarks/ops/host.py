@@ -33,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,9 +43,12 @@ from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.config import RunConfig, load_model, load_run
 from frontier_llm.config.load import build
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.machine.load import load_machine, rates
-from frontier_llm.ops import Scores
+from frontier_llm.ops import Ops, Scores, reference, torch_linear
 from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.prebuilt import Kernels
+from frontier_llm.ops.providers import functions_of
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import layer_s
 from frontier_llm.topology.plan import make_plan
@@ -52,7 +56,7 @@ from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.step import train_step
 from tests.harness.fake_gpu import fake_gpu
-from tests.harness.launches import Source, of_a_layer, with_ops_of, without_numbers
+from tests.harness.launches import of_a_layer
 
 LAUNCHES = 500  # launches that are timed together
 # Numbers of layers and of microbatches.
@@ -206,23 +210,54 @@ def bench_gpu_path(rounds: int) -> None:
             states[key] = stack.enter_context(joined_state(config, None))
         kernels, _, _ = stack.enter_context(fake_gpu("gfx90a", folder))
         fill_outputs_that_the_host_reads(kernels)
-        stack.enter_context(with_ops_of(kernels))
+        ops = gpu_ops(kernels)
         for path, layout in GPU_PATHS.items():
             for key, config in settings(path, "bf16", GPU_TINY, layout).items():
-                states[key] = gpu_state(config, microbatches=key[2])
+                states[key] = gpu_state(config, ops, microbatches=key[2])
         print_costs(states, rounds)
 
 
-def gpu_state(config: RunConfig, microbatches: int) -> TrainState:
+def gpu_ops(kernels: Kernels) -> Ops:
+    """Return the ops of a GPU run, with this project's kernels where it has one."""
+    functions = dict(functions_of(reference))
+    functions.update(functions_of(torch_linear))
+    functions.update(functions_of(GpuOps(kernels)))
+    return Ops(**functions)
+
+
+class Source:
+    """Data source with microbatches of one sequence of one token value."""
+
+    reset_at_documents = False
+    masks_targets = False
+
+    def __init__(self, sequence: int, microbatches: int) -> None:
+        self.microbatches = microbatches
+        self._tokens = np.zeros((1, sequence + 1), np.int64)
+
+    def microbatch(self, _step: int, _index: int) -> SampleBatch:
+        return SampleBatch(self._tokens)
+
+    def sample_ids(self, _step: int, _index: int) -> range:
+        return range(1)
+
+
+def gpu_state(config: RunConfig, ops: Ops, microbatches: int) -> TrainState:
     """Return the state of rank 0 of a run."""
     parallel = config.parallel
     world = max(parallel.tensor, parallel.context, parallel.expert)
     plan = make_plan(config, world)
     experts = config.model.moe is not None
     mesh = build_mesh(plan.grid, 0, plan.placement, experts=experts) if world > 1 else serial_mesh()
-    source = Source(1, config.model.sequence_length, documents=False)
-    source.microbatches = microbatches
-    return build_state(config, plan, mesh, torch.device("cpu"), source)
+    source = Source(config.model.sequence_length, microbatches)
+    return build_state(
+        config,
+        plan,
+        mesh,
+        torch.device("cpu"),
+        source,
+        ops=ops,
+    )
 
 
 def print_launches(models: Sequence[str]) -> None:
@@ -231,12 +266,11 @@ def print_launches(models: Sequence[str]) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         fake_gpu("gfx90a", Path(folder)) as (kernels, _, _),
-        without_numbers(kernels),
     ):
         for model in models:
             counts = of_a_layer(kernels, load_model(model))
             for phase in ("forward", "backward"):
-                by_name = {launch.name: count for launch, count in counts.items() if launch.phase == phase}
+                by_name = {name: count for (found, name), count in counts.items() if found == phase}
                 named = ", ".join(name if count == 1 else f"{count} {name}" for name, count in sorted(by_name.items()))
                 print(f"| {model} | {phase} | {sum(by_name.values())} | {named} |")
 

@@ -39,7 +39,7 @@ def _why_no_torch() -> str:
 def _check_types(subject: Subject) -> CertificateSection:
     if _why_no_torch():
         return not_checkable(TYPES, _why_no_torch())
-    from frontier_llm.certificate.axis_types import check_axis_types
+    from frontier_llm.certificate.axis_types.check import check_axis_types
 
     return check_axis_types(subject.config, subject.world_size)
 

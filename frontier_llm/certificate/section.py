@@ -6,8 +6,8 @@ prints them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -27,7 +27,8 @@ class CertificateSection:
     """One section of a certificate.
 
     A passed section has evidence. A refused section has at least one problem. A section that is not checkable here has
-    the reason in `why`. `seconds` is the time that the check took; the run over all sections sets it.
+    the reason in `why`. `seconds` is the time that the check took; the run over all sections sets it. `by_line` has
+    counts of the section "types" for programs, by file and line.
     """
 
     name: str
@@ -36,6 +37,7 @@ class CertificateSection:
     problems: tuple[Problem, ...] = ()
     why: str = ""
     seconds: float = 0.0
+    by_line: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the section for --json."""
@@ -45,6 +47,7 @@ class CertificateSection:
             "problems": [asdict(problem) for problem in self.problems],
             "evidence": list(self.evidence),
             "seconds": self.seconds,
+            **({"by_line": dict(self.by_line)} if self.by_line else {}),
         }
 
 

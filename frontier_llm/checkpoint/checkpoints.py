@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -18,22 +17,19 @@ from frontier_llm.checkpoint.facts import JobFacts, checkpoints_folder, contents
 from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
 from frontier_llm.checkpoint.older import position_of
-from frontier_llm.checkpoint.ranks import from_rank_0, joint_error
-from frontier_llm.checkpoint.remote import RemoteCheckpoint, pull, uploaded_checkpoints
+from frontier_llm.checkpoint.ranks import from_rank_0, joint_error, transferred
+from frontier_llm.checkpoint.remote import POLL_S, NotCopied, OnBytes, RemoteCheckpoint, Transfer, pull
 from frontier_llm.checkpoint.save import Save, Saved
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.checkpoint.upload import Uploads
-from frontier_llm.checkpoint.upload_process import POLL_S
 from frontier_llm.comm import Mesh, all_gather_json
 from frontier_llm.config import TrainConfig, expired_steps
-from frontier_llm.data.remote import UnreachableError
 from frontier_llm.data.remote_folder import RemoteFolder
-from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer
 from frontier_llm.run.complete import fault
 from frontier_llm.run.holder import this_process
-from frontier_llm.run.threads import in_daemon
 from frontier_llm.units import format_bytes
 
 
@@ -228,6 +224,8 @@ class Checkpoints:
         remote_steps = self._remote_steps(has_local=bool(steps))
         progress = self._load_first(steps, damage, strict, remote_steps)
         if self.uploads is not None:
+            if progress is not None:
+                self.uploads.continued_at(progress.step)
             self.uploads.start()
         if progress is None and damage:
             fix = "restore one from a copy, or start a new run with another train.run_dir"
@@ -283,8 +281,8 @@ class Checkpoints:
         """Load the intact checkpoint of the highest step, local before remote.
 
         Damage is added to `damage`, or raised with `strict`. Returns None if no checkpoint is intact. If a remote
-        checkpoint cannot be copied, only local checkpoints are tried after it. CheckpointError is raised if then no
-        local checkpoint is intact, and with `strict` at once.
+        checkpoint cannot be copied, only local checkpoints are tried after it. NotCopied is raised if then no local
+        checkpoint is intact, and with `strict` at once.
         """
         candidates = [(step, False) for step in steps] + [(step, True) for step in remote_steps]
         copy_problems: list[Problem] = []
@@ -294,7 +292,7 @@ class Checkpoints:
             path = self.directory / folder.step_name(step)
             try:
                 if is_remote:
-                    copy_problems = [Problem(*problem) for problem in self._patiently(partial(self._pull, step))]
+                    copy_problems = self._copy(step)
                 if is_remote and copy_problems:
                     if strict:
                         break
@@ -310,7 +308,7 @@ class Checkpoints:
                     "\n".join([f"{path.name} is damaged; loading the checkpoint before it", *map(str, error.problems)])
                 )
         if copy_problems:
-            raise CheckpointError([*damage, *copy_problems])
+            raise NotCopied([*damage, *copy_problems])
         return None
 
     def _remote_steps(self, has_local: bool) -> list[int]:
@@ -322,51 +320,48 @@ class Checkpoints:
         """
         if self._train.remote is None:
             return []
-        steps: list[int] = self._patiently(partial(self._claim_remote, has_local))
-        return steps
 
-    def _claim_remote(self, has_local: bool) -> list[int]:
-        assert self.uploads is not None
-        try:
-            place = self.uploads.claim()
-            above = self.uploads.discard_above
-            found = [one.step for one in uploaded_checkpoints(place)]
-        except UnreachableError as error:
+        def without_store(error: Exception) -> list[int]:
             if not has_local:
-                raise
+                raise error
             log.warn(f"continuing from the local checkpoints, because train.remote cannot be reached\n{error}")
             return []
-        return [step for step in found if above is None or step <= above]
 
-    def _pull(self, step: int) -> list[tuple[str, str, str]]:
+        steps: list[int] = self._transferred(lambda _: self.uploads and self.uploads.claim(), without_store)
+        return steps
+
+    def _copy(self, step: int) -> list[Problem]:
+        """Copy a remote checkpoint into the run directory. Collective. Returns why it is not possible now.
+
+        Raises NotCopied if another run directory has uploaded the checkpoint: without it, the run would have two
+        histories. If this run directory has uploaded it, the run can repeat its steps.
+        """
+
+        def not_now(error: FrontierError) -> list[tuple[str, str, str]]:
+            if self.uploads is not None and not self.uploads.is_own(step):
+                raise NotCopied(error.problems)
+            return [astuple(problem) for problem in error.problems]
+
+        return [Problem(*problem) for problem in self._transferred(partial(self._pull, step), not_now) or ()]
+
+    def _pull(self, step: int, on_bytes: OnBytes) -> None:
         """On rank 0, copy a remote checkpoint into the run directory. Its changes are checked before it is copied.
 
-        Returns the fields of the Problems for which the copy is not possible now, for example a full disk. Raises
-        DamagedCheckpoint, and CheckpointError for a change that is not allowed.
+        Raises DamagedCheckpoint, CheckpointError for a change that is not allowed, and UnreachableError or CannotWrite
+        if the copy is not possible now, for example because of a full disk.
         """
         assert self.uploads is not None
-        try:
-            source = RemoteCheckpoint(RemoteFolder(self.uploads.url), step)
-            manifest, _ = source.read_manifest()
-            drift.allowed_changes(manifest, self.facts, self._allow_changes, str(source))
-            self.check_lock()
-            log.info(f"copying {source}, {format_bytes(manifest.total_bytes)}")
-            pull(source, self.directory, self.facts.incarnation)
-        except (UnreachableError, folder.CannotWrite) as error:
-            return [astuple(problem) for problem in error.problems]
-        return []
+        source = RemoteCheckpoint(RemoteFolder(self.uploads.url), step)
+        manifest, _ = source.read_manifest()
+        drift.allowed_changes(manifest, self.facts, self._allow_changes, str(source))
+        self.check_lock()
+        log.info(f"copying {source}, {format_bytes(manifest.total_bytes)}")
+        pull(source, self.directory, self.facts.incarnation, on_bytes)
 
-    def _patiently(self, compute: Callable[[], Any]) -> Any:
-        """Call `compute` on rank 0 only, as `from_rank_0`, but in a thread.
-
-        `compute` may take longer than the time limit of a collective.
-
-        Collective. Every rank returns its JSON value or raises its error.
-        """
-        task = in_daemon(compute, "remote") if self.world.rank == 0 else Future()
-        while not from_rank_0(lambda: bool(wait([task], POLL_S).done), self.world, self.device):
-            self._on_wait()
-        return from_rank_0(task.result, self.world, self.device)
+    def _transferred(self, work: Callable[[OnBytes], Any], if_not_possible: Callable[[FrontierError], Any]) -> Any:
+        """Return the result of `ranks.transferred` for `train.remote`. Collective."""
+        start = partial(Transfer, work, str(self._train.remote))
+        return transferred(start, if_not_possible, self._on_wait, self.world, self.device)
 
     def _at_most(self, step: int) -> list[int]:
         """Wait for a save in progress. Return the steps of all checkpoints of at most step `step`, newest first."""

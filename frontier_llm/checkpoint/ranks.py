@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from frontier_llm.checkpoint.directory import CannotWrite
 from frontier_llm.checkpoint.lock import Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
+from frontier_llm.checkpoint.remote import NotCopied, Transfer
 from frontier_llm.comm import Axis, all_gather_json, broadcast_json
+from frontier_llm.data.remote import UnreachableError
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 
 MOST_PROBLEMS = 10  # largest number of problems that one rank sends to all ranks
@@ -31,6 +34,32 @@ def from_rank_0(compute: Callable[[], Any], world: Axis, device: torch.device) -
     if failure is not None:
         raise joined([failure])
     return value
+
+
+def transferred(
+    start: Callable[[], Transfer],
+    if_not_possible: Callable[[FrontierError], Any],
+    on_wait: Callable[[], object],
+    world: Axis,
+    device: torch.device,
+) -> Any:
+    """Run a transfer on rank 0, which may take longer than the time limit of a collective. Collective.
+
+    Every rank calls `on_wait` several times per second. Every rank returns the JSON value of the transfer, or the value
+    of `if_not_possible` if the store cannot be reached or the disk is full. Every rank raises any other error.
+    """
+    transfer = start() if world.rank == 0 else None
+
+    def result() -> Any:
+        assert transfer is not None
+        try:
+            return transfer.result()
+        except (UnreachableError, CannotWrite) as error:
+            return if_not_possible(error)
+
+    while not from_rank_0(lambda: transfer is not None and transfer.is_over(), world, device):
+        on_wait()
+    return from_rank_0(result, world, device)
 
 
 def joint_error(error: BaseException | None, world: Axis, device: torch.device) -> CheckpointError | None:
@@ -55,12 +84,14 @@ def encoded(error: BaseException | None) -> dict[str, Any] | None:
 def joined(failures: Iterable[dict[str, Any]]) -> CheckpointError:
     """Return one error for several encoded errors, without repeated problems.
 
-    The error is Superseded if any of the errors is, and DamagedCheckpoint if all errors are.
+    The error is Superseded or NotCopied if any of the errors is, and DamagedCheckpoint if all errors are.
     """
     kinds = {failure["kind"] for failure in failures}
     problems = dict.fromkeys(Problem(*problem) for failure in failures for problem in failure["problems"])
     if Superseded.__name__ in kinds:
         return Superseded(problems)
+    if NotCopied.__name__ in kinds:
+        return NotCopied(problems)
     if kinds == {DamagedCheckpoint.__name__}:
         return DamagedCheckpoint(problems)
     return CheckpointError(problems)

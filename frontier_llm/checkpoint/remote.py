@@ -17,6 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,53 @@ from frontier_llm.checkpoint.remote_writer import Writer, check
 from frontier_llm.config.urls import without_secrets
 from frontier_llm.data.remote import UnreachableError
 from frontier_llm.data.remote_folder import RemoteEntry, RemoteFolder
-from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.errors import UNREACHABLE, CheckpointError, Problem
 from frontier_llm.files import created, lifted_bound, write_all
 from frontier_llm.run.complete import MAX_MANIFEST_BYTES, digest_line, fault, named_step, step_name
+from frontier_llm.run.threads import in_daemon
 
+STALL_S = 600.0  # a transfer in which no byte moves for this time has failed
+POLL_S = 0.2
 FILES_AT_ONCE = 4  # number of files that one process transfers at the same time; s3fs needs a buffer of 50 MiB for each
 SENT_BYTES = 8 << 20  # bytes that are sent between two pauses of the rate limit
 # Function that is called with the number of bytes that were sent or received since the last call. The number is 0 if a
 # local file was read and compared with its digest.
 OnBytes = Callable[[int], object]
+
+
+class NotCopied(CheckpointError):
+    """A checkpoint from which the run must continue cannot be copied now. A later start may succeed."""
+
+    exit_code = 1
+    cause = UNREACHABLE
+
+
+class Transfer:
+    """A request to a store in a daemon thread. It fails if no byte moves for STALL_S, whatever the store's client does.
+
+    The thread of a failed transfer may never end, so the process must then end with `os._exit`.
+    """
+
+    def __init__(self, work: Callable[[OnBytes], Any], url: str) -> None:
+        """Start `work`. It reports its progress to the function that it receives."""
+        self._url = without_secrets(url)
+        self._moved_s = time.monotonic()
+        self._task = in_daemon(lambda: work(self._on_bytes), "remote")
+
+    def _on_bytes(self, count: int) -> None:
+        self._moved_s = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Wait for POLL_S. Return whether the transfer has ended or failed."""
+        is_done = bool(wait([self._task], POLL_S).done)
+        return is_done or time.monotonic() - self._moved_s > STALL_S
+
+    def result(self) -> Any:
+        """Return the result of the work, or raise its error. Raises UnreachableError if it has not ended."""
+        if not self._task.done():
+            what = f"sent nothing for {STALL_S:.0f} s"
+            raise UnreachableError(what, "check the store and the network, then try again", self._url)
+        return self._task.result()
 
 
 class RateLimit:

@@ -20,13 +20,14 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.config.urls import without_secrets
 from frontier_llm.data.remote_folder import RemoteFolder
-from frontier_llm.errors import CheckpointError
+from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.run.records import MAX_RECORD_BYTES, is_number
 from frontier_llm.units import format_age, strict_json
 
@@ -104,6 +105,28 @@ def check(place: RemoteFolder, mine: Writer) -> None:
     writer = read_writer(place)
     if writer is not None and not writer.is_same(mine):
         raise taken(place, writer, mine)
+
+
+def foreign_steps(steps: Iterable[int], known_step: int | None) -> list[int]:
+    """Return the steps at a URL that a run has not known when it continued without reading the URL, newest first.
+
+    `known_step` is the last step that the run knows to be its own. None: the run has read the URL.
+    """
+    return [] if known_step is None else sorted((step for step in steps if step > known_step), reverse=True)
+
+
+def branched(url: str, step: int, branched_at: int | None, run_dir: str) -> Problem:
+    """Return the problem of a URL that has a later step of another run directory than the run has known."""
+    url = without_secrets(url)
+    what = (
+        f"has step {step} of another run directory, and this run continued from step {branched_at} when the store "
+        f"could not be reached, so that the run has two histories"
+    )
+    fix = (
+        f"to continue from step {step}: frontier-llm checkpoint pull {url} {run_dir} --take-over; to keep the steps of "
+        f"this run directory: another train.remote"
+    )
+    return Problem(url, what, fix)
 
 
 def renew(place: RemoteFolder, mine: Writer) -> None:

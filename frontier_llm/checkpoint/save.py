@@ -198,7 +198,7 @@ class Save:
         with folder.writing(checkpoints.directory, checkpoints.total_bytes):
             folder.commit(checkpoints.directory, manifest, manifest.to_bytes(), manifest.incarnation)
         if checkpoints.uploads is not None:
-            checkpoints.uploads.wake()
+            checkpoints.uploads.saved()
 
     def _verify(self) -> None:
         """Verify this rank's share of the checkpoints that will remain after old checkpoints are deleted.

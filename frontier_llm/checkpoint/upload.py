@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.checkpoint.remote_writer import claim, this_writer
+from frontier_llm.checkpoint.remote import uploaded_checkpoints
+from frontier_llm.checkpoint.remote_writer import branched, claim, foreign_steps, this_writer
 from frontier_llm.checkpoint.upload_process import DAMAGED, TAKEN, UNREACHABLE, answer_of
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.run.complete import MANIFEST_DIGEST, step_name
@@ -53,27 +54,67 @@ class Uploads:
         self._cancelled = threading.Event()
         self._current: int | None = None  # step that is being uploaded
         self._finished: dict[int, bytes] = {}  # step → manifest digest of uploaded and of damaged checkpoints
+        self._replaced_above: int | None = None  # step above which the next save replaces the steps at the URL
         self._is_claimed = False
         self._is_taken = False
         self._failures = 0
         self._thread: threading.Thread | None = None
 
-    def claim(self) -> RemoteFolder:
-        """Claim the URL for this run directory, and return its folder.
+    def claim(self) -> list[int]:
+        """Claim the URL for this run directory, and return the steps at the URL from which the run can continue.
 
-        If this method is not called, the first upload claims the URL.
+        If this method is not called, the uploads begin with the claim. If the run continued earlier without having read
+        the URL, and the URL then has later steps of another run directory, the run keeps its own steps: the other steps
+        are left out, and nothing is uploaded.
 
         Raises TakenUrl if another run directory writes there, and UnreachableError.
         """
         place = RemoteFolder(self.url)
         claim(place, self._writer)
         self._is_claimed = True
-        return place
+        above = self._record.discard_above
+        steps = [one.step for one in uploaded_checkpoints(place) if above is None or one.step <= above]
+        foreign = foreign_steps(steps, self._known_step)
+        if foreign:
+            self._is_taken = True
+            problem = branched(self.url, foreign[0], self._record.branched_at, self._writer.run_dir)
+            log.warn(f"continuing from the local checkpoints, and nothing is uploaded\n{problem}")
+            self._write(replace(self._record, problem=problem.what))
+            return [step for step in steps if step not in foreign]
+        self._write(replace(self._record, branched_at=None))
+        return steps
 
     @property
-    def discard_above(self) -> int | None:
-        """Step above which the checkpoints at the URL do not belong to the run any more."""
-        return self._record.discard_above
+    def _known_step(self) -> int | None:
+        """Later steps at the URL are of another run directory. None if the run has read the URL at its start."""
+        if self._record.branched_at is None:
+            return None
+        return max(self._record.branched_at, self._record.uploaded_step or 0)
+
+    def is_own(self, step: int) -> bool:
+        """Whether this run directory has uploaded a checkpoint of this or a later step."""
+        return self._record.uploaded_step is not None and step <= self._record.uploaded_step
+
+    def continued_at(self, step: int) -> None:
+        """Note the step from which the run continues.
+
+        If this run directory has uploaded later steps, they could not be loaded. They are deleted when the run has
+        saved again, because the run then has another history. If the URL could not be read, that is recorded.
+        """
+        with self._lock:
+            if not self._is_claimed and self._record.branched_at is None:
+                self._write(replace(self._record, branched_at=step))
+            if self.is_own(step + 1) and not self._is_taken:
+                self._replaced_above = step
+
+    def saved(self) -> None:
+        """Look for new checkpoints after a save."""
+        replaced_above = self._replaced_above
+        self._replaced_above = None
+        if replaced_above is not None:
+            log.warn(f"the checkpoints above step {replaced_above} at {self.url} are replaced by those of this start")
+            self.discard(replaced_above)
+        self.wake()
 
     def start(self) -> None:
         """Begin with the uploads. A second call has no effect."""
@@ -100,7 +141,8 @@ class Uploads:
     def discard(self, step: int) -> None:
         """After a rewind, delete all remote checkpoints above `step`, also if the store answers only later."""
         with self._lock:
-            above = step if self.discard_above is None else min(step, self.discard_above)
+            before = self._record.discard_above
+            above = step if before is None else min(step, before)
             self._finished = {done: digest for done, digest in self._finished.items() if done <= step}
             self._write(replace(self._record, discard_above=above))
             self._cancelled.set()
@@ -139,6 +181,7 @@ class Uploads:
     def _work(self) -> None:
         while not self._stopped.is_set():
             digest = b""
+            request: dict[str, Any] | None = None
             try:
                 request = self._next()
                 if request is None:
@@ -151,7 +194,7 @@ class Uploads:
             except OSError as error:  # the file system does not answer, or there is no memory for another process
                 problem = {"kind": UNREACHABLE, "text": str(error)}
             with self._lock:
-                self._record_result(digest, problem)
+                self._record_result(request, digest, problem)
                 self._current = None
             if problem is not None and not self._stopped.is_set():
                 pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures - 1, 20))
@@ -165,27 +208,41 @@ class Uploads:
             self._write(replace(self._record, pending=tuple(waiting)))
             if self._is_taken:
                 return None
-            if self.discard_above is not None:
-                return {"task": "discard", "step": self.discard_above}
-            if not waiting:
+            if self._record.discard_above is None and not waiting:
                 return None
+            if not self._is_claimed:  # a request of its own: a later request that stalls must not claim again
+                return {
+                    "task": "claim",
+                    "known_step": self._known_step,
+                    "branched_at": self._record.branched_at,
+                }
+            if self._record.discard_above is not None:
+                return {"task": "discard", "step": self._record.discard_above}
             self._current = waiting[0]
             return {"task": "push", "checkpoint": str((self._directory / step_name(waiting[0])).absolute())}
 
-    def _record_result(self, digest: bytes, problem: dict[str, str] | None) -> None:
+    def _record_result(self, request: dict[str, Any] | None, digest: bytes, problem: dict[str, str] | None) -> None:
         """Record the result of a request, for the next choice and for `status`."""
         if self._must_end():
             return
         step = self._current
         if problem is None:
             self._failures = 0
-            self._is_claimed = True
+            if request is not None and request["task"] == "claim":
+                self._is_claimed = True
+                self._write(replace(self._record, branched_at=None))
+                return
             if step is None:
-                self._write(replace(self._record, discard_above=None, problem=""))
+                left = self._record.uploaded_step
+                above = self._record.discard_above
+                if left is not None and above is not None:
+                    left = min(left, above)
+                self._write(replace(self._record, uploaded_step=left, discard_above=None, problem=""))
                 return
             self._finished[step] = digest
             log.info(f"uploaded {step_name(step)} to {self.url}")
-            self._write(replace(self._record, uploaded_step=step, uploaded_unix_s=time.time(), problem=""))
+            newest = max(step, self._record.uploaded_step or 0)  # older checkpoints are uploaded after newer ones
+            self._write(replace(self._record, uploaded_step=newest, uploaded_unix_s=time.time(), problem=""))
             return
         self._failures += 1
         if self._failures == 1 or problem["kind"] != UNREACHABLE:
@@ -210,7 +267,6 @@ class Uploads:
             **request,
             "url": self.url,
             "writer": self._writer.name,
-            "is_claimed": self._is_claimed,
             "run_dir": str(self._run_dir.absolute()),
             "mib_per_s": self._mib_per_s,
         }

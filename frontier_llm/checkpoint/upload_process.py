@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from frontier_llm.checkpoint import remote
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
-from frontier_llm.checkpoint.remote import RateLimit, push, remote_checkpoints
-from frontier_llm.checkpoint.remote_writer import TakenUrl, claim, release, renew, this_writer
+from frontier_llm.checkpoint.remote import POLL_S, RateLimit, push, remote_checkpoints, uploaded_checkpoints
+from frontier_llm.checkpoint.remote_writer import TakenUrl, branched, claim, foreign_steps, release, renew, this_writer
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import FrontierError
 from frontier_llm.run.rank_env import environment, with_this_package
@@ -33,8 +34,6 @@ NICENESS = 10  # lower priority than the rank that runs on the same cores
 DAMAGED = "damaged"  # the local checkpoint cannot be uploaded
 TAKEN = "taken"  # another run directory writes to the URL
 UNREACHABLE = "unreachable"  # a later attempt may succeed
-STALL_S = 600.0  # a process that reads and sends nothing for this time is ended
-POLL_S = 0.2
 
 
 # --- rank 0 ---
@@ -78,7 +77,7 @@ def _wait_for_answer(descriptor: int, must_end: Callable[[], bool], longest_s: f
     moved_s = began_s
     while not must_end():
         now_s = time.monotonic()
-        if now_s - moved_s > STALL_S or now_s - began_s > longest_s:
+        if now_s - moved_s > remote.STALL_S or now_s - began_s > longest_s:
             return {"kind": UNREACHABLE, "text": f"the object store accepted no data for {now_s - moved_s:.0f} s"}
         if not select.select([descriptor], [], [], POLL_S)[0]:
             continue
@@ -140,10 +139,13 @@ def _serve(request: dict[str, Any]) -> None:
     if request["task"] == "release":
         release(place, writer)
         return
-    if request["is_claimed"]:
-        renew(place, writer)
-    else:
+    if request["task"] == "claim":
         claim(place, writer)
+        steps = [one.step for one in uploaded_checkpoints(place)]
+        if foreign := foreign_steps(steps, request["known_step"]):
+            raise TakenUrl(branched(place.url, foreign[0], request["branched_at"], writer.run_dir))
+        return
+    renew(place, writer)
     if request["task"] == "discard":
         for one in remote_checkpoints(place):
             if one.step > request["step"]:

@@ -7,6 +7,7 @@ import errno
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -15,7 +16,7 @@ from frontier_llm import __version__
 from frontier_llm.cli.arguments import Parser
 from frontier_llm.cli.needs import check_installed
 from frontier_llm.cli.vocabulary import with_new_names
-from frontier_llm.errors import FrontierError, not_installed, suggest
+from frontier_llm.errors import PEER_HEADING, FrontierError, RankFailure, not_installed, suggest
 
 CLOSED_PIPE = 141  # exit code of a program that SIGPIPE ends, as a shell reports it
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` reads only this table, because it must
@@ -129,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _prepare_process()
         return int(parsed.work(parsed))
     except FrontierError as error:
-        print(f"{called}: error\n{error}", file=sys.stderr)
+        heading = PEER_HEADING if isinstance(error, RankFailure) else "error"
+        print(f"{called}: {heading}\n{error}", file=sys.stderr)
         return error.exit_code
     except SystemExit as end:  # argparse has printed its message
         return int(end.code or 0)
@@ -173,7 +175,8 @@ def entry() -> NoReturn:
     and replace exit code 75 (requeue) by -6. This happened in one of eight exits on a busy machine. All files are
     closed at this point.
 
-    If the output could not be written, exit with `os._exit` too, because the interpreter would write it once more.
+    If the output could not be written, exit with `os._exit` too, because the interpreter would write it once more. The
+    same applies if a thread still waits for a store that does not respond (`checkpoint.remote.Transfer`).
     """
     code = main()
     failure = None
@@ -185,7 +188,7 @@ def entry() -> NoReturn:
         code = _code_of_lost_output(failure)
     with suppress(OSError):  # a full disk under a rank's log must not change the exit code
         sys.stderr.flush()
-    if failure is not None or "torch" in sys.modules:
+    if failure is not None or "torch" in sys.modules or threading.active_count() > 1:
         os._exit(code)
     sys.exit(code)
 

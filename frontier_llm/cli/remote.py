@@ -116,7 +116,7 @@ def pull(args: argparse.Namespace) -> int:
     from frontier_llm.config.urls import is_url, without_secrets
     from frontier_llm.data.remote_folder import RemoteFolder
     from frontier_llm.run.holder import refuse_second_start
-    from frontier_llm.run.uploads import uploads_to
+    from frontier_llm.run.uploads import uploads_to, write_uploads
 
     url = args.url.rstrip("/")
     place = RemoteFolder(url)
@@ -131,12 +131,25 @@ def pull(args: argparse.Namespace) -> int:
     if args.take_over:
         record = uploads_to(run_dir, url)
         remote_writer.claim(place, remote_writer.this_writer(record.writer, run_dir), take_over=True)
+        write_uploads(run_dir, replace(record, branched_at=None))
     if chosen is None:
         text = f"{run_dir} writes to {without_secrets(url)} from now on; no checkpoint is complete there"
         show(args, {"path": None, "step": None}, lambda: text)
         return 0
     line = ProgressBar()
-    path = remote.pull(chosen, run_dir / "checkpoints", 0, _gib(line, chosen.name))
+    report = _gib(line, chosen.name)
+
+    def work(on_bytes: Callable[[int], object]) -> Path:
+        def received(count: int) -> None:
+            on_bytes(count)
+            report(count)
+
+        return remote.pull(chosen, run_dir / "checkpoints", 0, received)
+
+    transfer = remote.Transfer(work, url)
+    while not transfer.is_over():
+        pass
+    path = transfer.result()
     line.close()
     result = {"path": str(path), "step": chosen.step}
     show(args, result, lambda: f"{path}  is intact; a run with train.run_dir={run_dir} continues from it")

@@ -25,7 +25,7 @@ from frontier_llm.cluster.rank_logs import conclusion, failure_lines, first_trac
 from frontier_llm.cluster.site_variables import step_variables
 from frontier_llm.cluster.sites import Site, root_dir
 from frontier_llm.config import RunConfig
-from frontier_llm.errors import FrontierError
+from frontier_llm.errors import CRASH, NOT_FINITE, REFUSED_CAUSE, FrontierError
 from frontier_llm.run import hostlist, job_secret, run_dir
 from frontier_llm.run.failure import (
     REFUSED,
@@ -125,7 +125,7 @@ def start_ranks(
     variables = {"FRONTIER_LLM_INCARNATION": str(number), **plan_variables(run)}
     outcome = run_step(job_step(run, nodes, log_dir, variables, deadline_s, save_after_s))
     run_dir.refuse_moved(run.directory, before)
-    if outcome.cause == "crash" and (dead := dead_nodes(run, nodes, outcome)):
+    if outcome.cause == CRASH and (dead := dead_nodes(run, nodes, outcome)):
         gone = Failure(
             f"{hostlist.compress(dead)} failed", Evidence.ENDS, "node failure", host=dead[0], host_suspect=True
         )
@@ -295,7 +295,7 @@ def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure 
         record = replace(
             record, what=what, host=record.host or fate.host, host_suspect=record.host_suspect or record.rank in killed
         )
-    return Outcome(REFUSED if record.cause == "refused" else exit_code, record)
+    return Outcome(REFUSED if record.cause in (REFUSED_CAUSE, NOT_FINITE) else exit_code, record)
 
 
 def _refusal(fate: Fate, rank: int, log_dir: Path) -> Outcome:
@@ -305,7 +305,7 @@ def _refusal(fate: Fate, rank: int, log_dir: Path) -> Outcome:
         message = tuple(failure_lines(rank_log(log_dir, rank)))
     reasons = [line.strip() for line in conclusion(message)[:1]]
     what = "; ".join([fate.how, *reasons])
-    failure = Failure(what, Evidence.LOGS, cause="refused", rank=rank, host=fate.host, message=message)
+    failure = Failure(what, Evidence.LOGS, cause=REFUSED_CAUSE, rank=rank, host=fate.host, message=message)
     return Outcome(REFUSED, failure)
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from frontier_llm.errors import Problem
+from frontier_llm.errors import CRASH, NOT_FINITE, OUT_OF_MEMORY, REFUSED_CAUSE, Problem
 from frontier_llm.run import hostlist
 from frontier_llm.run.failure import FILE as FAILURE_FILE
-from frontier_llm.run.failure import OUT_OF_MEMORY
 from frontier_llm.run.holder import STALE_AFTER_S
 from frontier_llm.run.job import Job
 from frontier_llm.run.run_dir import STOP_FILE, Attempt, crashed_twice, is_finished
@@ -63,7 +62,7 @@ class History:
         if attempt.cause != "node failure" and not attempt.is_failed_start:
             recent = (*recent, attempt)[-CRASH_LOOP:]
         crashed = self.crashed_hosts
-        if attempt.cause == "crash" and attempt.failed_host:
+        if attempt.cause == CRASH and attempt.failed_host:
             crashed = (*crashed, attempt.failed_host)
         return replace(
             self,
@@ -159,8 +158,10 @@ Decision = Start | Requeue | Successor | Done | GiveUp
 def decide(job: Job, history: History, now: Now) -> Decision:
     """Return the next action of the supervisor of `job`."""
     last = history.last if history.is_own else None
-    if last is not None and last.cause == "refused":
+    if last is not None and last.cause in (REFUSED_CAUSE, NOT_FINITE):
         what = "the ranks refused to start this run, so it is not started again"
+        if last.cause == NOT_FINITE:
+            what = "too many steps in a row were skipped, so the run is not started again"
         return GiveUp(Problem("", what, f"see {job.directory / FAILURE_FILE}"), last.exit_code or 2)
     if reason := reason_to_end(job, history, now.stop_requested):
         return Done(reason)

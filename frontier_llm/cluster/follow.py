@@ -23,7 +23,7 @@ from frontier_llm.cluster.decide import SLURM_EARLY_S
 from frontier_llm.cluster.sbatch import BENCHMARK_WARNING_S
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import load_run
-from frontier_llm.errors import ConfigError, FrontierError
+from frontier_llm.errors import ConfigError, FrontierError, closest
 from frontier_llm.run.allocations import allocations
 from frontier_llm.run.complete import MANIFEST, fault, step_name
 from frontier_llm.run.evaluations import next_step, result_path
@@ -121,6 +121,8 @@ class Follower:
                     return
                 fix = "give the directory of a run; a job can wait for its job with sbatch --dependency=after:JOB"
                 raise ConfigError("is not the directory of a run that starts", fix, str(self._directory.absolute()))
+            if not is_expected and (near := self._similar_run()):
+                raise ConfigError("does not exist", f"did you mean {near}?", str(self._directory.absolute()))
             if self._is_first:
                 log.info(
                     f"no run is known in {self._directory.absolute()}: waiting until one starts, at most "
@@ -130,6 +132,14 @@ class Follower:
                 raise WalltimeReached
             self._is_first = False
             time.sleep(poll_s)
+
+    def _similar_run(self) -> Path | None:
+        """Return a run with a similar name beside a directory that does not exist. None if there is none."""
+        if self._directory.exists():
+            return None
+        beside = self._directory.parent
+        name = closest(self._directory.name, [path.parent.name for path in beside.glob("*/checkpoints")])
+        return beside / name if name else None
 
     def _is_model(self) -> bool:
         """Whether the directory is a checkpoint or a Hugging Face model, in which no run can start."""

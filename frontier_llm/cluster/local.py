@@ -25,7 +25,7 @@ from typing import IO, BinaryIO
 
 from frontier_llm import log
 from frontier_llm.cluster.rank_logs import conclusion, failure_lines
-from frontier_llm.errors import FrontierError
+from frontier_llm.errors import REFUSED_CAUSE, FrontierError
 from frontier_llm.files import open_below
 from frontier_llm.machine.cores import SLEEP, THREADS, WAITING, choose_threads
 from frontier_llm.run.failure import Evidence, Failure, cause_of, forget_failure, read_failure, write_failure
@@ -286,7 +286,7 @@ class _Ranks:
             named = first
             lines = failure_lines(Path(first.log))
             refused = first.exit_code == FrontierError.exit_code
-            cause = "refused" if refused else cause_of("\n".join(conclusion(lines)))
+            cause = REFUSED_CAUSE if refused else cause_of("\n".join(conclusion(lines)))
             record = Failure(first.how, Evidence.LOGS, cause, first.rank, first.host, message=tuple(lines))
         elif named.signal and not named.stopped_by_us:
             record = replace(record, what=f"{named.how}; {record.what}")

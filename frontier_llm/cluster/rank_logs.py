@@ -8,12 +8,14 @@ from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
 
+from frontier_llm.errors import PEER_HEADING
 from frontier_llm.run.failure import lost_a_peer
 
 _TRACEBACK = "Traceback (most recent call last)"
 # lines between chained tracebacks
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
-_REFUSAL = re.compile(r"frontier-llm [a-z]+: error")  # printed by cli.main above a FrontierError
+# printed by cli.main above a FrontierError
+_REFUSAL = re.compile(rf"frontier-llm [a-z]+: (error|{PEER_HEADING})")
 _HEADING = re.compile(rf"({re.escape(_TRACEBACK)}|{_REFUSAL.pattern}$)")
 RANKS_PER_FOLDER = 1000  # a folder with tens of thousands of files is slow on Lustre
 TAIL_LINES = 40  # last lines that are returned for a log that has neither a traceback nor a refusal
@@ -83,7 +85,9 @@ def first_traceback(log_dir: Path) -> tuple[int | None, bool, tuple[str, ...]]:
     for path in rank_logs(log_dir):
         lines = tuple(failure_lines(path))
         if last_words := conclusion(lines):
-            secondary = lost_a_peer("\n".join(last_words))
+            heading = next(line for line in reversed(lines) if _HEADING.match(line))
+            is_own_message = _REFUSAL.fullmatch(heading) is not None
+            secondary = heading.endswith(PEER_HEADING) if is_own_message else lost_a_peer("\n".join(last_words))
             tracebacks.append((secondary, path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines))
     secondary, _, rank, lines = min(tracebacks, default=(False, 0, None, ()))
     return rank, secondary, lines

@@ -36,9 +36,9 @@ from frontier_llm.cluster.sbatch_options import as_options
 from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.cluster.submit import SCRIPT, queue, sbatch_command
 from frontier_llm.cluster.warning_time import measured_warning_s
-from frontier_llm.errors import FrontierError
+from frontier_llm.errors import OUT_OF_MEMORY, FrontierError
 from frontier_llm.run import allocations, hostlist, run_dir
-from frontier_llm.run.failure import OUT_OF_MEMORY, write_failure
+from frontier_llm.run.failure import write_failure
 from frontier_llm.run.holder import last_start, living_holder, refuse_second_start, reserved
 from frontier_llm.run.job import read_job, write_job
 from frontier_llm.run.rank_env import environ

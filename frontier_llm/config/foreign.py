@@ -63,7 +63,7 @@ def unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]
     for part in location[:-1]:
         field = section.model_fields.get(str(part))
         if field is not None:
-            section = _section_in(field.annotation) or section
+            section = section_in(field.annotation) or section
     names = list(section.model_fields)
     key = str(location[-1])
     elsewhere = [
@@ -81,8 +81,8 @@ def unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
 
 
-def _section_in(annotation: Any) -> type[BaseModel] | None:
+def section_in(annotation: Any) -> type[BaseModel] | None:
     """Return the section class in an annotation, also inside a tuple or union. None if it has only values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)
+    return next(filter(None, map(section_in, get_args(annotation))), None)

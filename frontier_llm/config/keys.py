@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
-from frontier_llm.config.foreign import unknown_key_fix
+from pydantic import BaseModel
+
+from frontier_llm.config.foreign import section_in, unknown_key_fix
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError, Problem
 
 
 def is_key(name: str) -> bool:
-    """Return whether a run has this key or section. Names in an optional section count as keys."""
-    section: Any = RunConfig
+    """Return whether a run can have this key or section. Keys of an optional section count, even if it is absent."""
+    section: type[BaseModel] | None = RunConfig
     for part in name.split("."):
-        fields = getattr(section, "model_fields", None)
-        if fields is None:  # the key is in a section that may be absent, such as model.rope_scaling.factor
-            return True
-        if part not in fields:
+        if section is None or part not in section.model_fields:
             return False
-        section = fields[part].annotation
+        section = section_in(section.model_fields[part].annotation)
     return True
 
 

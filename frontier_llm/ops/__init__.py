@@ -6,7 +6,7 @@ from .dtypes import statistics_dtype, working_dtype
 from .providers import AttentionNeeds
 from .reference import AdamWUpdate, Ops, Scores, merge, softcapped
 from .routing import Routing
-from .select import select_ops, select_run_ops
+from .select import attention_needs, select_ops, select_run_ops
 
 __all__ = [
     "AdamWUpdate",
@@ -16,6 +16,7 @@ __all__ = [
     "Ops",
     "Routing",
     "Scores",
+    "attention_needs",
     "merge",
     "philox",
     "select_ops",

@@ -15,6 +15,8 @@ from frontier_llm.ops.kernel_table import HEAD_DIMS, ROWS_PER_PAD
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.reference import Scores
 
+_HEAD_DIM_STEP = 16
+
 
 class GpuAttention(DifferentiableOps):
     """Implements the attention ops of `ops.reference` with one set of GPU kernels."""
@@ -25,16 +27,16 @@ class GpuAttention(DifferentiableOps):
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
         """Compute `reference.attention` or `reference.attention_block`.
 
-        `logsumexp` is in base 2 and padded. Raises BackendError for a head dim without a kernel, and for a negative
-        `scores.offset`.
+        `logsumexp` is in base 2 and padded. In the result q, k and v have the padded head dim. Raises BackendError for
+        a head dim without a kernel, and for a negative `scores.offset`.
         """
         q = _readable(q_SBaD)
         k = _readable(k_SBgD)
         v = _readable(v_SBgD)
         sequence, batch, heads, head_dim = q.shape
-        if head_dim % 16 or head_dim > HEAD_DIMS[-1]:
+        if head_dim > HEAD_DIMS[-1]:
             what = (
-                f"head dim {head_dim} is not supported: the prebuilt attention needs a multiple of 16 up to "
+                f"head dim {q_SBaD.shape[-1]} is not supported: the prebuilt attention has head dims up to "
                 f"{HEAD_DIMS[-1]}"
             )
             raise BackendError(what, "set ops.attention=sdpa, or change model.head_dim")
@@ -72,7 +74,7 @@ class GpuAttention(DifferentiableOps):
             q=q,
             k=k,
             v=v,
-            o=o,
+            o=_without_pad(o, q_SBaD.shape[-1]),
             logsumexp=logsumexp,
             slopes=slopes,
             documents=documents,
@@ -82,7 +84,9 @@ class GpuAttention(DifferentiableOps):
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v."""
         q, k, v, o, logsumexp, slopes, documents, key_documents = saved
+        unpadded = grad_o.shape[-1]
         grad_o = _readable(grad_o)
+        o = _readable(o)
         delta = torch.empty_like(logsumexp)
         _, batch, heads, head_dim = q.shape
         group = heads // k.shape[2]
@@ -136,7 +140,7 @@ class GpuAttention(DifferentiableOps):
             head_dim=head_dim,
             **_strides(q=q, k=k, v=v, g=grad_o, gk=grad_k),
         )
-        return grad_q, grad_k, grad_v
+        return _without_pad(grad_q, unpadded), _without_pad(grad_k, unpadded), _without_pad(grad_v, unpadded)
 
     def attention_block(self, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp over one range of keys."""
@@ -155,13 +159,12 @@ class GpuAttention(DifferentiableOps):
         """Return the contributions of one range of keys to the gradients of q, k and v."""
         q = _readable(q_SBaD)
         k, v = map(_readable, kv_KBgD)
-        o = _readable(o_SBaD)
         # Infinite for rows past the sequence and for rows that see no keys, so that their probabilities are 0.
         logsumexp = torch.nan_to_num(
             logsumexp_BaS.float() / math.log(2), nan=math.nan, neginf=math.inf, posinf=math.inf
         )
         logsumexp = pad(logsumexp, (0, _padded(len(q)) - len(q)), value=math.inf).contiguous()
-        saved = Attended(q, k, v, o, logsumexp, *_extras(q, k, scores))
+        saved = Attended(q, k, v, o_SBaD, logsumexp, *_extras(q, k, scores))
         return self.attention_backward(grad_SBaD, saved, scores)
 
 
@@ -195,9 +198,20 @@ def _numbered(x_SBaD: Tensor, documents_BS: Tensor | None) -> Tensor:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return x itself if the kernels' 16-byte accesses can read it, otherwise a contiguous copy."""
+    """Return x itself if the kernels' 16-byte accesses can read it, otherwise a contiguous copy.
+
+    The kernels need a head dim that is a multiple of `_HEAD_DIM_STEP`. Columns of zeros are added to any other head
+    dim, for example to the 200 of the 1T model. They change neither scores nor outputs.
+    """
+    if missing := -x.shape[-1] % _HEAD_DIM_STEP:
+        return pad(x, (0, missing)).contiguous()
     fits = x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return x if fits else x.contiguous()
+
+
+def _without_pad(x: Tensor, head_dim: int) -> Tensor:
+    """Return x without the columns that `_readable` adds to the head dim."""
+    return x if x.shape[-1] == head_dim else x[..., :head_dim]
 
 
 def _padded(sequence: int) -> int:

@@ -250,22 +250,25 @@ def backends(dtype_name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def attention_needs(config: RunConfig, attends_in_parts: bool) -> AttentionNeeds:
+    """Return the options of attention that a run needs. See `select_run_ops` for `attends_in_parts`."""
+    model = config.model
+    return AttentionNeeds(
+        config.data.reset_at_documents,
+        parts=attends_in_parts,
+        window=model.sliding_window is not None,
+        alibi=model.position == "alibi",
+        softcap=model.score_softcap is not None,
+    )
+
+
 def select_run_ops(config: RunConfig, device_type: str, attends_in_parts: bool) -> Ops:
     """Return the ops of a training run.
 
     `attends_in_parts` is True if attention is computed over parts of the keys, such as the keys of one cp rank.
     """
-    model = config.model
-    documents = config.data.reset_at_documents
-    uses_alibi = model.position == "alibi"
-    needs = AttentionNeeds(
-        documents,
-        parts=attends_in_parts,
-        window=model.sliding_window is not None,
-        alibi=uses_alibi,
-        softcap=model.score_softcap is not None,
-    )
-    shape = AttentionShape(model.dim_per_head, extras=documents or uses_alibi)
+    needs = attention_needs(config, attends_in_parts)
+    shape = AttentionShape(config.model.dim_per_head, extras=needs.documents or needs.alibi)
     return select_ops(
         config.ops,
         device_type,

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
+from frontier_llm.errors import CRASH, OUT_OF_MEMORY, RankFailure
 from frontier_llm.files import write_atomically, write_durably
 from frontier_llm.units import strict_json
 
 FILE = "failure.json"
 # exit code of a rank whose user has to change something, so that a restart is useless (errors.FrontierError.exit_code)
 REFUSED = 2
-OUT_OF_MEMORY = "out of memory"  # cause: device memory is exhausted
 STUCK = 70  # EX_SOFTWARE: exit code of a rank that its watchdog ended, because another rank made no progress
+SECONDARY = "secondary failure"  # begins the last message of a rank that only lost another rank
+# Our own errors are told apart by class and heading. All other words are of torch, gloo, RCCL and the system.
 _LOST_A_PEER = re.compile(
-    r"RankFailure|secondary failure|has died or left|connection (reset|closed|refused)|broken pipe|timed "
-    r"out|peer|nccl|gloo|"
+    rf"{RankFailure.__name__}|{SECONDARY}|connection (reset|closed|refused)|broken pipe|timed out|peer|nccl|gloo|"
     r"process group|socket|watchdog",
     re.IGNORECASE,
 )
@@ -70,12 +71,13 @@ class Failure:
 
     what: str
     evidence: Evidence
-    cause: str = "crash"  # crash | out of memory | wrong results | node failure | refused | walltime
+    cause: str = CRASH  # a cause of `errors`, or: node failure | walltime
     rank: int | None = None  # None: unknown
     host: str = ""  # host of that rank; '' = unknown
     step: int | None = None  # None: training had not begun, or the step is unknown
     section: str = ""  # part of the program: train, evaluate, save …
     host_suspect: bool = False  # the host may have caused the failure; after two such failures the run avoids the host
+    fix: str = ""  # how to repair it, if a comparison of the ranks shows it
     message: tuple[str, ...] = ()  # the rank's traceback or last lines of output
     suspects: tuple[Suspect, ...] = ()  # set only if results were wrong
     excluded_hosts: tuple[str, ...] = ()  # hosts that the run no longer uses because of this failure
@@ -99,7 +101,7 @@ class Failure:
 
         A fault of the program recurs at every start with the same text, so starts can be compared by this text.
         """
-        is_error = self.cause in ("crash", OUT_OF_MEMORY) and self.evidence in (Evidence.EXCEPTION, Evidence.LOGS)
+        is_error = self.cause in (CRASH, OUT_OF_MEMORY) and self.evidence in (Evidence.EXCEPTION, Evidence.LOGS)
         if not is_error or self.host_suspect or lost_a_peer(self.what) or speaks_of_hardware(self.what):
             return ""
         return re.sub(r"[0-9]+", "#", self.what)
@@ -168,4 +170,4 @@ def speaks_of_hardware(text: str) -> bool:
 
 def cause_of(text: str) -> str:
     """Return the cause of an exception of a rank: out of the device's memory, or any other crash."""
-    return OUT_OF_MEMORY if _DEVICE_MEMORY.search(text) else "crash"
+    return OUT_OF_MEMORY if _DEVICE_MEMORY.search(text) else CRASH

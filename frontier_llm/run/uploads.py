@@ -25,12 +25,14 @@ class UploadRecord:
 
     writer: str  # random name of this run directory
     url: str = ""
-    uploaded_step: int | None = None  # None: no checkpoint has been uploaded
+    uploaded_step: int | None = None  # the newest; None: no checkpoint has been uploaded
     uploaded_unix_s: float = 0.0
     pending: tuple[int, ...] = ()  # steps that are to be uploaded
     problem: str = ""  # why the last upload failed; '' after a success
     # After a rewind, remote checkpoints above this step belong to steps that are repeated, and are to be deleted.
     discard_above: int | None = None
+    # Step from which the run continued although it could not read the checkpoints at the URL. None: it could.
+    branched_at: int | None = None
 
 
 def read_uploads(run_dir: Path) -> UploadRecord | None:
@@ -52,7 +54,7 @@ def _record(content: dict[str, Any]) -> UploadRecord | None:
     except TypeError:
         return None
     texts = (record.writer, record.url, record.problem)
-    steps = (record.uploaded_step, record.discard_above)
+    steps = (record.uploaded_step, record.discard_above, record.branched_at)
     is_sound = (
         all(isinstance(text, str) for text in texts)
         and bool(record.writer)

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from frontier_llm import log
-from frontier_llm.errors import FrontierError, Problem, RankFailure
+from frontier_llm.errors import REFUSED_CAUSE, FrontierError, Problem, RankFailure
 from frontier_llm.run import hostlist
 from frontier_llm.run.failure import Evidence, Failure
 from frontier_llm.units import plural, strict_json
@@ -30,7 +30,6 @@ LINGER_S = 3.0
 POLL_S = 0.02
 _VERDICT = "start/verdict"
 _READ = "start/read"
-_FIX = "\n    fix: "  # separator that Problem writes before a fix
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,17 @@ class RankReport:
     host: str
     facts: dict[str, str]  # name → value; the values must be equal on all ranks
     error: str = ""  # why the rank cannot use its device; '' if it can
+    fix: str = ""  # how to repair the error
+
+    @classmethod
+    def of(cls, host: str, facts: dict[str, str], error: FrontierError | None) -> RankReport:
+        """Return the report of a rank. `error` is None if the rank can use its device."""
+        if error is None:
+            return cls(host, facts)
+        if len(error.problems) > 1:
+            return cls(host, facts, str(error))
+        (problem,) = error.problems
+        return cls(host, facts, str(replace(problem, fix="")), problem.fix)
 
     def to_json(self) -> str:
         """Return the JSON text that is written to the store."""
@@ -84,10 +94,9 @@ def raise_failure(failure: Failure) -> NoReturn:
 
     A refusal is a FrontierError (exit code 2, no retry). Other failures are a RankFailure.
     """
-    what, _, fix = "\n".join(failure.message).partition(_FIX)
-    if failure.cause == "refused":
-        raise FrontierError(what, fix)
-    raise RankFailure(what, fix)
+    if failure.cause == REFUSED_CAUSE:
+        raise FrontierError(failure.what, failure.fix)
+    raise RankFailure(failure.what, failure.fix)
 
 
 def judge(reports: Sequence[RankReport]) -> Failure | None:
@@ -120,7 +129,8 @@ def judge(reports: Sequence[RankReport]) -> Failure | None:
     return Failure(
         problem.what,
         Evidence.EXCEPTION if told.error else Evidence.COMPARISON,
-        cause="node failure" if is_node_fault else "refused",
+        fix=problem.fix,
+        cause="node failure" if is_node_fault else REFUSED_CAUSE,
         rank=first,
         host=told.host,
         section="start",
@@ -137,8 +147,7 @@ def _identity(report: RankReport) -> tuple[tuple[tuple[str, str], ...], bool]:
 def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
     """Return the problem of a rank that reports an error, or facts that differ from the facts of `normal`."""
     if told.error:
-        what, _, fix = told.error.partition(_FIX)
-        return Problem("", what, fix)
+        return Problem("", told.error, told.fix)
     differences = [
         f"{name} is {value} instead of {normal.facts.get(name)}"
         for name, value in told.facts.items()
@@ -170,6 +179,7 @@ def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | 
         return Failure(
             what,
             Evidence.NOTICES,
+            fix=problem.fix,
             rank=missing[0],
             section="start",
             message=tuple(str(problem).splitlines()),

@@ -15,7 +15,7 @@ from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig, RunPhase, phases_of
 from frontier_llm.data.position import START, Position
 from frontier_llm.model import Stage, build_stages, losses
-from frontier_llm.ops import select_run_ops, working_dtype
+from frontier_llm.ops import Ops, select_run_ops, working_dtype
 from frontier_llm.optim import (
     EngineInputs,
     GradientSums,
@@ -134,18 +134,19 @@ def build_state(
     device: torch.device,
     source: BatchSource,
     draws: bool = True,
+    ops: Ops | None = None,
 ) -> TrainState:
     """Build one rank's part of the run in its first phase.
 
-    With `draws` False, the initial weights are not drawn, because a checkpoint will be loaded. Raises BackendError if
-    a selected op is not available.
+    With `draws` False, the initial weights are not drawn, because a checkpoint will be loaded. Without `ops` the
+    configuration selects them. Raises BackendError if a selected op is not available.
     """
     phases = phases_of(config)
     config = phases[0].config
     model = config.model
     dtype = working_dtype(config.precision.dtype)
     way = context_way(model, mesh.tp.size, mesh.cp.size, config.parallel.context_attention)
-    ops = select_run_ops(config, device.type, attends_in_parts=mesh.cp.size > 1 and way != "heads")
+    ops = ops or select_run_ops(config, device.type, attends_in_parts=mesh.cp.size > 1 and way != "heads")
     gradients = gradient_destination(config)
     context = LayerContext(
         tp=mesh.tp,

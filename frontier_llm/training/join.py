@@ -208,7 +208,7 @@ def _record_failed_start(run_dir: Path, failure: Failure) -> None:
 def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found, recorded: bool) -> Mesh:
     """Return the mesh after all ranks have reported equal facts. Raises FrontierError if the facts differ."""
     alone = job is None or job.place.world_size == 1
-    report = RankReport(node_name(), found.facts, "" if found.error is None else str(found.error))
+    report = RankReport.of(node_name(), found.facts, found.error)
     run_dir = Path(config.train.run_dir)
 
     def record(failure: Failure) -> None:

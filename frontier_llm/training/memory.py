@@ -12,6 +12,7 @@ import torch
 from frontier_llm import log
 from frontier_llm.comm import maximum
 from frontier_llm.config import RunConfig
+from frontier_llm.machine.load import load_machine
 from frontier_llm.run.stage_memory import StageMemory
 from frontier_llm.training.build import TrainState
 
@@ -71,6 +72,8 @@ class MemoryCheck:
         """Return the predicted bytes of each stage, or None without a prediction. Its errors do not end a run."""
         if self._predict is None:
             return None
+        if state.device.type == "cpu" and load_machine(state.config.machine).device.vendor != "none":
+            return None  # the prediction is for the GPUs of the machine file
         try:
             return self._predict(state.config, state.mesh.world.size)
         except Exception as error:

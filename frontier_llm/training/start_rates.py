@@ -132,6 +132,7 @@ def judge_rates(slow: Mapping[str, SlowNode], hosts: set[str]) -> Failure | None
     return Failure(
         what,
         Evidence.COMPARISON,
+        fix=fix,
         cause="node failure",
         rank=worst.rank,
         host=worst.host,

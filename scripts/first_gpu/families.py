@@ -94,10 +94,10 @@ def _waits_of(family: str) -> dict[str, Any]:
 
 
 def _calls(state: TrainState) -> list[str]:
-    """Return the calls of one step at which the host of a GPU would wait."""
+    """Return the lines of one step at which the host of a GPU would wait."""
     with Waits() as recorded:
         train_step(state)
-    return recorded.names
+    return [wait.line for wait in recorded.waits]
 
 
 def _reported(state: TrainState) -> list[str]:

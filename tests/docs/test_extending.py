@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from frontier_llm.certificate.axis_types import check_axis_types
+from frontier_llm.certificate.axis_types.check import check_axis_types
 from frontier_llm.certificate.section import SectionVerdict
 from frontier_llm.cli.checks import check
 from frontier_llm.config import load_run

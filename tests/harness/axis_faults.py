@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from frontier_llm.certificate.axis_types import check_axis_types
+from frontier_llm.certificate.axis_types.check import check_axis_types
 from frontier_llm.certificate.section import CertificateSection, SectionVerdict
 from tests.harness.axis_parity import ParityTests
 from tests.harness.planted import planted

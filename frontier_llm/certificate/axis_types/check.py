@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from frontier_llm.certificate.axis_types.simulated import Deadlock
 from frontier_llm.certificate.axis_types.small import differences, reasons_not_checkable, serial_copy, small_copy
 from frontier_llm.certificate.axis_types.step import run_step
 from frontier_llm.certificate.axis_types.trace import is_own, text_of
+from frontier_llm.certificate.device_step.count import count_device_step
 from frontier_llm.certificate.section import CertificateSection, judged, not_checkable
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import Problem
@@ -23,7 +25,8 @@ NAME = "types"
 def check_axis_types(config: RunConfig, world_size: int) -> CertificateSection:
     """Check that one step of this run computes the serial gradients, norm and weights, on every mesh axis.
 
-    Runs the step of a small copy of the run in this process, once on one rank and once on simulated ranks.
+    Runs the step of a small copy of the run in this process, once on one rank and once on simulated ranks. Then runs
+    the step of a rank with the run's sizes and ops on tensors without memory, which counts launches, waits and copies.
     """
     reasons = reasons_not_checkable(config, world_size)
     if reasons:
@@ -44,6 +47,7 @@ def check_axis_types(config: RunConfig, world_size: int) -> CertificateSection:
                 return judged(NAME, (), (Problem("the step on several ranks", str(error)),))
             except Exception as error:  # it does not fail on one rank, so the layout is the cause
                 return judged(NAME, (), (_failed(error, "several ranks"),))
+            counts = count_device_step(config, world_size)
     finally:
         torch.set_num_threads(threads)
     labels, problems = judge(serial, ranks)
@@ -59,8 +63,9 @@ def check_axis_types(config: RunConfig, world_size: int) -> CertificateSection:
         "parameters on tp: "
         + ", ".join(f"{count} {pair}" for pair, count in sorted(parameter_labels(serial, ranks).items())),
         "not the options of the run: " + "; ".join(differences(config)),
+        *counts.evidence,
     ]
-    return judged(NAME, tuple(evidence), tuple(problems))
+    return replace(judged(NAME, evidence, [*problems, *counts.problems]), by_line=counts.by_line)
 
 
 def _size(ranks: list, axis: str) -> int:

@@ -65,10 +65,7 @@ def small_copy(config: RunConfig, world_size: int) -> RunConfig:
     way = context_way(config.model, parallel.tensor, parallel.context, parallel.context_attention)
     tensor_chunks = min(config.comm.tensor_chunks, 2)
     model = _small_model(config.model, tp=tp, cp=cp, virtual_stages=pp * chunks, pieces=tensor_chunks, way=way)
-    given = config.batch.global_batch // (config.batch.micro_batch * _data(config, world_size))
-    microbatches = min(given, max(2, pp * chunks))
-    if microbatches > pp:
-        microbatches -= microbatches % pp  # an interleaved schedule needs a multiple of the pipeline ranks
+    microbatches = _few_microbatches(config, world_size, pp, chunks)
     micro_batch = min(config.batch.micro_batch, 2)
     return _with(
         config,
@@ -107,6 +104,41 @@ def small_copy(config: RunConfig, world_size: int) -> RunConfig:
             tensor_chunks=tensor_chunks,
             bucket_elements=min(config.comm.bucket_elements, 2000),
         ),
+        train=_with(config.train, steps=4, phases=()),
+        guard=_with(config.guard, spike_sigmas=0.0, recompute_interval=0),
+    )
+
+
+def wide_copy(config: RunConfig, world_size: int, layers_per_stage: int) -> RunConfig:
+    """Return a copy of the run's first phase with fewer pipeline stages, layers and microbatches.
+
+    All tensors have the sizes of the run. `layers_per_stage` is the number of layers of a virtual stage.
+    """
+    config = phases_of(config)[0].config
+    parallel = config.parallel
+    model = config.model
+    pp = min(parallel.pipeline, MOST_STAGES)
+    chunks = parallel.chunks if pp > 1 else 1
+    dp = _data(config, world_size)
+    layers = max(pp * chunks, _kinds_of_layers(model)) + pp * chunks * (layers_per_stage - 1)
+    moe = model.moe and _with(model.moe, dense_layers=min(model.moe.dense_layers, 1))
+    microbatches = _few_microbatches(config, world_size, pp, chunks)
+    dtype = config.precision.dtype
+    return _with(
+        config,
+        precision=_with(config.precision, dtype="bf16" if dtype == "auto" else dtype),  # as on every GPU
+        model=_with(model, layers=layers, moe=moe),
+        parallel=_with(
+            parallel,
+            pipeline=pp,
+            data=dp,
+            chunks=chunks,
+            schedule=parallel.schedule if pp > 1 else "1f1b",
+            context_attention=context_way(model, parallel.tensor, parallel.context, parallel.context_attention),
+            stage_layers=None,
+        ),
+        batch=_with(config.batch, global_batch=microbatches * config.batch.micro_batch * dp),
+        comm=_with(config.comm, overlap_experts=False),  # a second thread would compute the other microbatch
         train=_with(config.train, steps=4, phases=()),
         guard=_with(config.guard, spike_sigmas=0.0, recompute_interval=0),
     )
@@ -181,6 +213,19 @@ def _degree(degree: int) -> int:
     return min(degree, 2)
 
 
+def _few_microbatches(config: RunConfig, world_size: int, stages: int, chunks: int) -> int:
+    """Return the number of microbatches of a copy: enough for each virtual stage, if the run has as many."""
+    given = config.batch.global_batch // (config.batch.micro_batch * _data(config, world_size))
+    microbatches = min(given, max(2, stages * chunks))
+    if microbatches > stages:
+        microbatches -= microbatches % stages  # an interleaved schedule needs a multiple of the pipeline ranks
+    return microbatches
+
+
+def _kinds_of_layers(model: ModelConfig) -> int:
+    return 2 if model.full_attention_every or (model.moe is not None and model.moe.dense_layers) else 1
+
+
 def _data(config: RunConfig, world_size: int) -> int:
     return max(1, world_size // config.parallel.model_ranks)
 
@@ -191,8 +236,7 @@ def _with(section: Any, **changes: Any) -> Any:
 
 def _small_model(model: ModelConfig, *, tp: int, cp: int, virtual_stages: int, pieces: int, way: str) -> ModelConfig:
     """Return the model with one layer for each virtual stage, and small widths that the degrees divide."""
-    kinds = 2 if model.full_attention_every or (model.moe is not None and model.moe.dense_layers) else 1
-    layers = max(virtual_stages, kinds)
+    layers = max(virtual_stages, _kinds_of_layers(model))
     kv_heads = tp * (cp if way == "heads" else 1)
     heads = kv_heads * min(model.heads // model.num_kv_heads, 2)
     sequence = 4 * cp * tp * pieces

@@ -38,6 +38,7 @@ _HIDDEN = (
     "parallel/tensor/gradients.py",
     "training/step.py",
     "optim/registry.py",
+    "run/",
 )
 
 
@@ -58,7 +59,7 @@ class Event:
 
 
 @cache
-def _relative(filename: str) -> str:
+def package_path(filename: str) -> str:
     """Return the path inside the package, '' for libraries, and the complete path for other files."""
     path = Path(filename)
     if PACKAGE in path.parents:
@@ -69,7 +70,7 @@ def _relative(filename: str) -> str:
 
 @cache
 def _is_counted(filename: str) -> bool:
-    relative = _relative(filename)
+    relative = package_path(filename)
     return bool(relative) and not relative.startswith(_TRANSPARENT)
 
 
@@ -79,7 +80,7 @@ def stack() -> Site:
     lines: list[tuple[CodeType, int]] = []
     while frame is not None:
         code = frame.f_code
-        relative = _relative(code.co_filename)
+        relative = package_path(code.co_filename)
         if relative.startswith("certificate/"):
             if lines:
                 break
@@ -105,18 +106,23 @@ def _outside_of_function(lines: Site) -> Site:
 
 def is_own(line: tuple[CodeType, int]) -> bool:
     """Return True if a message can name the line: it is neither of the check nor of a library."""
-    relative = _relative(line[0].co_filename)
+    relative = package_path(line[0].co_filename)
     return bool(relative) and not relative.startswith("certificate/")
 
 
 def visible(site: Site) -> tuple[CodeType, int] | None:
     """Return the innermost line that a message names: the caller of `comm` and `ops`."""
-    return next((line for line in site if not _relative(line[0].co_filename).startswith(_HIDDEN)), None)
+    return next((line for line in site if not package_path(line[0].co_filename).startswith(_HIDDEN)), None)
+
+
+def innermost(site: Site) -> tuple[CodeType, int] | None:
+    """Return the innermost line of the package or of a plugin."""
+    return next((line for line in site if is_own(line)), None)
 
 
 def step_line(site: Site) -> tuple[CodeType, int] | None:
     """Return the innermost line of the training step."""
-    return next((line for line in site if _relative(line[0].co_filename) == "training/step.py"), None)
+    return next((line for line in site if package_path(line[0].co_filename) == "training/step.py"), None)
 
 
 def waiting_line(site: Site) -> str:
@@ -130,7 +136,7 @@ def text_of(line: tuple[CodeType, int] | None) -> str:
         return "an unknown line"
     code, number = line
     path = Path(code.co_filename)
-    name = f"{PACKAGE.name}/{_relative(code.co_filename)}" if PACKAGE in path.parents else str(path)
+    name = f"{PACKAGE.name}/{package_path(code.co_filename)}" if PACKAGE in path.parents else str(path)
     return f"{name}:{number} ({code.co_qualname})"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from frontier_llm.cluster.doctor import preflight
 from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig
-from frontier_llm.errors import FrontierError
+from frontier_llm.errors import NOT_FINITE, OUT_OF_MEMORY, REFUSED_CAUSE, FrontierError
 from frontier_llm.experiments.scaling.harvest import step_times_s
 from frontier_llm.files import open_below
 from frontier_llm.machine.precision import load_resolved
@@ -37,15 +38,11 @@ from frontier_llm.run.job import Job, read_job, write_job
 from frontier_llm.run.rank_env import environment, with_this_package
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 
-OUT_OF_MEMORY = (
-    "out of memory",
-    "oom-kill",
-    "oom_kill",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "memoryerror",
-    "killed by sigkill",
+# words of the kernel, Slurm, Python and torch for a host whose memory is exhausted
+HOST_OUT_OF_MEMORY = re.compile(
+    r"out of memory|oom[-_]kill|can't allocate memory|cannot allocate memory|MemoryError|SIGKILL", re.IGNORECASE
 )
+RCCL_WATCHDOG = "Watchdog caught collective operation timeout"  # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
 GRACE_S = 30.0  # Slurm's KillWait: from SIGTERM to SIGKILL
 # settings of every short run: no saves, no evaluation, no TensorBoard
 BARE = (
@@ -296,13 +293,14 @@ def judge(directory: Path, end: RunEnd) -> tuple[str, str]:
     """
     rows = run_dir.steps(directory)
     failure = end.failure
+    cause = "" if failure is None else failure.cause
     text = "\n".join([failure.what, *failure.message]) if failure else ""
     finite = [isinstance(row["loss"], int | float) and math.isfinite(row["loss"]) for row in rows]
-    if "steps in a row were skipped" in text or (finite and not any(finite)):
+    if cause == NOT_FINITE or (finite and not any(finite)):
         return "not finite", text[:200] or "no step had a finite loss"
-    if any(mark in text.lower() for mark in OUT_OF_MEMORY):
+    if cause == OUT_OF_MEMORY or HOST_OUT_OF_MEMORY.search(text):
         return "out of memory", text[-200:]
-    if failure is not None and failure.cause == "node failure":
+    if failure is not None and cause == "node failure":
         return "node failure", failure.describe()
     if not end.in_time:
         if step_times_s(directory)[1:]:
@@ -312,8 +310,8 @@ def judge(directory: Path, end: RunEnd) -> tuple[str, str]:
         if rows and not end.exit_code:
             return "ok", ""
         return "crash", f"ended with exit code {end.exit_code}"
-    if end.exit_code == STUCK or "watchdog" in text.lower() or failure.evidence is Evidence.NOTICES:
+    if end.exit_code == STUCK or failure.evidence is Evidence.NOTICES or RCCL_WATCHDOG in text:
         return "hang", failure.describe()
-    if end.exit_code == REFUSED or failure.cause == "refused":
+    if end.exit_code == REFUSED or cause == REFUSED_CAUSE:
         return "refused", failure.describe()
     return "crash", failure.describe()

@@ -229,7 +229,7 @@ class _RowCounts:
         if self._read is None:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._read = self._on_host_2RE.sum(-1).tolist()
+            self._read = [[sum(experts) for experts in ranks] for ranks in self._on_host_2RE.tolist()]
         return self._read
 
 

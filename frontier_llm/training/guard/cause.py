@@ -177,7 +177,7 @@ class Inquiry:
             hosts = error.hosts_to_exclude
             failure = replace(
                 self._own(error.problems[0].what),
-                cause="wrong results",
+                cause=error.cause,
                 evidence=Evidence.COMPARISON,
                 rank=first.rank,
                 host=first.host,

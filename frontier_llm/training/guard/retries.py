@@ -15,8 +15,8 @@ import torch
 
 from frontier_llm import log
 from frontier_llm.comm import Axis, all_gather_json, barrier, maximum
-from frontier_llm.errors import FrontierError
-from frontier_llm.run.failure import OUT_OF_MEMORY, Evidence, Failure, write_failure
+from frontier_llm.errors import OUT_OF_MEMORY, FrontierError
+from frontier_llm.run.failure import Evidence, Failure, write_failure
 from frontier_llm.run.job import ROOMIER_PLAN_VARIABLE
 from frontier_llm.run.rank_env import environ, node_name
 
@@ -30,6 +30,7 @@ class TightMemory(FrontierError):
     """The allocator of a rank retries too often. All ranks raise it after the same step."""
 
     exit_code = 1
+    cause = OUT_OF_MEMORY
 
 
 @dataclass(frozen=True)

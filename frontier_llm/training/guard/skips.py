@@ -20,7 +20,7 @@ from frontier_llm import log
 from frontier_llm.checkpoint.checkpoints import Checkpoints
 from frontier_llm.checkpoint.manifest import Progress
 from frontier_llm.config import GuardConfig
-from frontier_llm.errors import FrontierError
+from frontier_llm.errors import SkippedSteps
 from frontier_llm.files import write_atomically
 from frontier_llm.run import run_dir
 from frontier_llm.units import strict_json
@@ -91,14 +91,14 @@ class Skips:
         """Handle the skipped step `step`.
 
         If the run goes back to a checkpoint, load this checkpoint and return its progress. Return None if the run
-        continues. Raises FrontierError after guard.max_skips_in_row skipped steps in a row.
+        continues. Raises SkippedSteps after guard.max_skips_in_row skipped steps in a row.
         """
         self._in_row += 1
         self._decisions.add(
             step, "spike" if spike else "not finite", loss=repr(loss), gradient_norm=repr(gradient_norm)
         )
         if self._in_row >= self._config.max_skips_in_row:
-            raise FrontierError(
+            raise SkippedSteps(
                 f"{self._in_row} steps in a row were skipped; at the last one loss was {loss}, gradient norm "
                 f"{gradient_norm}",
                 "lower optimizer.lr, inspect the data of these steps (decisions.jsonl), or raise "

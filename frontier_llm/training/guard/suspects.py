@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.errors import WRONG_RESULTS, FrontierError, Problem
 from frontier_llm.run.failure import Suspect
 
 
@@ -12,6 +12,7 @@ class WrongResults(FrontierError):
     """Replicas that must be bit-equal differ. Every rank raises this error with the same content."""
 
     exit_code = 1
+    cause = WRONG_RESULTS
 
     def __init__(self, problems: Iterable[Problem], suspects: Sequence[Suspect], all_hosts: Collection[str]) -> None:
         super().__init__(problems)

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
+from frontier_llm.checkpoint.lock import Superseded
 from frontier_llm.comm import Mesh, dump_flight_record
 from frontier_llm.comm.heartbeat_store import HeartbeatStore
 from frontier_llm.comm.rendezvous import has_joined
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.files import open_below
-from frontier_llm.run.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, write_failure
+from frontier_llm.run.failure import SECONDARY, STUCK, Evidence, Failure, forget_failure, write_failure
 from frontier_llm.run.rank_env import node_name
 from frontier_llm.training.guard.cause import Inquiry, period_s
 from frontier_llm.training.guard.suspects import WrongResults
@@ -112,12 +113,10 @@ class Watchdog:
         except Exception as error:
             if isinstance(error, WrongResults):
                 self._inquiry.accuse(error)
+            elif isinstance(error, FrontierError) and not isinstance(error, RankFailure | Superseded):
+                own = replace(self._here(str(error)), cause=error.cause, evidence=Evidence.EXCEPTION)
+                write_failure(self._run_dir, own)
             if isinstance(error, FrontierError) and not isinstance(error, RankFailure):
-                if error.exit_code == REFUSED:
-                    write_failure(
-                        self._run_dir,
-                        replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION),
-                    )
                 raise  # all ranks raise the same error
             if self._inquiry.alone:
                 self._inquiry.explain(error)
@@ -139,7 +138,7 @@ class Watchdog:
         """Log the failure and end this process."""
         with suppress(OSError):  # the log's disk may be full
             traceback.print_exc()
-        log.warn(failure.describe() if failure.rank == self._rank else f"secondary failure. {failure.describe()}")
+        log.warn(failure.describe() if failure.rank == self._rank else f"{SECONDARY}. {failure.describe()}")
         if self._rank == 0 and self._inquiry.needs_rank_0:
             time.sleep(LINGER_S)
         # Close last, because the watchdog thread may still write, and its error would hide the cause.

@@ -40,7 +40,7 @@ def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None
     check_allowed(
         changes, ["optimizer.lr", "model", "model.rope_scaling.factor"], "step_10"
     )  # these changes were made before the last save, so nothing is left to allow
-    for mistyped in ("optimizer.rl", "optimiser"):
+    for mistyped in ("optimizer.rl", "optimiser", "model.rope_scaling.facter", "train.profile.x", "train.steps.x"):
         with pytest.raises(ConfigError, match="is not a key of a run"):
             check_allowed(changes, [mistyped], "step_10")
 

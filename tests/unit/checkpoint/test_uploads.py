@@ -17,16 +17,17 @@ import pytest
 from frontier_llm.certificate.restart import remote_problems
 from frontier_llm.checkpoint import checkpoints
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.remote import RemoteCheckpoint, uploaded_checkpoints
+from frontier_llm.checkpoint.remote import NotCopied, RemoteCheckpoint, uploaded_checkpoints
 from frontier_llm.checkpoint.remote_writer import claim, read_writer, release, this_writer
 from frontier_llm.checkpoint.upload import Uploads
 from frontier_llm.checkpoint.upload_process import _answers
+from frontier_llm.cli.main import main
 from frontier_llm.cluster.status import read_status
 from frontier_llm.cluster.status_text import render
 from frontier_llm.config import load_run
 from frontier_llm.data.remote import UnreachableError
 from frontier_llm.data.remote_folder import RemoteFolder
-from frontier_llm.errors import CheckpointError, ConfigError
+from frontier_llm.errors import UNREACHABLE, CheckpointError, ConfigError
 from frontier_llm.run.uploads import read_uploads
 from tests.unit.checkpoint.serial import CONFIG, Run, in_child, progress
 
@@ -176,7 +177,7 @@ def test_a_upload_ends_when_another_run_directory_takes_the_url(tmp_path: Path, 
 
 def test_a_stalled_upload_is_ended(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = Uploads(url, tmp_path, tmp_path / "checkpoints", 0.0, list)
-    monkeypatch.setattr("frontier_llm.checkpoint.upload_process.STALL_S", -1.0)
+    monkeypatch.setattr("frontier_llm.checkpoint.remote.STALL_S", -1.0)
     problem = uploads._run({"task": "release"})
     assert problem is not None and problem["text"].startswith("the object store accepted no data")
 
@@ -275,12 +276,113 @@ def test_a_run_continues_from_a_local_checkpoint_if_the_remote_one_cannot_be_cop
         with pytest.raises(CheckpointError, match="the connection was cut"):
             again.checkpoints.newest(strict=True)
         release(RemoteFolder(url), again.checkpoints.uploads._writer)
-        with pytest.raises(CheckpointError, match="the connection was cut"):
-            started(tmp_path / "new", url)  # there is no local checkpoint, and a start at step 0 would be wrong
-    claim(RemoteFolder(url), again.checkpoints.uploads._writer, take_over=True)
+        with pytest.raises(NotCopied, match="the connection was cut"):
+            started(tmp_path / "new", url)  # nothing local: a start at step 0 would be wrong
+        claim(RemoteFolder(url), again.checkpoints.uploads._writer, take_over=True)
+        again = started(tmp_path / "run", url)
+        again.checkpoints.close(verify=False)
+        assert 6 in remote_steps(url)  # no later step was saved, so the next start can still use it
+        again = started(tmp_path / "run", url)
+        again.save(5)
+        again.checkpoints.close()
+    assert max(remote_steps(url)) == 5
+    again = started(tmp_path / "run", url)
+    again.check(5)
+    again.checkpoints.close()
+
+
+def test_a_later_checkpoint_of_another_run_directory_is_never_passed_over(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start fails and may be repeated, because a start from an older step would make a second history."""
+    run = started(tmp_path / "run", url)
+    run.save(2)
+    run.checkpoints.close()
+    moved = started(tmp_path / "moved", url)
+    moved.save(4)
+    moved.checkpoints.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteCheckpoint, "read_shard", Mock(side_effect=UnreachableError("was cut", where=url)))
+        with pytest.raises(NotCopied, match="was cut") as caught:
+            started(tmp_path / "run", url)
+    assert (caught.value.exit_code, caught.value.cause) == (1, UNREACHABLE)
+    again = started(tmp_path / "run", url)
+    again.check(4)
+    again.checkpoints.close()
+
+
+@pytest.mark.parametrize("is_store_back_for_the_uploads", [True, False])
+def test_two_histories_are_never_mixed(
+    tmp_path: Path, url: str, is_store_back_for_the_uploads: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run continues from its local checkpoint while the store is away, and another directory has continued it."""
+    run = started(tmp_path / "run", url)
+    run.save(2)
+    run.checkpoints.close()
+    moved = started(tmp_path / "moved", url)
+    moved.save(6)
+    moved.checkpoints.close()
+    store = tmp_path / "store"
+    store.rename(tmp_path / "away")
+    store.write_text("a file in place of the store")
+    again = started(tmp_path / "run", url)
+    again.check(2)
+    if is_store_back_for_the_uploads:
+        store.unlink()
+        (tmp_path / "away").rename(store)
+    again.save(4)
+    again.checkpoints.close(verify=is_store_back_for_the_uploads)
+    if not is_store_back_for_the_uploads:
+        store.unlink()
+        (tmp_path / "away").rename(store)
+    assert read_uploads(tmp_path / "run").branched_at == 2
+    again = started(tmp_path / "run", url)
+    again.check(4)  # its own history, although step 6 of the other one is higher
+    again.checkpoints.close()
+    assert remote_steps(url) == [6, 2]
+    assert "two histories" in capsys.readouterr().err
+    assert main(["checkpoint", "pull", url, str(tmp_path / "run"), "--take-over"]) == 0
     again = started(tmp_path / "run", url)
     again.check(6)
     again.checkpoints.close()
+
+
+def test_a_stalled_upload_does_not_claim_again(tmp_path: Path, url: str) -> None:
+    """Regression: an upload that claimed the URL and then stalled claimed it again, from another run directory."""
+    run = Run(tmp_path / "run", remote=url)
+    uploads = run.checkpoints.uploads
+    requests: list[str] = []
+    serve = uploads._run
+
+    def stall(request: dict, longest_s: float = 600.0) -> dict | None:
+        requests.append(request["task"])
+        if requests == ["claim", "push"]:  # another run directory takes the URL while the first push stalls
+            other = this_writer("other", tmp_path / "other")
+            claim(RemoteFolder(url), other, take_over=True)
+            release(RemoteFolder(url), other)
+            return {"kind": "unreachable", "text": "the store accepted nothing for 600 s"}
+        return serve(request, longest_s)
+
+    uploads._run = stall
+    run.save(2)
+    wait_for(lambda: requests == ["claim", "push", "push"], 60)
+    run.checkpoints.close()
+    assert remote_steps(url) == [] and requests.count("claim") == 1
+    shutil.rmtree(tmp_path / "store")
+
+
+def test_a_store_that_sends_nothing_ends_the_copy(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = started(tmp_path / "run", url)
+    run.save(2)
+    run.checkpoints.close()
+    released = threading.Event()
+    monkeypatch.setattr("frontier_llm.checkpoint.remote.STALL_S", 0.0)
+    monkeypatch.setattr(RemoteCheckpoint, "read_shard", lambda *_: released.wait(60))
+    assert main(["checkpoint", "pull", url, str(tmp_path / "copy")]) == 2
+    assert "sent nothing for 0 s" in capsys.readouterr().err
+    released.set()
 
 
 def test_a_run_that_loads_no_checkpoint_uploads(tmp_path: Path, url: str) -> None:

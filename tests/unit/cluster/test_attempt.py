@@ -14,7 +14,8 @@ from frontier_llm.cluster.rank_logs import prune
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
-from frontier_llm.run.failure import OUT_OF_MEMORY, Evidence, Failure
+from frontier_llm.errors import OUT_OF_MEMORY, PEER_HEADING
+from frontier_llm.run.failure import Evidence, Failure
 from frontier_llm.run.job import ROOMIER_PLAN_VARIABLE, Job
 from frontier_llm.run.rank_env import rank_python
 from frontier_llm.training.guard.retries import Tight
@@ -246,6 +247,18 @@ def test_a_killed_rank_beside_a_refusal_does_not_hide_it(tmp_path: Path) -> None
     write(tmp_path, 5, "frontier-llm train: error\n/nowhere.bin: no such file\n    fix: give the path\n", 100)
     said = ["srun: error: n2: task 9: Killed", "srun: error: n0: task 5: Exited with exit code 2"]
     assert named(diagnose(137, said, tmp_path))[:3] == ("refused", 5, "n0")
+
+
+@pytest.mark.parametrize(
+    ("heading", "cause_known"), [("error", True), (PEER_HEADING, False)], ids=["own error", "error of a peer"]
+)
+def test_the_heading_of_our_own_message_and_not_its_words_decides(
+    tmp_path: Path, heading: str, cause_known: bool
+) -> None:
+    write(tmp_path, 1, f"frontier-llm train: {heading}\nthe socket of a peer timed out\n    fix: another port\n", 100)
+    outcome = diagnose(1, ["srun: error: n0: task 1: Exited with exit code 1"], tmp_path)
+    assert outcome.failure is not None
+    assert (outcome.failure.rank == 1) is cause_known
 
 
 @pytest.mark.parametrize("code", [20, 255])

@@ -204,6 +204,7 @@ TABLE: list[Row] = [
         {},
     ),
     # refusal
+    ("skipped steps end the job", JOB, after(made("not finite", exit_code=2)), NOW, GiveUp, {"exit_code": 2}),
     ("a refusal ends the job at once", JOB, after(made("refused", exit_code=2)), NOW, GiveUp, {"exit_code": 2}),
     (
         "even if STOP exists",
@@ -286,7 +287,6 @@ def test_the_module_reaches_neither_disk_nor_clock_nor_processes() -> None:
     names = {
         "hostlist",
         "FILE",
-        "OUT_OF_MEMORY",
         "STALE_AFTER_S",
         "Job",
         "STOP_FILE",

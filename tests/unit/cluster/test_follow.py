@@ -125,6 +125,17 @@ def test_a_run_that_does_not_start_is_refused(tmp_path: Path, monkeypatch: pytes
         Follower(tmp_path / "later", tmp_path / "later" / "results", stub).run(poll_s=60.0)
 
 
+def test_a_mistyped_directory_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(follow.time, "sleep", waits.append)
+    monkeypatch.setattr(follow.time, "monotonic", lambda: 60.0 * len(waits))
+    save(tmp_path / "quickstart", 10)
+    mistyped = tmp_path / "quikstart"
+    with pytest.raises(ConfigError, match=r"did you mean .*/quickstart"):
+        Follower(mistyped, mistyped / "results", Stub()).run(poll_s=60.0)
+    assert waits == []
+
+
 def test_no_evaluation_runs_when_slurm_may_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = [job for job in JOBS if job.name == "evaluate"]
     site = load_site("frontier")

@@ -130,8 +130,17 @@ def test_attention_reads_views_and_copies_what_it_cannot_read():
             reference.attention(q.double(), k.double(), v.double(), Scores(0.25)),
             2.0,
         )
-    with pytest.raises(BackendError, match="multiple of 16"):
-        gpu.attention(*normal(4, 1, 1, 3, 24).unbind(3), Scores(1.0))
+    with pytest.raises(BackendError, match="head dim 264 is not supported"):
+        gpu.attention(*normal(4, 1, 1, 3, 264, dtype=torch.float16).unbind(3), Scores(1.0))
+
+
+@pytest.mark.parametrize("head_dim", [24, 40])
+def test_attention_pads_a_head_dim_that_is_no_multiple_of_16(head_dim):
+    """The model gpt-1t has 128 heads of 200."""
+    compare(cases.attention(torch.float16, 70, 2, 4, 2, head_dim, scores=Scores(head_dim**-0.5)), factor=2.0)
+    scores = Scores(head_dim**-0.5, offset=70)
+    case = cases.attention_block(torch.float16, 70, 140, 2, heads=4, kv_heads=2, head_dim=head_dim, scores=scores)
+    compare_stretch(gpu, case, scores, close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from frontier_llm.run.failure import OUT_OF_MEMORY, Evidence, Failure, cause_of, lost_a_peer
+from frontier_llm.errors import OUT_OF_MEMORY
+from frontier_llm.run.failure import Evidence, Failure, cause_of, lost_a_peer
 
 
 @pytest.mark.parametrize(

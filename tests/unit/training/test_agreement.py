@@ -19,7 +19,7 @@ from frontier_llm.training.agreement import RankReport, agree, judge
 
 ROCM7 = "torch 2.10.0 for ROCm 7.0"
 ROCM6 = "torch 2.10.0 for ROCm 6.4"
-DEAD = "torch sees no GPU\n    fix: check the modules"
+DEAD = "torch sees no GPU"
 
 
 def reports(hosts: dict[str, str], per_host: int = 2) -> list[RankReport]:
@@ -28,7 +28,7 @@ def reports(hosts: dict[str, str], per_host: int = 2) -> list[RankReport]:
     for host, found in hosts.items():
         error = found if found == DEAD else ""
         facts = {"device": "no GPU" if error else "gfx90a", "torch": ROCM7 if error else found}
-        made += [RankReport(host, facts, error)] * per_host
+        made += [RankReport(host, facts, error, "check the modules" if error else "")] * per_host
     return made
 
 

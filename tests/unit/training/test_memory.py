@@ -106,3 +106,18 @@ def test_a_run_on_cpus_has_no_surplus(tmp_path: Path, capsys: pytest.CaptureFixt
         file.write("\n" + json.dumps({"kind": "memory", "step": 3, **as_row([StageMemory(0, GIB)])}) + "\n")
     assert main(["calibrate", "--memory-from", str(run), "--emit-machine", str(tmp_path / "mine.yaml")]) == 2
     assert "ran on CPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("machine", "is_compared"), [("local", True), ("frontier", False)])
+def test_the_memory_of_a_process_is_not_compared_with_the_prediction_for_a_gpu(machine: str, is_compared: bool) -> None:
+    axis = SimpleNamespace(rank=0, size=1)
+    config = load_run("quickstart", [f"machine={machine}"])
+    state = SimpleNamespace(
+        current_step=0,
+        device=torch.device("cpu"),
+        mesh=SimpleNamespace(pp=axis, world=axis),
+        phases=(SimpleNamespace(end=10),),
+        config=config,
+    )
+    predicted = MemoryCheck(state, lambda config, ranks: (1.0 * GIB,))._predicted(state)  # type: ignore[arg-type]
+    assert (predicted is not None) is is_compared

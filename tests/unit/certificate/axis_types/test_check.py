@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from frontier_llm import log
-from frontier_llm.certificate.axis_types import check_axis_types
+from frontier_llm.certificate.axis_types.check import check_axis_types
 from frontier_llm.certificate.axis_types.small import small_copy
 from frontier_llm.certificate.axis_types.step import run_step
 from frontier_llm.certificate.axis_types.trace import text_of, visible

@@ -11,6 +11,7 @@ import yaml
 
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_run
+from frontier_llm.errors import NOT_FINITE, OUT_OF_MEMORY
 from frontier_llm.experiments.scaling.launch import LocalRanks, RunEnd, ShortRun, judge
 from frontier_llm.experiments.tuning.trials import COLUMNS
 from frontier_llm.run.failure import Evidence, Failure
@@ -42,10 +43,16 @@ def steps(directory: Path, losses: list[float]) -> None:
             "out of memory",
         ),
         (ended(in_time=False), [], "hang"),
-        (ended("nothing moved for 540 s: watchdog", code=70), [2.0], "hang"),
+        (ended("nothing moved for 540 s", code=70), [2.0], "hang"),
+        (
+            ended("lost a peer", message="Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4"),
+            [2.0],
+            "hang",
+        ),
+        (ended("n3 has no memory left", cause=OUT_OF_MEMORY), [], "out of memory"),
         (ended(in_time=False), [2.0] * 6, "ok"),
         (
-            ended("6 steps in a row were skipped; at the last one loss was nan", code=2, cause="refused"),
+            ended("whatever the message says", code=2, cause=NOT_FINITE),
             [],
             "not finite",
         ),

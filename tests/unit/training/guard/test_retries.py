@@ -11,8 +11,8 @@ import torch
 from frontier_llm.checkpoint.checkpoints import Checkpoints
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import load_run
-from frontier_llm.errors import CheckpointError
-from frontier_llm.run.failure import OUT_OF_MEMORY, read_failure
+from frontier_llm.errors import OUT_OF_MEMORY, CheckpointError
+from frontier_llm.run.failure import read_failure
 from frontier_llm.run.job import ROOMIER_PLAN_VARIABLE
 from frontier_llm.run.run_dir import latest_step
 from frontier_llm.run.signals import SignalWatcher
