@@ -240,6 +240,12 @@ def attention_grad_kv(
 
 
 @triton.jit
+def _load_inside(start, stride, row, d, inside):
+    """Load rows of one head. Elements outside are 0."""
+    return tl.load(start + row.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def _grad_q_block(
     gq_MD,
     q_MD,
@@ -355,11 +361,11 @@ def attention_grad_q(
     row = first_row + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = (row < sequence)[:, None] & (d < head_dim)[None, :]
-    q_MD = tl.load(q + b * q_b + a * q_a + row.to(tl.int64)[:, None] * q_s + d[None, :], mask=inside, other=0.0)
-    g_MD = tl.load(grad_o + b * g_b + a * g_a + row.to(tl.int64)[:, None] * g_s + d[None, :], mask=inside, other=0.0)
+    q_MD = _load_inside(q + b * q_b + a * q_a, q_s, row, d, inside)
+    g_MD = _load_inside(grad_o + b * g_b + a * g_a, g_s, row, d, inside)
     at = (b * heads + a) * padded_length(sequence) + row
     lse = tl.load(logsumexp + at, mask=row < sequence, other=float("inf"))
-    o_MD = tl.load(o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :], mask=inside, other=0.0)
+    o_MD = _load_inside(o + b * o_b + a * o_a, o_s, row, d, inside)
     row_delta = tl.sum(o_MD.to(tl.float32) * g_MD.to(tl.float32), 1)
     tl.store(delta + at, row_delta)
     k = k + b * k_b + (a // group) * k_a

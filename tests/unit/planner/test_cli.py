@@ -129,7 +129,7 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
     page = figures.read_text().split("<script>")[0]
     # pipeline, causes, memory and roofline; throughput, scaling, collectives
     assert page.count("class=chart") == 5 + 3 + 2 + 2
-    assert "Parts of a step's time" in page and "why not FSDP: " in page
+    assert "Parts of a step&#x27;s time" in page and "why not FSDP: " in page
     assert '"name": "idle"' in page and "Report" in page
     assert "http" not in page.split("<pre>")[0]
 
