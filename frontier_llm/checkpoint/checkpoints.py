@@ -18,7 +18,7 @@ from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
 from frontier_llm.checkpoint.older import position_of
 from frontier_llm.checkpoint.ranks import from_rank_0, joint_error, transferred
-from frontier_llm.checkpoint.remote import POLL_S, NotCopied, OnBytes, RemoteCheckpoint, Transfer, pull
+from frontier_llm.checkpoint.remote import POLL_S, NotCopied, OnBytes, RemoteCheckpoint, RemoteTransfer, pull
 from frontier_llm.checkpoint.save import Save, Saved
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.checkpoint.upload import Uploads
@@ -360,7 +360,7 @@ class Checkpoints:
 
     def _transferred(self, work: Callable[[OnBytes], Any], if_not_possible: Callable[[FrontierError], Any]) -> Any:
         """Return the result of `ranks.transferred` for `train.remote`. Collective."""
-        start = partial(Transfer, work, str(self._train.remote))
+        start = partial(RemoteTransfer, work, str(self._train.remote))
         return transferred(start, if_not_possible, self._on_wait, self.world, self.device)
 
     def _at_most(self, step: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from frontier_llm.checkpoint.directory import CannotWrite
 from frontier_llm.checkpoint.lock import Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
-from frontier_llm.checkpoint.remote import NotCopied, Transfer
+from frontier_llm.checkpoint.remote import NotCopied, RemoteTransfer
 from frontier_llm.comm import Axis, all_gather_json, broadcast_json
 from frontier_llm.data.remote import UnreachableError
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
@@ -37,7 +37,7 @@ def from_rank_0(compute: Callable[[], Any], world: Axis, device: torch.device) -
 
 
 def transferred(
-    start: Callable[[], Transfer],
+    start: Callable[[], RemoteTransfer],
     if_not_possible: Callable[[FrontierError], Any],
     on_wait: Callable[[], object],
     world: Axis,

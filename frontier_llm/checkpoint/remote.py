@@ -50,7 +50,7 @@ class NotCopied(CheckpointError):
     cause = UNREACHABLE
 
 
-class Transfer:
+class RemoteTransfer:
     """A request to a store in a daemon thread. It fails if no byte moves for STALL_S, whatever the store's client does.
 
     The thread of a failed transfer may never end, so the process must then end with `os._exit`.

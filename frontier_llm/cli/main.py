@@ -176,7 +176,7 @@ def entry() -> NoReturn:
     closed at this point.
 
     If the output could not be written, exit with `os._exit` too, because the interpreter would write it once more. The
-    same applies if a thread still waits for a store that does not respond (`checkpoint.remote.Transfer`).
+    same applies if a thread still waits for a store that does not respond (`checkpoint.remote.RemoteTransfer`).
     """
     code = main()
     failure = None

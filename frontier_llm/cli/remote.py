@@ -146,7 +146,7 @@ def pull(args: argparse.Namespace) -> int:
 
         return remote.pull(chosen, run_dir / "checkpoints", 0, received)
 
-    transfer = remote.Transfer(work, url)
+    transfer = remote.RemoteTransfer(work, url)
     while not transfer.is_over():
         pass
     path = transfer.result()

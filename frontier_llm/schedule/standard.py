@@ -26,9 +26,8 @@ def _gpipe(placement: Placement, microbatches: int, rank: int) -> Order:
 
 def _one_f_one_b(placement: Placement, microbatches: int, rank: int) -> Order:
     """Return one forward for each later stage as warm-up, then alternate forwards and backwards."""
-    forwards = _all(Kind.FORWARD, microbatches, rank)
-    backwards = _all(Kind.BACKWARD, microbatches, rank)
-    return _alternate(forwards, backwards, warmup=placement.ranks - 1 - rank)
+    warmup = placement.ranks - 1 - rank
+    return _alternate(_all(Kind.FORWARD, microbatches, rank), _all(Kind.BACKWARD, microbatches, rank), warmup)
 
 
 def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
@@ -43,16 +42,15 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
     held = placement.positions_of(rank)
     if len(held) == 1:
         return _one_f_one_b(placement, microbatches, rank)
-    rounds = range(0, -(-microbatches // stages) * stages, stages)
+    rounds = range(0, microbatches, stages)
 
     def passes(kind: Kind, through: Sequence[int]) -> Order:
         return [
             Action(kind, first + place, position) for first, position, place in product(rounds, through, range(stages))
         ]
 
-    forwards = passes(Kind.FORWARD, held)
-    backwards = passes(Kind.BACKWARD, held[::-1])
-    order = _alternate(forwards, backwards, warmup=2 * (stages - 1 - rank) + (len(held) - 1) * stages)
+    warmup = 2 * (stages - 1 - rank) + (len(held) - 1) * stages
+    order = _alternate(passes(Kind.FORWARD, held), passes(Kind.BACKWARD, held[::-1]), warmup)
     return [action for action in order if action.microbatch < microbatches]
 
 
@@ -142,12 +140,14 @@ for name, one, about in (
     ("zb-h1", _ZeroBubble(1), "1f1b with a split backward: less idle time, the same memory"),
     ("zb-h2", _ZeroBubble(2), "a split backward and twice 1f1b's warm-up forwards: more memory"),
 ):
-    rule = ScheduleRule(
-        one,
-        splits_backward=True,
-        peak_in_flight=one.peak_in_flight,
-        peak_waiting=one.peak_waiting,
-        idle=1 / 3,
-        about=about,
+    register(
+        name,
+        ScheduleRule(
+            one,
+            splits_backward=True,
+            peak_in_flight=one.peak_in_flight,
+            peak_waiting=one.peak_waiting,
+            idle=1 / 3,
+            about=about,
+        ),
     )
-    register(name, rule)

@@ -27,7 +27,7 @@ TORCH_FREE = (
     "experiments/tuning",
     "certificate",
 )
-WITH_TORCH = "certificate/axis_types"
+WITH_TORCH = ("certificate/axis_types", "certificate/device_step")
 
 
 def run(*command, **options):

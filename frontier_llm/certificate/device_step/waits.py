@@ -33,7 +33,7 @@ OPERATORS = {
 }
 
 
-class Wait(NamedTuple):
+class ObservedWait(NamedTuple):
     """A call at which the host waits."""
 
     name: str  # of the operator or of the function
@@ -46,14 +46,14 @@ class HostWaits(TorchDispatchMode):
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
-        self.waits: list[Wait] = []
+        self.waits: list[ObservedWait] = []
         self.device_type = device_type
         self.phase = ""
         self._replaced = ExitStack()
 
     def wait(self, name: str) -> None:
         """Record that the host waits at the current line."""
-        self.waits.append(Wait(name, text_of(innermost(stack())), self.phase))
+        self.waits.append(ObservedWait(name, text_of(innermost(stack())), self.phase))
 
     def is_on_device(self, x: Any) -> bool:
         """Return True if `x` is a tensor that stands for a tensor of the GPU."""
