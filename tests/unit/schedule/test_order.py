@@ -168,7 +168,7 @@ def test_tied_and_world_sums_exchanged_hang_and_are_named() -> None:
 
 
 def test_a_collective_of_another_kind_is_a_mistake_and_not_a_match() -> None:
-    with pytest.raises(ScheduleError, match="has tp all_gather where rank 0 has tp all_reduce"):
+    with pytest.raises(ScheduleError, match="rank 1 starts tp all_gather, but rank 0 starts tp all_reduce"):
         check_order([[ListEntry("tp all_reduce", "tp", (0, 1))], [ListEntry("tp all_gather", "tp", (0, 1))]])
 
 
