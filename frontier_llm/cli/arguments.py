@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix or f'{self.prog} --help'}\n")
 
     def _add(self, missing: list[str]) -> str:
-        """Return the repair for missing arguments: each with its meaning. '' if one has no help."""
+        """Return the remedy for missing arguments, each with its help text, or '' if one has no help text."""
         words = []
         for action in self._actions:
             name = "/".join(action.option_strings) or action.metavar

@@ -35,9 +35,9 @@ def inspect(
 ) -> dict[str, Any]:
     """Return a JSON-ready description of a dataset. Every entry of the index is checked.
 
-    `tokenizer` None means the recorded tokenizer, if it still exists. With a `sequence_length`, the results of
-    `truncation` and `best_fit` are included. Raises DataError for damage, and for a tokenizer that did not make the
-    data.
+    If `tokenizer` is None, the tokenizer that the dataset's record names is used, if it still exists. With a
+    `sequence_length`, the results of `truncation` and `best_fit` are included. Raises DataError for damage, and for a
+    tokenizer that did not make the data.
     """
     dataset = IndexedDataset(prefix, scan=True)
     dataset.check_token_ids()

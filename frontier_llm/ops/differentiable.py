@@ -78,7 +78,10 @@ class DifferentiableOps(ABC):
         return _Norm.apply(x, residual, weight, bias if centred else None, NormKind(centred, eps), self)
 
     def rope(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-        """Return the rotary embedding (rotate-half). The backward rotates the gradient by the negative angles."""
+        """Return `x` with the rotary position embedding applied (rotate-half).
+
+        The backward rotates the gradient by the negative angles.
+        """
         return _Rope.apply(x_SBaD, cos_SR, sin_SR, self)
 
     def rotated_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ SPLIT_BACKWARD = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def check(schedule: Schedule, rank: int) -> None:
-    """Raise ScheduleError unless a pipeline rank's list is legal. The check is cheap enough for every start.
+    """Raise ScheduleError unless a pipeline rank's list of actions is legal. The check is cheap enough for every start.
 
     In a legal list each microbatch has exactly one forward on each position of the rank, and later one backward (B, or
     I and then W). Each message is sent once, after the compute action that produces it. Each receive is posted before

@@ -46,7 +46,7 @@ def _alive(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
 
 
 def calls(schedule: Schedule, rank: int, collectives: CollectiveLists) -> Iterator[Call]:
-    """Yield the communication calls of a pipeline rank in a step, as its ledger records them."""
+    """Yield the communication calls that the ledger of a pipeline rank records in a step."""
     yield from collectives.before
     for action in schedule.actions[rank]:
         if action.kind.computes:

@@ -39,7 +39,11 @@ def family_for(model: ModelConfig) -> Family:
             return family
     raise CheckpointError(
         [
-            Problem(f"cannot be exported as {name}", "; ".join(why), "train a model of one of these families")
+            Problem(
+                f"cannot be exported as {name}",
+                "; ".join(why),
+                "train a model that one of the named architectures can represent",
+            )
             for name, why in reasons.items()
         ]
     )

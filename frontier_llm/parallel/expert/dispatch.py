@@ -367,8 +367,8 @@ class _Combine(Function):
         travel = leave(grads[0], ctx.plan)
         _let_other_half_run(ctx.plan.axis)
         rows = arrived(travel, ctx.plan)
-        # While the device sorts these rows, the forward that is paired with this backward copies its row counts to the
-        # host and sends its rows. With this call, forward and backward each switch three times.
+        # The paired forward runs while the device sorts these rows: it copies its row counts to the host and sends its
+        # own rows. With this call, forward and backward each switch three times.
         _let_other_half_run(ctx.plan.axis)
         return rows, None
 

@@ -24,9 +24,9 @@ from frontier_llm.schedule import rule
 class Layouts(Layout):
     """A table of layouts: a `Layout` whose fields are numpy columns of one length.
 
-    A field that is equal for all layouts of the table may be a plain name or number instead of a column. Functions with
-    a parameter `layouts` accept one `Layout` or a table. Properties that depend on columns, for example `devices`, are
-    columns.
+    A field that is equal for all layouts of the table may be a single string or number instead of a column. Functions
+    with a parameter `layouts` accept one `Layout` or a table. Properties that depend on columns, for example `devices`,
+    are columns.
     """
 
     def __len__(self) -> int:

@@ -1,4 +1,5 @@
-"""Costs of an optimizer that updates complete matrices (Muon): products, collectives, padding and buffers of a step.
+"""Costs of an optimizer that updates complete matrices (Muon): matrix products, collectives, padding and buffers of a
+step.
 
 The costs follow from the assignment of matrices to buckets, which the runtime uses too (`topology/buckets.py`).
 """
