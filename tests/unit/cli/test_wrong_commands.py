@@ -42,7 +42,7 @@ ANSWERS = {
     "plan gpt-22b --fix schedule=dualpipev": "'dualpipev' is not a schedule\n    fix: did you mean 'dualpipe-v'?",
     "status --explain": "fix: --explain is an option of frontier-llm plan",
     "train quickstart train.steps=2parsecs": "with its unit: steps, tokens or epochs",
-    "train quickstart --dry-run --allow-change lr": "'lr' is no key of a run\n    fix: did you mean 'optimizer.lr'?",
+    "train quickstart --dry-run --allow-change lr": "'lr' is not a key of a run\n    fix: did you mean 'optimizer.lr'?",
     "submit train_small --site local --nodes 1 --allow-change lr": "fix: did you mean 'optimizer.lr'?",
     "data tokenize {here}/a.jsonl --tokenizer bytes --output {here}/x": "fix: name the key of the text with --text-key",
     "data tokenizer {here}/a.jsonl --output {here}/x.model": "fix: name the key of the text with --text-key",
