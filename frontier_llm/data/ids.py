@@ -38,7 +38,7 @@ def scan(
 ) -> IdScan:
     """Read every entry of the index and every token.
 
-    `vocab_size` None means the vocabulary size in the dataset's record, if there is a record. `progress` receives the
+    If `vocab_size` is None, the size in the dataset's record is used, if there is a record. `progress` receives the
     number of tokens read and the total. Raises DataError for a damaged dataset.
     """
     dataset = IndexedDataset(prefix, scan=True)

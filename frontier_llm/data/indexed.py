@@ -73,8 +73,8 @@ class IndexedDataset:
         """Open and validate the dataset.
 
         The header, the file sizes and both ends of every table are always checked. With `scan`, every entry is checked
-        too. `scan` None means True for at most 2^20 sequences. Raises a DataError that names the file, the byte offset,
-        the expected and the found value.
+        too. If `scan` is None, this is done for at most 2^20 sequences. Raises a DataError that names the file, the
+        byte offset, the expected and the found value.
         """
         self.prefix = str(prefix)
         _require_files(self.prefix)

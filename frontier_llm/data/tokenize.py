@@ -109,10 +109,10 @@ def tokenize(
 ) -> DatasetMeta:
     """Make the dataset `prefix` from files and directories. Return its record.
 
-    `workers` None means one per core that this process may use. A dataset that the same inputs, tokenizer and options
-    made is returned unchanged. Raises DataError for missing, empty or (unless skipped) damaged inputs, and for a
-    directory that cannot be written. Raises it too for a dataset of other inputs at `prefix` (unless `overwrite`), and
-    while another process makes a dataset there.
+    If `workers` is None, each core that this process may use gets one worker. A dataset that the same inputs, tokenizer
+    and options made is returned unchanged. Raises DataError for missing, empty or (unless skipped) damaged inputs, and
+    for a directory that cannot be written. Raises it too for a dataset of other inputs at `prefix` (unless
+    `overwrite`), and while another process makes a dataset there.
     """
     plan = plan_dataset(inputs, prefix, tokenizer, options or TokenizeOptions())
     return make_dataset(plan, workers, overwrite)

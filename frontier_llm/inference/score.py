@@ -76,9 +76,10 @@ def token_scores(
 ) -> list[tuple[Tensor, Tensor]] | None:
     """Return log p and whether the token was the most likely, for the last tokens of each text.
 
-    Both tensors have the shape (count,) and are on the CPU. `counts` None means all but the first token. Logits are
-    computed only from the first position that a row needs. Collective over tp and pp. Stages without logits return
-    None. Texts have 2 to S + 1 tokens. Rows are padded on the right, to which causal attention never attends.
+    `counts` has the number of last tokens of each text. If it is None, all tokens but the first are scored. Both
+    tensors have the shape (count,) and are on the CPU. Logits are computed only from the first position that a row
+    needs. Collective over tp and pp. Stages without logits return None. Texts have 2 to S + 1 tokens. Rows are padded
+    on the right, to which causal attention never attends.
     """
     longest = max(map(len, texts))
     padded_BS1 = torch.zeros(len(texts), longest, dtype=torch.int64)
