@@ -140,7 +140,7 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
         "untrusted_nodes.json: holds null, expected a list",
     ),
     ("binary successor", content("successor", BINARY), "successor: is not UTF-8 text"),
-    ("option as successor", content("successor", "--help"), "successor: holds '--help', expected the id of a job"),
+    ("option as successor", content("successor", "--help"), "successor: contains '--help', expected the id of a job"),
     ("folder as successor", folder_for("successor"), "successor: is a directory, not a file"),
     ("empty job", content("job.json", ""), "job.json: is empty"),
     (
@@ -173,7 +173,7 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     (
         "binary metrics",
         content("metrics.jsonl", BINARY + b"\n"),
-        "metrics.jsonl: 2 lines are damaged and ignored; the first is line 1",
+        "metrics.jsonl: 2 lines are damaged and ignored, the first is line 1",
     ),
     (
         "NaN as loss",

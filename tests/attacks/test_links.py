@@ -156,7 +156,12 @@ def test_a_run_directory_that_goes_away_under_the_supervisor(
 
     monkeypatch.setattr(attempt, "run_step", move_away)
     job: Any = SimpleNamespace(
-        directory=run, allocation=SimpleNamespace(job_id="7", batch_host="n0"), job=SimpleNamespace(plans=())
+        directory=run,
+        command=("train",),
+        config=None,
+        site=None,
+        allocation=SimpleNamespace(job_id="7", batch_host="n0"),
+        job=SimpleNamespace(plans=()),
     )
     with pytest.raises(FrontierError, match="run: was moved or deleted during the run"):
         attempt.start_ranks(job, ("n0",), None)
