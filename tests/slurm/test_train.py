@@ -256,7 +256,7 @@ def test_a_node_that_differs_and_a_slow_node_are_replaced_by_spares(cluster: Loc
     ]
     assert [(attempt.cause, attempt.nodes) for attempt in made] == expected, text
     assert made[0].failed_host == "n1" and SAYS in made[0].detail
-    assert made[1].failed_host == "n2" and "n2 has 0.50 of the median rate: its matrix product" in made[1].detail
+    assert made[1].failed_host == "n2" and "n2 reaches 0.50 of the median rate: its matrix product" in made[1].detail
     assert run_dir.bad_hosts(tmp_path / "run") == ["n1", "n2"]
     assert [step for step, _ in losses(tmp_path)] == [1, 2]
 
