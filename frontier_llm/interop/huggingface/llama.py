@@ -83,14 +83,15 @@ def write_llama_like(m: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_windowed(f: ConfigJson, default_window: int | None = None) -> dict[str, Any]:
+def read_windowed(f: ConfigJson, default_window: int | None = None, function: str = "silu") -> dict[str, Any]:
     """Return the fields of `read_llama_like`, and a window if it is shorter than the context.
 
-    `default_window` is the window of a configuration without the key.
+    `default_window` is the window of a configuration without the key. `function` is the activation function that the
+    family requires.
     """
     window = f.content.get("sliding_window", default_window)
     narrow = window is not None and window < f.get("max_position_embeddings", 131072)
-    return {**read_llama_like(f), "sliding_window": window if narrow else None}
+    return {**read_llama_like(f, function=function), "sliding_window": window if narrow else None}
 
 
 def read_mixtral(f: ConfigJson) -> dict[str, Any]:

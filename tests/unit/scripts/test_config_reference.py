@@ -30,7 +30,7 @@ def test_the_page_is_up_to_date(reference: ModuleType) -> None:
 
 def test_a_type_without_words_is_an_error(reference: ModuleType) -> None:
     assert reference.type_text("StepRange") == "a step, or FIRST-LAST"
-    with pytest.raises(ValueError, match=r"Annotated\[str, BeforeValidator\(str\)\] has no words"):
+    with pytest.raises(ValueError, match=r"Annotated\[str, BeforeValidator\(str\)\] has no description"):
         reference.type_text("Annotated[str, BeforeValidator(str)]")
 
 

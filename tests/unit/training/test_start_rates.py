@@ -50,7 +50,7 @@ def test_one_slow_rank_makes_its_node_slow_in_each_measure(number: int) -> None:
     failure = judge_rates(found, {f"n{number}" for number in range(5)})
     assert failure is not None and failure.cause == "node failure" and failure.host_suspect
     assert (failure.rank, failure.host, failure.excluded_hosts) == (3, "n1", ("n1",))
-    assert f"n1 has 0.80 of the median rate: its {MEASURES[number]} takes 1.25 s (rank 3)" in failure.what
+    assert f"n1 reaches 0.80 of the median rate: its {MEASURES[number]} takes 1.25 s (rank 3)" in failure.what
     assert "n1 has 0.80 of its rate" in summary(times({3: tuple(seconds)}))[number]
 
 
@@ -116,7 +116,7 @@ def test_real_ranks_measure_all_and_end_the_start_if_a_node_is_slow(ranks: RankP
     assert [counts for counts, _, _ in results] == [[4, 4, 4, 4]] * 4
     assert [[host for host, _ in recorded] for _, recorded, _ in results] == [["n2"], [], [], []]
     for _, _, error in results:
-        assert "n2 has 0.50 of the median rate" in error and "guard.start_rates=false" in error
+        assert "n2 reaches 0.50 of the median rate" in error and "guard.start_rates=false" in error
 
 
 def _measured_with_a_limit(rank: int, share: float | None) -> list[RankTimes]:
