@@ -77,7 +77,7 @@ def _spares(text: str, where: str) -> int:
 
 def _continuation(text: str, where: str) -> str:
     if text not in CONTINUATIONS:
-        raise FrontierError(f"must be 'requeue', 'successor' or 'never', not {text!r}", where=where)
+        raise FrontierError(f"{text!r} is not one of 'requeue', 'successor' and 'never'", where=where)
     return text
 
 
