@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +18,26 @@ from frontier_llm.run.uploads import read_uploads
 from frontier_llm.training import loop
 from frontier_llm.training.guard import Watchdog
 
+# A rank whose start never ends, in a process of its own: a fork would inherit the locks of other tests' timers.
+STUCK = """
+import contextlib, sys, time
+from frontier_llm.config import load_run
+from frontier_llm.run.signals import SignalWatcher
+from frontier_llm.training import loop
 
-def test_a_rank_that_waits_for_ever_at_the_start_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def stuck(*_: object) -> Iterator[None]:
-        time.sleep(3600)  # pytest ends the test earlier
-        yield
+@contextlib.contextmanager
+def stuck(*_):
+    time.sleep(3600)  # pytest ends the test earlier
+    yield
 
-    monkeypatch.setattr(loop, "joined_state", stuck)
-    config = load_run("quickstart", [f"train.run_dir={tmp_path}", "train.timeout_s=1"])
-    pid = os.fork()
-    if pid == 0:
-        loop.train(config, None, SignalWatcher())
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+loop.joined_state = stuck
+loop.train(load_run("quickstart", [f"train.run_dir={sys.argv[1]}", "train.timeout_s=1"]), None, SignalWatcher())
+"""
+
+
+def test_a_rank_that_waits_for_ever_at_the_start_ends(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Timeout (0:00:03)" in done.stderr
 
 
 def test_a_finished_run_that_waits_for_its_uploads_is_not_stuck_and_obeys_stop(
