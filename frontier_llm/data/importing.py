@@ -1,8 +1,8 @@
 """Import token files of other programs into `<prefix>.bin/.idx/.meta.json`.
 
-The formats are Mosaic MDS token columns, OLMo `.npy`, nanoGPT `.bin` and NumPy arrays. All of them are streams of ids
-with an end-of-document id between documents. Samples that were packed to a fixed length are joined, and then cut at the
-ends of documents. Megatron `.bin/.idx` files need no import.
+The formats are Mosaic MDS token columns, OLMo `.npy`, nanoGPT `.bin` and NumPy arrays. Each format stores a stream of
+token ids with an end-of-document id between documents. Samples that were packed to a fixed length are joined, and then
+cut at the ends of documents. Megatron `.bin/.idx` files need no import.
 """
 
 from __future__ import annotations
