@@ -1,4 +1,6 @@
-"""Exceptions with messages for users: the fault, its place and its repair. One exception can hold several problems."""
+"""Exceptions with messages for users. A message states the fault, its place and the repair. One exception can hold
+several problems.
+"""
 
 from __future__ import annotations
 

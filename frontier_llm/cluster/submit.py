@@ -266,7 +266,7 @@ def job_variables(request: JobRequest) -> dict[str, str]:
 
 
 def readiness(request: JobRequest, submission: Submission) -> Readiness:
-    """Check that everything the job needs is installed at the site, and that so many nodes can start."""
+    """Check that the packages that the job needs are installed at the site, and that its number of nodes can start."""
     found = before_the_queue(request.config, request.site, request.job.directory, submission.variables)
     if not found.is_checkable:
         return found

@@ -160,7 +160,8 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
 def _write(writer: IndexedWriter, block: NDArray[Any], eod: int, unfinished: int) -> int:
     """Append a block and end a document after every `eod`.
 
-    `unfinished` is the number of tokens of the open document before the block. Return this number after the block.
+    `unfinished` is the number of tokens of the open document before the block. Return the number of tokens that the
+    open document has after the block.
     """
     start = 0
     for end in (np.flatnonzero(block == eod) + 1).tolist():

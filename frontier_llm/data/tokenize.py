@@ -148,7 +148,9 @@ def missing_dataset(plan: TokenizePlan, overwrite: bool) -> str | None:
 
 @contextlib.contextmanager
 def shares_of(prefix: str | Path, digest: str) -> Iterator[None]:
-    """Hold the lock of the dataset while other processes call `make_share`. `digest` is that of `missing_dataset`."""
+    """Hold the lock of the dataset while other processes call `make_share`. `digest` is the result of
+    `missing_dataset`.
+    """
     with sole_maker(prefix, digest, REPEAT):
         try:
             yield
