@@ -1,6 +1,4 @@
-"""The training loop of a rank: connect to the other ranks, resume, train until the last step or a signal, evaluate and
-save.
-"""
+"""The training loop of a rank: join the other ranks, resume, train until the last step or a signal, evaluate, save."""
 
 from __future__ import annotations
 
