@@ -1,8 +1,8 @@
 """The supervisor: the program in the batch shell of a job. launch/job.sh starts it.
 
-The supervisor starts all ranks with one srun. This is an attempt. After each attempt `cluster.decide` decides whether
-to start again, to continue in another job, or to end. This module reads the records from Slurm, the clock and the run
-directory, starts the ranks, and executes the final decision.
+The supervisor starts all ranks with one srun. Such a start is called an attempt. After each attempt `cluster.decide`
+decides whether to start again, to continue in another job, or to end. This module reads the records from Slurm, the
+clock and the run directory, starts the ranks, and executes the final decision.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def record_allocation(run: BatchRun) -> None:
 
 
 def _started_unix_s(job_id: str, now: float) -> float:
-    """Return the time at which this start of the job began. `now` if Slurm does not tell."""
+    """Return the time at which this start of the job began. `now` if Slurm does not report the time."""
     text = environ("SLURM_JOB_START_TIME") or ""
     if text.isdecimal():
         return float(text)

@@ -1,4 +1,6 @@
-"""Write Megatron's indexed datasets (format: indexed.py). Data is streamed, and a dataset appears only complete."""
+"""Write Megatron's indexed datasets (format: indexed.py). Tokens are written as they arrive. The dataset gets its final
+name only when it is complete.
+"""
 
 from __future__ import annotations
 

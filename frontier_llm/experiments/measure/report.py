@@ -311,7 +311,9 @@ def _chip(grid: Grid, place: Mapping[str, int]) -> str:
 
 
 def _of_run(record: RunRecord, text: str) -> str:
-    """Append the directory's name to `text` if the run's name contains one in addition to the layout."""
+    """Append the directory's name to `text` if the name of the run in the figures contains the directory and not only
+    the layout.
+    """
     own = record.name.rpartition(", ")[0]
     return f"{text}, {own}" if own else text
 
@@ -356,7 +358,7 @@ def _runs(records: Sequence[RunRecord]) -> str:
 
 
 def _data(records: Sequence[RunRecord]) -> str:
-    """Return a table and a chart of the tokens that each run has read of its sources."""
+    """Return a table and a chart of the number of tokens that each run has read from each of its datasets."""
     rows = []
     traces = []
     for index, record in enumerate(records):

@@ -68,8 +68,8 @@ def gradient_reduction_s(
 
     With ZeRO these are a reduce-scatter (`all_reduces_gradients`: an all-reduce) and an all-gather, otherwise an
     all-reduce and 0. The collectives run bucket by
-    bucket. `parameters` and `experts` are numbers of elements. The gradients of experts are reduced after those of all
-    other parameters, over the experts' replicas.
+    bucket. `parameters` and `experts` are numbers of elements. The gradients of experts are reduced after the gradients
+    of all other parameters, over the experts' replicas.
     """
     place = ranks_per_node(layouts, rates)
     node = rates.node_devices
