@@ -62,7 +62,7 @@ def _evaluated_steps(run_dir: Path) -> list[int]:
 
 
 def _read(run_dir: Path, step: int) -> Evaluated | None:
-    """Return the result of one checkpoint. None if the file was deleted meanwhile."""
+    """Return the result of one checkpoint. None if the file has been deleted."""
     path = result_path(run_dir / FOLDER, step)
     content: dict[str, Any] | None = read_json(path, dict, "delete it; the checkpoint is then evaluated again")
     if content is None:
