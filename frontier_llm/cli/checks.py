@@ -48,7 +48,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True, position: Posi
 
 
 def check_start(config: RunConfig, world_size: int) -> None:
-    """Refuse to start ranks on this computer in vain.
+    """Check that ranks can start on this computer.
 
     Raises ConfigError if a STOP file exists, if a GPU is missing, or if the state without activations exceeds the
     memory.
