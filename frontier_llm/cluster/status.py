@@ -123,18 +123,23 @@ class RunParts:
         return printable(f"{text}; {problem.fix}" if problem.fix else text)
 
 
-def read_status(directory: Path) -> Status:
-    """Return the status of one run directory. Its damaged files are listed in `damage`.
-
-    Raises FrontierError if `directory` is not a run directory.
-    """
+def require_run_dir(directory: Path) -> None:
+    """Raise FrontierError if `directory` is not a run directory."""
     if not directory.is_dir():
-        fix = "give the path of a run directory, or no path for all under runs/"
+        fix = "give the path of a run directory (frontier-llm status lists those under runs/)"
         raise FrontierError("no such run directory", fix, str(directory.absolute()))
     if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
         raise FrontierError(
             "is not a run directory", f"a run directory has one of {', '.join(RUN_MARKS)}", str(directory.absolute())
         )
+
+
+def read_status(directory: Path) -> Status:
+    """Return the status of one run directory. Its damaged files are listed in `damage`.
+
+    Raises FrontierError if `directory` is not a run directory.
+    """
+    require_run_dir(directory)
     parts = RunParts(directory)
     rows = parts.read(run_dir.steps, list[dict[str, Any]]())
     last = rows[-1] if rows else {}
