@@ -1,4 +1,6 @@
-"""Exceptions with messages for users: the fault, its place and its repair. One exception can hold several problems."""
+"""Exceptions with messages for users. A message states the fault, its place and the repair. One exception can hold
+several problems.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ MOST_SHOWN = 8  # problems of one kind that an error lists
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault.
+    """One fault that a user can repair.
 
     `where` names the key, path or rank. `what` states the rule and the offending value.
     `fix` is the command or change that repairs it, with the nearest valid values if there are any.

@@ -1,5 +1,5 @@
-"""`frontier-llm calibrate`: measure a model's products, attention, copies and collectives on this machine, and write a
-machine file.
+"""`frontier-llm calibrate`: measure a model's matrix products, attention, copies and collectives on this machine, and
+write a machine file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     ),
 )
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure on a launcher's ranks or on local ranks. Rank 0 writes the file."""
+    """Run the measurements on a launcher's ranks or on local ranks. Rank 0 writes the machine file."""
     from frontier_llm.cli.checks import require_data
     from frontier_llm.cli.ranks import start_local_ranks
     from frontier_llm.config.schema import ParallelConfig

@@ -56,7 +56,7 @@ def require_data(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig, world_size: int) -> None:
-    """Refuse to start ranks on this computer in vain.
+    """Check that ranks can start on this computer.
 
     Raises ConfigError if a STOP file exists, if a GPU is missing, or if the state without activations exceeds the
     memory.

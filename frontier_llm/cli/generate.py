@@ -1,4 +1,6 @@
-"""frontier-llm generate MODEL --prompt TEXT: continue prompts. The text is printed while it is generated."""
+"""frontier-llm generate MODEL --prompt TEXT: generate text that continues prompts. The text is printed while it is
+generated.
+"""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def _submit(
         )
         for row in priced
     ]
-    requests = [admit(request) for request in requests]  # check all before the first is queued
+    requests = [admit(request) for request in requests]  # check all points before the first point is queued
     costs = [cost_of(request) for request in requests]
     walltime = sum((cost.slice_hours or 0) * cost.nodes for cost in costs)
     total = f"{plural(sum(cost.steps for cost in costs), 'step')} in {plural(len(costs), 'job')}"

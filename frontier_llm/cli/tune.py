@@ -1,4 +1,6 @@
-"""frontier-llm tune RUN --max-node-hours H: find the fastest layout by running it, beginning with the planner's."""
+"""frontier-llm tune RUN --max-node-hours H: find the fastest layout by short runs, beginning with the planner's
+choice.
+"""
 
 from __future__ import annotations
 

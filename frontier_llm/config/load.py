@@ -1,8 +1,8 @@
 """Reads YAML with `base:` and `key=value` overrides into one frozen RunConfig. One ConfigError reports all violations.
 
 `base:` may stand at the root (another run file) and in `model:` (a model file). A plain string `model: gpt-22b` means
-`model: {base: gpt-22b}`. Values merge deeply. The nearer file takes precedence over its base, and command-line
-overrides take precedence over all files.
+`model: {base: gpt-22b}`. Nested mappings are merged key by key. The nearer file takes precedence over its base, and
+command-line overrides take precedence over all files.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 
 
 class _Whole(dict[str, Any]):
-    """Mapping that `merge` does not merge: it replaces the base's value. Otherwise a named model would keep keys of the
-    model that it replaces.
+    """Mapping that `merge` does not merge: the complete mapping replaces the base's value. Otherwise a named model
+    would keep keys of the model that it replaces.
     """
 
 

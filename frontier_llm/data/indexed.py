@@ -37,7 +37,7 @@ LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name).newbyteorder("<") for code, name in DTYPE_NAMES.items()}
 DTYPE_CODES = {dtype.newbyteorder("="): code for code, dtype in DTYPES.items()}
-READ_ONLY = 1  # Mode of a sequence whose tokens are read but not learnt.
+READ_ONLY = 1  # Mode of a sequence whose tokens are read but have no loss.
 # Largest number of sequences (20 MB of .idx) with which a file is checked completely each time it is opened. A larger
 # file is checked when its sample index is built.
 SCAN_LIMIT = 1 << 20

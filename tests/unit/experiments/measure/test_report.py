@@ -16,6 +16,7 @@ from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.report import _experts, write_report
 from frontier_llm.pages import Chart, figure
 from frontier_llm.run.complete import digest_line
+from frontier_llm.run.records import DamagedRecord
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
 from frontier_llm.units import format_seconds, strict_json
@@ -159,6 +160,29 @@ def test_tokens_of_each_source_and_a_change_of_blend_are_shown(tmp_path):
     assert "<td>data/a</td><td>1.5K</td><td>1.5</td>" in text and "<td>data/b</td><td>2.5K</td><td>2.5</td>" in text
     assert "Tokens read by source" in text
     assert text.count('"text": "new blend"') == 4, "one label in each curve"
+
+
+def test_results_of_evaluate_beside_the_run_are_drawn(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"kind": "tasks", "step": 40, "accuracy": {"piqa": 0.5}}) + "\n")
+    (run / "evaluations").mkdir()
+    for step, loss, accuracy in ((20, 6.5, 0.625), (10, 7.25, None)):
+        result = {
+            "held_out": [{"dataset": "data/web", "loss": loss}],
+            "tasks": [{"task": "piqa", "acc": accuracy}, {"task": "boolq", "acc": accuracy}],
+        }
+        (run / "evaluations" / f"step_{step:08}.json").write_text(strict_json(result))
+    text = write_report([run], tmp_path / "report.html").read_text()
+    charts = [json.loads(chart) for chart in re.findall(r"class=figure>(.*?)</script>", text)]
+    traces = {trace["name"]: (trace["x"], trace["y"]) for chart in charts for trace in chart["data"] if "name" in trace}
+    layout = "TP2 x PP2 x DP1"
+    assert traces[f"data/web (evaluate), {layout}"] == ([10, 20], [7.25, 6.5])
+    assert traces[f"piqa (evaluate), {layout}"] == traces[f"boolq (evaluate), {layout}"] == ([20], [0.625])
+    assert traces[f"piqa, {layout}"] == ([40], [0.5])
+    (run / "evaluations" / "step_00000030.json").write_text("{")
+    with pytest.raises(DamagedRecord, match="delete it; the checkpoint is then evaluated again"):
+        write_report([run], tmp_path / "report.html")
 
 
 def test_the_page_shows_the_latencies_of_each_axis(page):
