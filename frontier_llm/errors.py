@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from frontier_llm.units import printable
 
@@ -110,6 +112,12 @@ class FrontierError(Exception):
 
 class ConfigError(FrontierError):
     """A key, a value or a combination of values that is not allowed in a run."""
+
+
+def unreadable(path: Path | str, error: OSError) -> ConfigError:
+    """Return the error for a file that cannot be read. It names the absolute path."""
+    fix = "check the path" if isinstance(error, FileNotFoundError) else "check the path and its permissions"
+    return ConfigError(error.strerror or str(error), fix, os.path.abspath(path))
 
 
 class LayoutError(FrontierError):

@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             name = "/".join(action.option_strings) or action.metavar
             if name in missing and action.help:
-                value = f" {action.metavar}" if action.option_strings else ""
+                value = f" {action.metavar or action.dest.upper()}" if action.option_strings else ""
                 words.append(f"add {name}{value} ({action.help})")
         return "; ".join(words) if len(words) == len(missing) else ""
 

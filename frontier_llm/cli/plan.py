@@ -368,7 +368,7 @@ def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> ModelConfig
     try:
         return load_model(args.model, settings.get("model"))
     except ConfigError as error:
-        if "no model file" in str(error):
+        if "no model file" in str(error) and not args.model.endswith((".yaml", ".yml")):
             raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None
         raise
 

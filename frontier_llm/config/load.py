@@ -28,7 +28,7 @@ from frontier_llm.config.places import configs_dir
 from frontier_llm.config.plugins import import_plugins, plugin_paths
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.config.urls import without_secrets
-from frontier_llm.errors import ConfigError, Problem, closest, suggest
+from frontier_llm.errors import ConfigError, Problem, closest, suggest, unreadable
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -107,11 +107,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
     # ValueError: not UTF-8, or an invalid date.
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        if isinstance(error, OSError):
+            raise unreadable(path, error) from error
         reason = str(error).replace('in "<unicode string>", ', "")
         raise ConfigError(
             f"cannot read: {reason}",
-            where=str(path),
-            fix="check that the file is UTF-8 YAML and readable",
+            where=os.path.abspath(path),
+            fix="check that the file is UTF-8 YAML",
         ) from error
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"contains a {type(content).__name__}"
