@@ -1,7 +1,7 @@
 """Pretraining with tensor, pipeline and ZeRO-1 data parallelism on MI250X supercomputers. Also runs on a laptop.
 
-The names below are the public interface. Each is imported at its first use, so that planning imports no
-torch. `__init__.pyi` has them for type checkers.
+The names below are the public interface. Each name is imported at its first use, so that planning imports no torch.
+`__init__.pyi` declares the names for type checkers.
 """
 
 from importlib import import_module

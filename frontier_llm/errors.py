@@ -1,11 +1,15 @@
-"""Exceptions with messages for users: the fault, its place and its repair. One exception can hold several problems."""
+"""Exceptions with messages for users. A message states the fault, its place and the repair. One exception can hold
+several problems.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from frontier_llm.units import printable
 
@@ -23,7 +27,7 @@ MOST_SHOWN = 8  # problems of one kind that an error lists
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault.
+    """One fault that a user can repair.
 
     `where` names the key, path or rank. `what` states the rule and the offending value.
     `fix` is the command or change that repairs it, with the nearest valid values if there are any.
@@ -108,6 +112,12 @@ class FrontierError(Exception):
 
 class ConfigError(FrontierError):
     """A key, a value or a combination of values that is not allowed in a run."""
+
+
+def unreadable(path: Path | str, error: OSError) -> ConfigError:
+    """Return the error for a file that cannot be read. It names the absolute path."""
+    fix = "check the path" if isinstance(error, FileNotFoundError) else "check the path and its permissions"
+    return ConfigError(error.strerror or str(error), fix, os.path.abspath(path))
 
 
 class LayoutError(FrontierError):

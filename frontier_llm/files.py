@@ -199,7 +199,7 @@ _times = 1
 
 
 def lift_bounds(times: str | None) -> None:
-    """Set the factor of `lifted_bound` from the text `times`. None sets it to 1.
+    """Set the factor of `lifted_bound` from the text `times`. None sets the factor to 1.
 
     Raises ConfigError if the text is not a whole number from 1 to 1000.
     """

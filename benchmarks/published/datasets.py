@@ -32,7 +32,7 @@ from benchmarks.published.rows import (
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.config.load import find_file
-from frontier_llm.errors import DataError, FrontierError
+from frontier_llm.errors import DataError, FrontierError, unreadable
 from frontier_llm.machine.load import load_machine
 from frontier_llm.schedule import names
 
@@ -198,9 +198,11 @@ def read_table(path: Path) -> list[Row]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except UnicodeDecodeError as error:
         raise DataError(
-            f"cannot read: {error}",
+            f"is not UTF-8: {error}",
             where=str(path),
             fix="give a vTrain CSV or a throughput TSV",
         ) from error

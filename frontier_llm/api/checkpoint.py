@@ -28,7 +28,7 @@ Text = str | Sequence[int]  # text, or its tokens
 
 
 class Model(torch.nn.Module):
-    """A trained model on one device. `open_checkpoint` makes one. It computes without gradients."""
+    """A trained model on one device, as returned by `open_checkpoint`. The model computes without gradients."""
 
     def __init__(self, opened: OpenedModel, inference: InferenceModel) -> None:
         super().__init__()

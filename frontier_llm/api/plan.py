@@ -28,7 +28,7 @@ from frontier_llm.units import GIB
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Result of a search: the chosen layout and the runners-up. All times are simulated."""
+    """Result of a search: the chosen layout and the next best layouts. All times are simulated."""
 
     outcome: Search
     machine: Machine

@@ -21,7 +21,7 @@ from frontier_llm.units import strict_json
 
 @dataclass(frozen=True)
 class Run:
-    """A valid, frozen run configuration. `load_run` makes one."""
+    """A valid, frozen run configuration, as returned by `load_run`."""
 
     config: RunConfig
 
@@ -60,7 +60,8 @@ def load_run(
     `overrides` replaces values by their keys in YAML: `load_run("quickstart", {"train.steps": 5})`. Keys without a dot
     can also be keyword arguments: `load_run("quickstart", machine="mi250")`.
 
-    Raises FrontierError with every unknown key and wrong value. Its `.what`, `.why` and `.fix` describe the first.
+    Raises FrontierError with every unknown key and wrong value. The error's `.what`, `.why` and `.fix` describe the
+    first problem.
     """
     words = [f"{key}={strict_json(value, indent=None)}" for key, value in {**(overrides or {}), **more}.items()]
     if isinstance(source, Run):

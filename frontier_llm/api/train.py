@@ -112,7 +112,7 @@ class _Child:
             )
 
     def wait(self, rows: _Rows, on_step: Callable[[Step], object] | None, bar: _Bar | None) -> int:
-        """Wait for the end, report new steps, and return the exit code."""
+        """Wait for the end of the process, report new steps, and return the exit code."""
         interrupted = False
         failed: BaseException | None = None
         while True:
@@ -190,7 +190,7 @@ class _Bar:
         self.any = False
 
     def show(self, row: Step) -> None:
-        """Show the newest step."""
+        """Show the number and the loss of the newest step."""
         if not self.shown:
             return
         done = row["step"]

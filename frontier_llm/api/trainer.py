@@ -26,7 +26,7 @@ from frontier_llm.training.step import StepResult, train_step
 
 
 class _Given:
-    """The samples of one global batch, which the caller gives for each step."""
+    """The samples of one global batch. The caller passes a new batch for each step."""
 
     masked = False
 
@@ -45,10 +45,10 @@ class _Given:
 
 
 class Trainer:
-    """One rank's part of a training run, under torchrun, srun or alone in its process.
+    """The training state of one rank. The rank is started by torchrun or srun, or is the only rank.
 
     Every method is collective: all ranks call it with the same arguments. The layout is the run's, over the ranks that
-    the launcher has started. Watchdogs, signals and metrics belong to `train` and are not active here.
+    the launcher has started. Watchdogs, signal handlers and metrics exist only in `train`.
     """
 
     def __init__(self, run: Run | str | Path | Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Trainer:
         return progress.step
 
     def close(self, wait: bool = True) -> None:
-        """Leave the process groups. A trainer is also a context manager, which calls this at its end.
+        """Destroy the process groups. A trainer is also a context manager, which calls this at its end.
 
         With `train.remote`, first wait for the uploads, at most `train.remote_wait_s`. Without `wait` the next trainer
         or run with this run directory continues them. After an exception the context manager does not wait.

@@ -53,7 +53,7 @@ class Split:
 
 
 class ParameterKind(Enum):
-    """The role of a parameter for an optimizer."""
+    """The role of a parameter in the model, by which optimizers choose an update."""
 
     MATRIX = "matrix"
     EXPERTS = "experts"  # one matrix per expert, stacked along dim 0
@@ -131,7 +131,9 @@ class Parameter:
 
 
 def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) -> Iterator[Parameter]:
-    """Yield the weight of a norm and, if `model.norm_bias` is set, its bias. `across` becomes their `axes`."""
+    """Yield the weight of a norm and, if `model.norm_bias` is set, its bias. `across` becomes the `axes` of both
+    parameters.
+    """
     yield Parameter(
         f"{name}.weight",
         (model.hidden,),

@@ -115,7 +115,7 @@ class Checkpoints:
         return expired_steps(steps, self.keep, self._train.keep_every)
 
     def _kept(self) -> list[int]:
-        """Return the steps whose checkpoints will not be deleted by the next save, newest first."""
+        """Return the steps whose checkpoints the next save does not delete, newest first."""
         steps = folder.named_steps(self.directory)
         best = folder.read_latest(self.directory, folder.BEST)
         expired = set(self.expired(steps))
@@ -157,7 +157,7 @@ class Checkpoints:
     def tolerating_one_failure(self) -> Iterator[None]:
         """Context for saves, in which the first failure is only logged, because older checkpoints are intact.
 
-        Raises the CheckpointError of the second failed save in a row, and every Superseded.
+        Raises CheckpointError for the second failed save in a row, and Superseded always.
         """
         try:
             yield
@@ -210,7 +210,7 @@ class Checkpoints:
 
         If a checkpoint is damaged, the damaged files and tensors are logged, and the next older checkpoint is tried.
         With `strict` the damage is raised instead. Raises CheckpointError if no checkpoint is intact, or if the newest
-        intact one does not fit the model or the configuration.
+        intact checkpoint does not fit the model or the configuration.
         """
         steps, latest = from_rank_0(
             lambda: [folder.named_steps(self.directory), folder.read_latest(self.directory)], self.world, self.device
@@ -331,10 +331,11 @@ class Checkpoints:
         return steps
 
     def _copy(self, step: int) -> list[Problem]:
-        """Copy a remote checkpoint into the run directory. Collective. Returns why it is not possible now.
+        """Copy a remote checkpoint into the run directory. Collective. Returns the reason if the copy is not possible
+        now.
 
-        Raises NotCopied if another run directory has uploaded the checkpoint: without it, the run would have two
-        histories. If this run directory has uploaded it, the run can repeat its steps.
+        Raises NotCopied if another run directory has uploaded the checkpoint: without this checkpoint, the run would
+        have two histories. If this run directory has uploaded it, the run can repeat the steps.
         """
 
         def not_now(error: FrontierError) -> list[tuple[str, str, str]]:
@@ -345,7 +346,8 @@ class Checkpoints:
         return [Problem(*problem) for problem in self._transferred(partial(self._pull, step), not_now) or ()]
 
     def _pull(self, step: int, on_bytes: OnBytes) -> None:
-        """On rank 0, copy a remote checkpoint into the run directory. Its changes are checked before it is copied.
+        """On rank 0, copy a remote checkpoint into the run directory. Changes of the configuration since the checkpoint
+        are checked before the copy.
 
         Raises DamagedCheckpoint, CheckpointError for a change that is not allowed, and UnreachableError or CannotWrite
         if the copy is not possible now, for example because of a full disk.

@@ -47,7 +47,7 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class Contents:
-    """Tensors of a checkpoint, and the pieces of them in each file, as the manifest lists them."""
+    """Tensors of a checkpoint, and the pieces (rectangles of tensors) in each file, as the manifest lists them."""
 
     dtype: DtypeName
     kinds: tuple[str, ...]
@@ -58,7 +58,7 @@ class Contents:
 def contents_of(files: Iterable[Sequence[Sequence[Any]]], dtype: DtypeName) -> Contents:
     """Return the `Contents` of all files. Each distinct tensor gets a number.
 
-    A piece has the fields of SavedPiece. Pieces of other ranks are lists, because they were sent as JSON.
+    A piece has the fields of SavedPiece. Pieces that come from other ranks are lists, because the ranks exchange JSON.
     """
     numbers: dict[str, int] = {}
     kinds_of: dict[str, tuple[str, ...]] = {}

@@ -71,10 +71,10 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
 
 
 def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Problem]:
-    """Return all damage of a checkpoint. The list is empty if the checkpoint is intact.
+    """Return a list of all damage of a checkpoint, empty if the checkpoint is intact.
 
-    The function checks each digest and size, and finds missing, added and linked files. `progress` receives the number
-    of shards that have been read and their total number.
+    The function checks each digest and size, and finds files that are missing, not in the manifest, or links.
+    `progress` receives the number of shards that have been read and their total number.
     """
     try:
         manifest = folder.read_manifest(path)[0]

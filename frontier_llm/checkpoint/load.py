@@ -149,8 +149,8 @@ class Targets:
 def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int, world_size: int) -> list[Problem]:
     """Fill this rank's optimizer state from the shard files. Return the damage that was found.
 
-    After damage the state must not be used. If the checkpoint is from another optimizer, only the master weights are
-    loaded. Raises CheckpointError if the checkpoint does not fit the model.
+    If there is any damage, the state must not be used. If the checkpoint is from another optimizer, only the master
+    weights are loaded. Raises CheckpointError if the checkpoint does not fit the model.
     """
     problems: list[Problem] = []
     hit("checkpoint.loading")

@@ -2,7 +2,7 @@
 
 `incarnations/00000003.json` names the process of the third start of the run. The file with the highest number names the
 holder of the lock. A new start takes the lock by creating a file with a higher number by link(2), which is atomic on
-local file systems, Lustre and NFS, and needs no flock. If a process finds a number higher than its own, it has lost the
+local file systems, Lustre and NFS, and needs no flock. A process that finds a number higher than its own has lost the
 lock and must not write any more. This can happen because Slurm may declare a node dead although its processes still
 run.
 """

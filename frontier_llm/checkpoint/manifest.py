@@ -68,8 +68,8 @@ class _Record(BaseModel):
 class Progress(_Record):
     """Scalars of a run. To continue, a run needs only these scalars and the tensors of the checkpoint.
 
-    There is no random-number state. Initial weights are a pure function of the seed, and `position` determines the
-    order of samples.
+    The state of a random generator is not needed. Initial weights are a pure function of the seed, and `position`
+    determines the order of samples.
     """
 
     step: Count  # Index of the next step. Steps 0 … step-1 are done.
@@ -134,7 +134,9 @@ class Manifest(_Record):
     data: dict[str, Digest]  # path → identity of each training dataset; empty for synthetic data
     dtype: DtypeName
     optimizer: str  # name of the optimizer whose states are saved
-    kinds: Annotated[tuple[StateName, ...], Field(min_length=1)]  # the master and every state that any tensor has
+    kinds: Annotated[
+        tuple[StateName, ...], Field(min_length=1)
+    ]  # "master" and the name of every state that any tensor has
     tensors: tuple[TensorEntry, ...]
     shards: tuple[Shard, ...]
 
@@ -316,7 +318,7 @@ def _progress_problems(progress: Progress) -> list[str]:
 def _policy_problems(progress: Progress) -> list[str]:
     """Return problems with the state of the loss-spike policy, which has no schema of its own.
 
-    This checks the types and bounds that the training loop relies on.
+    The function checks the types and bounds on which the training loop relies.
     """
     policy = progress.policy
     problems = []

@@ -46,7 +46,7 @@ class _Counted:
     left_out: list[Range] = field(default_factory=list)
 
     def pass_over(self, sample: int) -> None:
-        """Skip to sample `sample`. The samples before it are left out."""
+        """Skip to sample `sample`. The samples before this sample are left out."""
         if sample > self.next:
             self.left_out.append((self.next, sample - self.next))
             self.next = sample

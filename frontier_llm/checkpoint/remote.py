@@ -51,13 +51,13 @@ class NotCopied(CheckpointError):
 
 
 class RemoteTransfer:
-    """A request to a store in a daemon thread. It fails if no byte moves for STALL_S, whatever the store's client does.
+    """A request to a store in a daemon thread. It fails if no byte moves for STALL_S, also if the store's client hangs.
 
     The thread of a failed transfer may never end, so the process must then end with `os._exit`.
     """
 
     def __init__(self, work: Callable[[OnBytes], Any], url: str) -> None:
-        """Start `work`. It reports its progress to the function that it receives."""
+        """Start `work`, a function that reports its progress to the function in its argument."""
         self._url = without_secrets(url)
         self._moved_s = time.monotonic()
         self._task = in_daemon(lambda: work(self._on_bytes), "remote")

@@ -8,8 +8,9 @@ Two runs that write to one URL would replace each other's checkpoints. The rule:
   of a run directory releases the claim when it ends without an error.
 * A claim never expires by time, because a job may wait in the queue for days. If a run directory ended without a
   release, the user takes over: `frontier-llm checkpoint pull URL RUN_DIR --take-over`.
-* A process that has claimed the URL may write while the claim names its run directory (`check`). It stops for good if
-  the claim names another run directory, even a released claim: that directory may have written checkpoints.
+* A process that has claimed the URL may write while the claim names its run directory (`check`). It never writes again
+  if the claim names another run directory, even if that claim was released: that directory may have written
+  checkpoints.
 
 Object stores have no atomic compare-and-swap. Two claims at the same time can therefore both succeed. The record of the
 later write remains, and the check before a manifest is written stops the other run.
@@ -53,7 +54,7 @@ class Writer:
         return f"{self.run_dir} on {self.host} (last sign {format_age(time.time() - self.renewed_unix_s)})"
 
     def is_same(self, other: Writer) -> bool:
-        """Return whether both describe the same run directory."""
+        """Return whether this object and `other` describe the same run directory."""
         return self.name == other.name and self.run_dir == other.run_dir
 
 
@@ -108,7 +109,7 @@ def check(place: RemoteFolder, mine: Writer) -> None:
 
 
 def foreign_steps(steps: Iterable[int], known_step: int | None) -> list[int]:
-    """Return the steps at a URL that a run has not known when it continued without reading the URL, newest first.
+    """Return the steps at a URL that a run did not know when it continued without reading the URL, newest first.
 
     `known_step` is the last step that the run knows to be its own. None: the run has read the URL.
     """
@@ -116,7 +117,9 @@ def foreign_steps(steps: Iterable[int], known_step: int | None) -> list[int]:
 
 
 def branched(url: str, step: int, branched_at: int | None, run_dir: str) -> Problem:
-    """Return the problem of a URL that has a later step of another run directory than the run has known."""
+    """Return a Problem if the URL has a step of another run directory that is later than the last step known to the
+    run.
+    """
     url = without_secrets(url)
     what = (
         f"has step {step} of another run directory, and this run continued from step {branched_at} when the store "
@@ -130,7 +133,7 @@ def branched(url: str, step: int, branched_at: int | None, run_dir: str) -> Prob
 
 
 def renew(place: RemoteFolder, mine: Writer) -> None:
-    """Write the record of `mine` again, with the present time.
+    """Write the record of the run directory `mine` again, with the present time.
 
     Raises TakenUrl if another run directory has taken the URL.
     """
@@ -146,7 +149,7 @@ def release(place: RemoteFolder, mine: Writer) -> None:
 
 
 def taken(place: RemoteFolder, other: Writer, mine: Writer) -> TakenUrl:
-    """Return the error of a URL to which another run directory writes."""
+    """Return the error for a URL to which another run directory writes."""
     url = without_secrets(place.url)
     fix = (
         f"choose another URL; if that run has ended and {mine.run_dir} shall continue it: "

@@ -2,7 +2,7 @@
 
     write    every rank, in a thread: writes its shard from a copy of the state
     commit   rank 0, in a thread: writes the manifest, renames the folder, updates LATEST and BEST
-    verify   every rank, in a thread: reads its share of the newest checkpoints again and compares digests
+    verify   every rank, in a thread: reads a part of the files of the newest checkpoints again and compares digests
     prune    rank 0, in a thread: deletes older checkpoints, unless the verification found damage
 
 Between two training steps, all ranks agree whether to start the next stage. Training therefore waits only for the copy,
@@ -133,7 +133,7 @@ class Save:
         return None
 
     def _start(self, stage: SaveStage, work: Callable[[], object]) -> None:
-        """Start the work of a stage. Only rank 0 has work, except in VERIFY. Other ranks keep their finished task."""
+        """Start the work of a stage. In all stages except VERIFY only rank 0 has work."""
         self._stage = stage
         if stage is SaveStage.VERIFY or self._checkpoints.world.rank == 0:
             self._task = in_daemon(work, f"checkpoint-{stage.name.lower()}")
@@ -201,7 +201,8 @@ class Save:
             checkpoints.uploads.saved()
 
     def _verify(self) -> None:
-        """Verify this rank's share of the checkpoints that will remain after old checkpoints are deleted.
+        """Verify the files that are assigned to this rank, of the checkpoints that remain after old checkpoints are
+        deleted.
 
         Raises DamagedCheckpoint.
         """

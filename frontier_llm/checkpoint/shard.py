@@ -9,8 +9,8 @@ The digest covers the header and each block of the data separately, so that seve
 
     sha256( sha256(header) | sha256(block 0) | sha256(block 1) | … )
 
-A thread hashes a block directly before writing it or after reading it, while the block is in its cache. So the data
-crosses the memory bus only once. While one thread hashes, the other thread reads or writes.
+A thread hashes a block directly before writing it or after reading it, while the block is in its cache. The data is
+therefore read from memory only once. While one thread hashes, the other thread reads or writes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def safetensors_layout(
     dtype: str,
     metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
-    """Return (header of a safetensors file with these tensors, list of each tensor's start byte).
+    """Return the header of a safetensors file with these tensors, and a list with the first byte of each tensor.
 
     The file's size is the last item of the list. The header is a u64 length and padded JSON. With the padding the data
     is aligned to 8 bytes, as the format requires.

@@ -32,7 +32,7 @@ def pinned(elements: int, *, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Snapshot:
-    """This rank's part of a checkpoint in host memory. The memory is allocated once and used for every save."""
+    """Copy in host memory of the state that this rank saves. The memory is allocated once and used for every save."""
 
     def __init__(self, optimizer: Optimizer, rank: int) -> None:
         state = optimizer.state()

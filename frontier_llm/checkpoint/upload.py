@@ -1,7 +1,7 @@
 """Uploads the checkpoints of a running job to `train.remote`, in the background. Used on rank 0.
 
-The checkpoints lie on a file system that all ranks share, so one process can read every shard. One uploader needs no
-agreement between ranks, and the connection to the store is usually slower than one node's network.
+The checkpoints lie on a file system that all ranks share, so one process can read every shard. With one uploader the
+ranks need not coordinate, and the connection to the store is usually slower than one node's network.
 
 A thread chooses the newest checkpoint that is kept and not uploaded yet, and starts a process for it
 (`upload_process.py`). A checkpoint is never deleted while it is uploaded. If saves are faster than uploads, a
@@ -86,7 +86,9 @@ class Uploads:
 
     @property
     def _known_step(self) -> int | None:
-        """Later steps at the URL are of another run directory. None if the run has read the URL at its start."""
+        """Last step that this run directory knows. Later steps at the URL were written by another run directory. None
+        if the run has read the URL at its start.
+        """
         if self._record.branched_at is None:
             return None
         return max(self._record.branched_at, self._record.uploaded_step or 0)
@@ -96,7 +98,7 @@ class Uploads:
         return self._record.uploaded_step is not None and step <= self._record.uploaded_step
 
     def continued_at(self, step: int) -> None:
-        """Note the step from which the run continues.
+        """Record the step from which the run continues.
 
         If this run directory has uploaded later steps, they could not be loaded. They are deleted when the run has
         saved again, because the run then has another history. If the URL could not be read, that is recorded.
@@ -108,7 +110,7 @@ class Uploads:
                 self._replaced_above = step
 
     def saved(self) -> None:
-        """Look for new checkpoints after a save."""
+        """Look for checkpoints to upload, after a save."""
         replaced_above = self._replaced_above
         self._replaced_above = None
         if replaced_above is not None:
@@ -129,7 +131,7 @@ class Uploads:
         return self._thread is not None and self._thread.is_alive()
 
     def wake(self) -> None:
-        """Look for new checkpoints now."""
+        """Look for checkpoints to upload now."""
         self._wake.set()
 
     @contextmanager
@@ -210,7 +212,8 @@ class Uploads:
                 return None
             if self._record.discard_above is None and not waiting:
                 return None
-            if not self._is_claimed:  # a request of its own: a later request that stalls must not claim again
+            # The claim is a separate request, so that a later request that stalls does not claim again.
+            if not self._is_claimed:
                 return {
                     "task": "claim",
                     "known_step": self._known_step,
@@ -262,7 +265,7 @@ class Uploads:
             log.warn(f"cannot write the record of uploads: {error.strerror}")
 
     def _run(self, request: dict[str, Any], longest_s: float = float("inf")) -> dict[str, str] | None:
-        """Run a request in a process of its own. Return its problem, or None after a success."""
+        """Run a request in a separate process. Return the problem of the request, or None after a success."""
         content = {
             **request,
             "url": self.url,

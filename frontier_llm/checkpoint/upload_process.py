@@ -1,8 +1,8 @@
 """The process that uploads one checkpoint of a running job, and its protocol with rank 0. Does not import torch.
 
-It is a process of its own, so that neither the store's client nor its threads slow down or block rank 0. It reads one
-JSON request from stdin, and ends at once when stdin closes, because rank 0 has then ended. It prints a line `+` for
-each block that was read or sent, and a last line with the problem, or null.
+The upload runs in a separate process, so that neither the store's client nor its threads slow down or block rank 0. It
+reads one JSON request from stdin, and ends at once when stdin closes, because rank 0 has then ended. It prints a line
+`+` for each block that was read or sent, and a last line with the problem, or null.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNREACHABLE = "unreachable"  # a later attempt may succeed
 def answer_of(
     request: dict[str, Any], must_end: Callable[[], bool], longest_s: float = float("inf")
 ) -> dict[str, str] | None:
-    """Serve a request in a process of its own. Return its problem, or None after a success.
+    """Execute a request in a separate process. Return the problem of the request, or None after a success.
 
     The process is ended when `must_end` returns True, after `longest_s`, or if it makes no progress.
     """
@@ -94,7 +94,7 @@ def _wait_for_answer(descriptor: int, must_end: Callable[[], bool], longest_s: f
 
 
 def _answers(said: bytes) -> list[bytes]:
-    """Return the lines that are not marks of progress. The last of them is the process's answer."""
+    """Return the output lines that are not progress marks (`+`). The last line is the result of the request."""
     return [line for line in said.splitlines() if line.strip(b"+")]
 
 
@@ -102,7 +102,7 @@ def _answers(said: bytes) -> list[bytes]:
 
 
 def main() -> None:
-    """Serve one request."""
+    """Execute one request that is read from stdin."""
     os.nice(NICENESS)
     request = json.loads(sys.stdin.readline())
     in_daemon(_end_with_rank_0, "rank 0")
@@ -116,7 +116,7 @@ def _end_with_rank_0() -> None:
 
 
 def _problem_of(request: dict[str, Any]) -> dict[str, str] | None:
-    """Serve the request. Return its kind of problem and a text, or None after a success."""
+    """Execute the request. Return the kind of problem and its text, or None after a success."""
     try:
         _serve(request)
     except DamagedCheckpoint as error:

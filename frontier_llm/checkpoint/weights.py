@@ -99,7 +99,9 @@ class CheckpointWeights:
             raise DamagedCheckpoint(problems)
 
     def damage(self, rank: int = 0, ranks: int = 1) -> list[Problem]:
-        """Compare this rank's share of the shards (by default all shards) with their digests. Return the damage."""
+        """Compare the shards that are assigned to this rank (by default all shards) with their digests. Return the
+        damage.
+        """
         problems: list[Problem] = []
         for shard in self.manifest.shards[rank::ranks]:
             try:

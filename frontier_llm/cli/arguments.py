@@ -56,12 +56,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix or f'{self.prog} --help'}\n")
 
     def _add(self, missing: list[str]) -> str:
-        """Return the remedy for missing arguments, each with its help text, or '' if one has no help text."""
+        """Return the `fix` text for missing arguments. It lists each argument with its help text. '' if an argument has
+        no help text.
+        """
         words = []
         for action in self._actions:
             name = "/".join(action.option_strings) or action.metavar
             if name in missing and action.help:
-                value = f" {action.metavar}" if action.option_strings else ""
+                value = f" {action.metavar or action.dest.upper()}" if action.option_strings else ""
                 words.append(f"add {name}{value} ({action.help})")
         return "; ".join(words) if len(words) == len(missing) else ""
 
@@ -83,7 +85,7 @@ class Parser(argparse.ArgumentParser):
     def selected(self, words: Sequence[str]) -> Parser:
         """Return the parser of the command, or of its action, that the first words name.
 
-        Return this parser if they name none.
+        Return this parser if the first words name no command.
         """
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and words and words[0] in action.choices:
@@ -154,7 +156,8 @@ def one_of(*options: Option) -> Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A command or one of its actions: arguments and function. A command with `actions` has no function of its own.
+    """Declaration of a command, or of one action of a command: its arguments and its function. A command with `actions`
+    has no function of its own.
 
     `line` is the command's line in the list of commands. If `about` is empty, it is also the description, written as a
     sentence. Users must be able to run the examples unchanged.

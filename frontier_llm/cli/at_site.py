@@ -1,4 +1,6 @@
-"""Options and construction of a run's job at a site, for the commands that check or queue one."""
+"""Options that describe the job of a run at a site, and a function that makes the job from them. The commands that
+check or queue a job use both.
+"""
 
 from __future__ import annotations
 

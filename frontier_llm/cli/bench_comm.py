@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     ),
 )
 def comm(args: argparse.Namespace) -> int:
-    """Measure in the run's layout, on a launcher's ranks or on local ranks."""
+    """Measure communication in the run's layout, on a launcher's ranks or on local ranks."""
     from frontier_llm.cli.ranks import measure_on_ranks
 
     if args.hang_test:

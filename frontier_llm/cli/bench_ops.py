@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     ),
 )
 def ops(args: argparse.Namespace) -> int:
-    """Measure and print. The bandwidths and FLOP rates in the table are those of the package's ops, not of eager
-    torch."""
+    """Measure the ops and print a table. The bandwidths and FLOP rates in the table describe the package's ops, not
+    eager torch.
+    """
     from frontier_llm.config import OpsConfig, load_model
 
     model = load_model(args.model)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     ),
 )
 def step(args: argparse.Namespace) -> int:
-    """Measure in the run's layout, on a launcher's ranks or on local ranks."""
+    """Measure training steps in the run's layout, on a launcher's ranks or on local ranks."""
     from frontier_llm.cli.ranks import measure_on_ranks
 
     def measure(config: RunConfig, place: RankEnv | None) -> None:

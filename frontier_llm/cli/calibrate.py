@@ -1,5 +1,5 @@
-"""`frontier-llm calibrate`: measure a model's products, attention, copies and collectives on this machine, and write a
-machine file.
+"""`frontier-llm calibrate`: measure a model's matrix products, attention, copies and collectives on this machine, and
+write a machine file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ if TYPE_CHECKING:
     ),
 )
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure on a launcher's ranks or on local ranks. Rank 0 writes the file."""
+    """Run the measurements on a launcher's ranks or on local ranks. Rank 0 writes the machine file."""
+    from frontier_llm.cli.checks import require_data
     from frontier_llm.cli.ranks import start_local_ranks
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError
@@ -98,6 +99,8 @@ def calibrate(args: argparse.Namespace) -> int:
     tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
     batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})
+    if place is None:
+        require_data(config)
     if place is None and ranks > 1:
         return start_local_ranks(config, ranks, args.typed)
     if place is None:

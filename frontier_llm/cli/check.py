@@ -1,4 +1,6 @@
-"""frontier-llm check RUN [--site SITE --nodes N] [key=value …]: one certificate before the queue."""
+"""frontier-llm check RUN [--site SITE --nodes N] [key=value …]: check a run before it is queued, and print one
+certificate.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
     ),
 )
 def check(args: argparse.Namespace) -> int:
-    """Return exit code 0 if no section is refused, 1 otherwise. Sections that are not checkable here are listed."""
+    """Return exit code 0 if no section is refused, 1 otherwise. The output lists the sections of the certificate that
+    cannot be checked on this computer.
+    """
     from frontier_llm import log
     from frontier_llm.certificate.certificate import certify
     from frontier_llm.certificate.page import as_text, write_html
@@ -45,7 +49,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def subject_of(args: argparse.Namespace) -> Subject:
-    """Return the run that the arguments name, with its job if they name a site."""
+    """Return the run that the arguments name. If they name a site, the result includes the job."""
     from frontier_llm.certificate.subject import of_job
     from frontier_llm.cli.ranks import local_world_size
     from frontier_llm.cluster.admission import with_prediction

@@ -47,8 +47,16 @@ def check(config: RunConfig, world_size: int, saves: bool = True, position: Posi
         log.warn(note)
 
 
+def require_data(config: RunConfig) -> None:
+    """Raise ConfigError with the problems of the run's data and tokenizer, before a command starts ranks."""
+    from frontier_llm.data.loader import data_problems
+
+    if problems := data_problems(config):
+        raise ConfigError(problems)
+
+
 def check_start(config: RunConfig, world_size: int) -> None:
-    """Refuse to start ranks on this computer in vain.
+    """Check that ranks can start on this computer.
 
     Raises ConfigError if a STOP file exists, if a GPU is missing, or if the state without activations exceeds the
     memory.

@@ -170,7 +170,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     examples=("frontier-llm data tokenize a.jsonl.gz --tokenizer books.model --output data/a",),
 )
 def tokenize_text(args: argparse.Namespace) -> int:
-    """Under a launcher with several tasks, each task makes its share of the parts and joins nothing."""
+    """Under a launcher with several tasks, each task makes a part of the shards, and does not join them."""
     from frontier_llm.data.tokenize import TokenizeOptions, make_dataset, make_share, missing_dataset, plan_dataset
     from frontier_llm.run.rank_env import discover
 
@@ -199,7 +199,8 @@ def tokenize_text(args: argparse.Namespace) -> int:
 
 
 def _tokenize_in_job(args: argparse.Namespace) -> int:
-    """Plan here, make the parts on every node of the job, and join them here. Return the exit code.
+    """Cut the inputs into shards here, tokenize the shards on every node of the job, and join the results here. Return
+    the exit code.
 
     The Python of the ranks runs each step, because this process's Python may have no library of the tokenizer.
     """

@@ -113,7 +113,7 @@ if TYPE_CHECKING:
     ),
 )
 def evaluate(args: argparse.Namespace) -> int:
-    """Return exit code 0 if everything was scored."""
+    """Return exit code 0 if all data sets and tasks were scored."""
     from frontier_llm.inference.tasks import requests
 
     # every file is checked here in one process before ranks start, including the output, which is written last

@@ -1,4 +1,6 @@
-"""frontier-llm generate MODEL --prompt TEXT: continue prompts. The text is printed while it is generated."""
+"""frontier-llm generate MODEL --prompt TEXT: generate text that continues prompts. The text is printed while it is
+generated.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, as_typed, command, natural, option, positive
 from frontier_llm.cli.ranks import MODEL_OPTIONS, degrees, inference_model, on_ranks, verification
-from frontier_llm.errors import ConfigError, LayoutError
+from frontier_llm.errors import ConfigError, LayoutError, unreadable
 from frontier_llm.units import printable, strict_json
 
 if TYPE_CHECKING:
@@ -117,12 +119,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             prompts += [
                 line for line in Path(args.prompt_file).read_text(encoding="utf-8").splitlines() if line.strip()
             ]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot be read: {error}",
-                where=args.prompt_file,
-                fix="give a UTF-8 text file",
-            ) from error
+        except OSError as error:
+            raise unreadable(args.prompt_file, error) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"is not UTF-8: {error}", "give a UTF-8 text file", args.prompt_file) from error
     return prompts or [""]
 
 

@@ -1,4 +1,4 @@
-"""Suggests what to write instead of an option that a command does not have."""
+"""Suggests a replacement for an option that a command does not have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def near_option(word: str, parser: Parser) -> str:
-    """Return the option that was probably meant. '' if none is spelled similarly."""
+    """Return the most similarly spelled option. '' if no option is spelled similarly."""
     shown = [flag for action in parser._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
     typed = word.partition("=")[0]
     swapped = [flag for flag in shown if sorted(flag) == sorted(typed)]
@@ -110,7 +110,9 @@ def _inner(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]
 
 
 def fix_for(word: str, typed: Sequence[str], parser: Parser) -> str:
-    """Return the repair for one word that `parser` does not accept. '' if there is no better answer than its help."""
+    """Return the `fix` text for one word that `parser` does not accept. '' if the parser's help is all that can be
+    suggested.
+    """
     from frontier_llm.config.foreign import PAGE, name_here
 
     place = list(typed).index(word) if word in typed else len(typed)

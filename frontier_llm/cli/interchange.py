@@ -1,5 +1,5 @@
-"""frontier-llm checkpoint import-hf | import-megatron | export-hf: exchange models with other programs, in one process
-without GPUs.
+"""frontier-llm checkpoint import-hf | import-megatron | export-hf: convert checkpoints from and to the formats of other
+programs, in one process without GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""frontier-llm ops list|kernels|check|tune: back-ends of each op, and facts and checks of the prebuilt GPU kernels."""
+"""frontier-llm ops list|kernels|check|tune: show the back-ends of each op, and show, check and time the prebuilt GPU
+kernels.
+"""
 
 from __future__ import annotations
 

@@ -135,7 +135,9 @@ _DEFAULT_MACHINE = "frontier"
     ),
 )
 def plan(args: argparse.Namespace) -> int:
-    """Run the command. Raises FrontierError for faults that the user can repair."""
+    """Search a layout and print it with its predicted times. Raises FrontierError for faults that the user can
+    repair.
+    """
     alone = "--validate" if args.validate is not None else "--measured" if args.measured else ""
     if alone and args.model:
         raise ConfigError("would have no effect here", f"plan {alone} reads no model", args.model)
@@ -158,12 +160,14 @@ def plan(args: argparse.Namespace) -> int:
 
     with without_garbage_collection():
         code = _plan(args)
-        gc.freeze()  # then the collection at the interpreter's exit skips the plan's tuples too
+        gc.freeze()  # so that the garbage collection at the interpreter's exit skips the objects of the plan
         return code
 
 
 def _validate(args: argparse.Namespace) -> int:
-    """Compare predictions with published measurements (`--validate`). Needs a checkout, which has data and code."""
+    """Compare predictions with published measurements (`--validate`). Requires a source checkout, because a wheel does
+    not contain the measurements.
+    """
     from frontier_llm.cluster.sites import root_dir
 
     checkout = root_dir()
@@ -364,7 +368,7 @@ def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> ModelConfig
     try:
         return load_model(args.model, settings.get("model"))
     except ConfigError as error:
-        if "no model file" in str(error):
+        if "no model file" in str(error) and not args.model.endswith((".yaml", ".yml")):
             raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None
         raise
 

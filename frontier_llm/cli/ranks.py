@@ -43,8 +43,8 @@ def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -
 def read_run(name_or_path: str, overrides: Sequence[str], place: RankEnv | None) -> RunConfig:
     """Return the run with its working precision, and log the notes about it.
 
-    A rank of local ranks logs no notes, because the process that started it has logged them. Raises FrontierError if
-    the run's device does not support the working precision.
+    A local rank logs no notes, because the process that started the local ranks has logged them. Raises FrontierError
+    if the run's device does not support the working precision.
     """
     from frontier_llm.machine.precision import load_resolved, refuse_on_device
 
@@ -221,7 +221,7 @@ def verify_together(args: argparse.Namespace, opened: OpenedModel, world: Axis, 
 
 
 def verification(args: argparse.Namespace, opened: OpenedModel) -> str:
-    """Return a text for the output: whether the checkpoint was verified against its digests."""
+    """Return a text that states whether the checkpoint was compared with its digests."""
     if opened.run is None:
         return "not verified: a Hugging Face directory has no digests"
     if args.no_verify:

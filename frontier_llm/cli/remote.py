@@ -47,7 +47,9 @@ _CREDENTIALS = "Credentials come from the environment of the store's client (AWS
     examples=("frontier-llm checkpoint push runs/quickstart file:///tmp/copies/quickstart",),
 )
 def push(args: argparse.Namespace) -> int:
-    """Copy all complete checkpoints, newest first. Return 1 if a local one is damaged and was left out."""
+    """Copy all complete checkpoints to a URL, newest first. Return 1 if a local checkpoint is damaged and was not
+    copied.
+    """
     from frontier_llm.checkpoint import remote, remote_writer
     from frontier_llm.checkpoint.directory import checkpoints_at
     from frontier_llm.checkpoint.manifest import DamagedCheckpoint
@@ -111,7 +113,7 @@ def push(args: argparse.Namespace) -> int:
     examples=("frontier-llm checkpoint pull file:///tmp/copies/quickstart runs/pulled",),
 )
 def pull(args: argparse.Namespace) -> int:
-    """Copy one checkpoint here."""
+    """Copy one checkpoint from a URL to this computer."""
     from frontier_llm.checkpoint import remote, remote_writer
     from frontier_llm.config.urls import is_url, without_secrets
     from frontier_llm.data.remote_folder import RemoteFolder
@@ -163,7 +165,9 @@ def _chosen(found: list[RemoteCheckpoint], step: int | None, url: str) -> Remote
     for one in found:
         if step is None or one.step == step:
             return one
-    fix = f"complete there: {', '.join(one.name for one in found) or 'none'}"
+    fix = "give the URL that `checkpoint push` or train.remote has written to"
+    if found:
+        fix = f"complete there: {', '.join(one.name for one in found)}"
     what = "contains no complete checkpoint" + ("" if step is None else f" of step {step}")
     raise CheckpointError(what, fix, without_secrets(url))
 

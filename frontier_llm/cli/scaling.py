@@ -181,6 +181,7 @@ def _run_here(
 ) -> int:
     """Run the series with srun steps of this allocation (`--in-job`), and write its report."""
     from frontier_llm import log
+    from frontier_llm.cli.checks import require_data
     from frontier_llm.cluster.admission import written
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.figure import write_report
@@ -196,6 +197,7 @@ def _run_here(
             "not spares"
         )
         raise ConfigError(what, f"sbatch --nodes={points[-1].nodes + args.spares}", "--nodes")
+    require_data(points[-1].config)
     priced = forecasts([(steps_of(point, _own_steps(args, point.config)), None) for point in points])
     hours = sum(row.hours for row in priced)
     print(as_text(priced, [None] * len(priced)))
@@ -265,7 +267,7 @@ def _submit(
         )
         for row in priced
     ]
-    requests = [admit(request) for request in requests]  # check all before the first is queued
+    requests = [admit(request) for request in requests]  # check all points before the first point is queued
     costs = [cost_of(request) for request in requests]
     walltime = sum((cost.slice_hours or 0) * cost.nodes for cost in costs)
     total = f"{plural(sum(cost.steps for cost in costs), 'step')} in {plural(len(costs), 'job')}"

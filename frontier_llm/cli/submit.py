@@ -1,4 +1,4 @@
-"""frontier-llm submit RUN --site SITE --nodes N [key=value …]: check everything, copy the code, queue one job."""
+"""frontier-llm submit RUN --site SITE --nodes N [key=value …]: check a run, copy the code, and queue one job."""
 
 from __future__ import annotations
 
@@ -207,7 +207,9 @@ def _sections(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _refuse(certificate: Certificate, forced: Sequence[str]) -> None:
-    """Raise NotReadyError if a section is refused, or is not checkable here and not forced."""
+    """Raise NotReadyError if a section of the certificate is refused. Raise it also if a section cannot be checked here
+    and the user did not force it.
+    """
     from frontier_llm.cluster.readiness import NotReadyError
 
     problems = list(certificate.problems)
@@ -223,7 +225,7 @@ def _refuse(certificate: Certificate, forced: Sequence[str]) -> None:
 
 
 def _examines(args: argparse.Namespace) -> bool:
-    """Whether the job examines its nodes before the first start."""
+    """Return True if the job checks its nodes before the first start."""
     from frontier_llm.run.rank_env import environ
 
     if args.no_preflight:

@@ -1,5 +1,5 @@
-"""frontier-llm train RUN [key=value …]: check everything in one process, then join the launcher's ranks or start
-local ones.
+"""frontier-llm train RUN [key=value …]: check the run in one process, then join the launcher's ranks or start local
+ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Lists the options and arguments of all commands with one meaning each, and former names that are still accepted.
+"""Lists the options and arguments of all commands, each with one meaning in all commands, and the former names that are
+still accepted.
 
 A setting of a run has the name of its key in every command: `parallel.tensor=8`, `batch.global_batch=512`,
-`train.steps=100`. Everything else has one option.
+`train.steps=100`. A value that is not a setting of the run has one option.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from frontier_llm import log
 from frontier_llm.errors import ConfigError
 
-# option → the thing that it names, in every command that has the option
+# option → meaning of its value, the same in every command that has the option
 OPTIONS = {
     "--account": "project that Slurm charges",
     "--all": "all working precisions",
@@ -136,7 +137,7 @@ OPTIONS = {
     "--workers": "processes",
 }
 
-# name of a positional argument → the thing that it names
+# name of a positional argument → meaning of its value
 ARGUMENTS = {
     "ARCHITECTURE": "GPU architecture",
     "CHECKPOINT": "run directory (its newest checkpoint) or one checkpoint's folder",
@@ -195,9 +196,9 @@ OLD_NAMES = (
 
 
 def with_new_names(words: Sequence[str]) -> list[str]:
-    """Return a command line with each former option replaced by its new name. Logs a notice for each.
+    """Return a command line with each former option replaced by its new name. Logs a notice for each replacement.
 
-    Raises ConfigError if a thing is given by its former and its new name.
+    Raises ConfigError if a value is given under its former and its new name.
     """
     former = {row.old: row for row in OLD_NAMES if list(words[: row.command.count(" ") + 1]) == row.command.split()}
     renamed: list[str] = []

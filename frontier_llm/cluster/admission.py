@@ -105,7 +105,9 @@ class Cost:
         return jobs, jobs * self.slice_hours * self.nodes
 
     def describe(self, max_node_hours: float | None) -> str:
-        """Return a text for the start of a job: nodes, minutes, node-hours, checkpoints, and the cost of the run."""
+        """Return a text that is logged when a job starts: nodes, minutes, node-hours, checkpoints, and the cost of the
+        run.
+        """
         steps = f"{plural(self.job_steps, 'step')} of about {self.step_s:.3g} s (predicted)"
         lines = [
             f"cost: this job takes {plural(self.nodes, 'node')} for about {_minutes(60 * self.job_minutes)}, "
@@ -368,7 +370,8 @@ def device_note(request: submit.JobRequest) -> str:
 
 
 def admit_job(run: BatchRun) -> None:
-    """Run the checks of `submit` at the start of a job that sbatch has queued, and log its cost. Raises ConfigError.
+    """Run the checks of `submit` at the start of a job that sbatch has queued, and log the cost of the job. Raises
+    ConfigError.
 
     Account, partition and walltime are not checked, because Slurm has already accepted them.
     """

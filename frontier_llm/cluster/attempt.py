@@ -90,7 +90,7 @@ class JobStep:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one srun of all ranks ended."""
+    """The end of one srun of all ranks: exit code, and failure if there was one."""
 
     exit_code: int
     failure: Failure | None = None  # None: finished or stopped on request
@@ -210,7 +210,9 @@ def master_address(step: JobStep) -> str:
 
 
 def run_step(step: JobStep) -> Outcome:
-    """Start the ranks and wait. Return how they ended. The traceback of the first failed rank is printed last."""
+    """Start the ranks and wait for their end. Return the outcome. The traceback of the first failed rank is printed
+    last.
+    """
     run_dir.make_log_dir(step.log_dir, step.directory)
     variables = {
         # without SLURM_NO_KILL, srun ends the step if a node dies; otherwise the other ranks would wait for it
@@ -259,7 +261,7 @@ def run_step(step: JobStep) -> Outcome:
 
 @dataclass(frozen=True)
 class Fate:
-    """How one task ended, according to srun."""
+    """The end of one task, according to srun."""
 
     host: str
     how: str
@@ -299,7 +301,9 @@ def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure 
 
 
 def _refusal(fate: Fate, rank: int, log_dir: Path) -> Outcome:
-    """Return the outcome for a rank that refused to start. It recorded nothing, because training had not begun."""
+    """Return the outcome for a rank that refused to start. Such a rank writes no record, because training had not
+    begun.
+    """
     message: tuple[str, ...] = ()
     with suppress(OSError):
         message = tuple(failure_lines(rank_log(log_dir, rank)))
@@ -342,7 +346,7 @@ def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], l
 
 
 def _fates(lines: Iterable[str]) -> dict[int, Fate]:
-    """Return how each task ended, in the order in which srun reported it."""
+    """Return the end of each task, in the order in which srun reported it."""
     fates: dict[int, Fate] = {}
     for match in filter(None, map(_TASK_ERROR.match, lines)):
         for task in hostlist.expand(f"[{match['tasks'].strip('[]')}]"):

@@ -37,7 +37,7 @@ SETTING_PREFIX = "job."
 
 @dataclass(frozen=True)
 class BatchRun:
-    """A job that starts ranks inside an allocation."""
+    """A job whose ranks are started inside an allocation."""
 
     job: Job
     config: RunConfig

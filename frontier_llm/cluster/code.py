@@ -1,4 +1,4 @@
-"""Copies the code that a job will run: the package and its start scripts, at the time when the job is queued."""
+"""Copies the code that a job will run (the package and its start scripts) when the job is queued."""
 
 from __future__ import annotations
 

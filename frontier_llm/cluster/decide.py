@@ -51,7 +51,8 @@ class History:
     untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
 
     def after(self, attempt: Attempt, saved_step: int, *, is_own: bool = True) -> History:
-        """Return the history with one more start, after which the newest checkpoint is of `saved_step`.
+        """Return the history with one more start. After this start the newest checkpoint is the checkpoint of
+        `saved_step`.
 
         `node_hours` does not change, because Slurm charges allocations and not starts.
         """
@@ -179,9 +180,9 @@ def decide(job: Job, history: History, now: Now) -> Decision:
 
 
 def plan_in_use(job: Job, full_plans: frozenset[PlanOnNodes]) -> int:
-    """Return the index of the plan for the next start: 1 (the roomier one) if a start with plan 0 was out of memory.
+    """Return the index of the plan for the next start: 1 (the roomier plan) if a start with plan 0 was out of memory.
 
-    The starts are never forgotten, so the run never goes back to plan 0.
+    The record of such a start is never deleted, so the run never goes back to plan 0.
     """
     return int(len(job.plans) > 1 and (job.plans[0], job.nodes) in full_plans)
 
@@ -213,7 +214,7 @@ def budget_left_s(job: Job, history: History) -> float:
 
 
 def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
-    """Whether this job has no time for another start: the ranks had to end, or Slurm's warning is due."""
+    """Return True if this job has no time for another start: the ranks had to end, or Slurm's warning is due."""
     if last.cause in ("interrupted", "finished", "walltime"):
         return True
     latest_s = max(job.warning_s + SLURM_EARLY_S, 2 * RESERVE_S)
@@ -290,7 +291,7 @@ def _next_job(job: Job, history: History, now: Now, reason: str) -> Decision:
 def _start(job: Job, history: History, now: Now) -> Decision:
     """Return a start on the best nodes, in the allocation's order.
 
-    If too few nodes are left, continue in the next job.
+    If too few nodes are left, return the decision that continues the run in the next job.
     """
     avoid = (*now.unhealthy, *now.failed_preflight, *now.slow_hosts)
     unusable = {*now.unhealthy, *now.failed_preflight, *history.untrusted_hosts} & {*now.nodes}

@@ -80,12 +80,12 @@ class Report:
 
     @property
     def shared_fault(self) -> bool:
-        """Whether all hosts have the same fatal finding. The fault is then one of the site, and no node is usable."""
+        """True if all hosts have the same fatal finding. This is then a fault of the site, and no node is usable."""
         return any(finding.fatal and len(finding.hosts) == len(self.hosts) for finding in self.findings)
 
     @property
     def healthy(self) -> bool:
-        """Whether there is no fatal finding and no problem of the installation."""
+        """True if there is no fatal finding and no problem of the installation."""
         return not self.installation.problems and not any(finding.fatal for finding in self.findings)
 
     def as_dict(self) -> dict[str, object]:
@@ -158,7 +158,7 @@ def preflight(site: Site, directory: Path, nodes: Sequence[str]) -> tuple[str, .
 
 
 def _job_has_gpus() -> bool:
-    """Whether a step can request GPUs. Slurm refuses a step that requests more than its job has."""
+    """Return True if a step can request GPUs. Slurm refuses a step that requests more than its job has."""
     asked = environment()
     return any(name in asked for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE"))
 
@@ -168,7 +168,9 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
 
     Raises FrontierError if no host replies.
     """
-    python = rank_python()  # can lie in a container, so that the probe finds the same libfabric and plugin as the ranks
+    # The interpreter of the ranks may be in a container, where the probe finds the same libfabric and plugin as the
+    # ranks.
+    python = rank_python()
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     count = len(nodes)
     with (
@@ -218,7 +220,8 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
 def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, float]]:
     """Return facts by host, and clock offsets by host: a node's time stamp minus this host's time when it arrives.
 
-    A delay makes the offset smaller. Therefore the largest offset of each host is kept, which has the smallest delay.
+    A delay makes the offset smaller. Therefore the largest offset of each host is kept, because it has the smallest
+    delay.
     """
     facts: dict[str, Facts] = {}
     offsets: dict[str, float] = {}

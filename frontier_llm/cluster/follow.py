@@ -1,4 +1,4 @@
-"""Evaluates each checkpoint of a run beside the run: `frontier-llm evaluate RUN --follow`.
+"""Evaluates each checkpoint of a run while the run trains: `frontier-llm evaluate RUN --follow`.
 
 A result is a file `step_NNNNNNNN.json` in the folder of results. A checkpoint with a result is not evaluated again, so
 a job that was killed or requeued continues. A checkpoint that the run deletes before its evaluation is left out.
@@ -67,7 +67,7 @@ def is_running(directory: Path) -> bool:
 
 
 class WalltimeReached(Exception):
-    """The walltime left is too short for another evaluation. The next job continues."""
+    """The remaining walltime is too short for another evaluation. The next job continues."""
 
 
 class Follower:

@@ -43,7 +43,7 @@ _PR_SET_PDEATHSIG = 1  # option of prctl(2), from linux/prctl.h
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended. `exit_code` is the code that a shell would report (128 + signal number)."""
+    """The end of one rank. `exit_code` is the code that a shell would report (128 + signal number for a signal)."""
 
     rank: int
     host: str
@@ -54,7 +54,7 @@ class RankExit:
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal from outside ended the rank.
+        """True if a signal from outside ended the rank.
 
         SIGABRT does not count, because torch raises it after any error.
         """
@@ -215,7 +215,9 @@ class _Ranks:
         self.ended.put(rank)
 
     def _wait(self) -> None:
-        """Collect the ends of all ranks in their order. After the first failure, stop the other ranks."""
+        """Wait for all ranks, and record their ends in the order in which they end. After the first failure, stop the
+        other ranks.
+        """
         deadline_s: float | None = None
         while len(self.exits) < self.num_ranks:
             try:
@@ -232,7 +234,7 @@ class _Ranks:
                 self._signal_all(signal.SIGTERM)
 
     def _collect_ended(self) -> None:
-        """Collect all ranks that have ended before the others are stopped, and list killed ranks first.
+        """Record all ranks that have ended before the other ranks are stopped, and list killed ranks first.
 
         A rank that loses its peer ends a moment after the peer. Its end can still be reported first, because each rank
         has

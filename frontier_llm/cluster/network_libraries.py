@@ -1,4 +1,4 @@
-"""Finds network libraries of a node that do not fit each other. Needs no torch.
+"""Finds network libraries of a node that are incompatible with each other. Needs no torch.
 
 * RCCL's network plugin (aws-ofi-nccl) and libfabric: the plugin loads another libfabric than the site's tools do.
 * hwloc and RCCL: hwloc, which the plugin loads, uses another library for GPU management (rocm_smi up to ROCm 7.2.4,

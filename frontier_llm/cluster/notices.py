@@ -95,7 +95,7 @@ class Notifier:
             thread.start()
 
     def close(self) -> None:
-        """Wait for the notices, at most for the time limit. End commands that still run."""
+        """Wait until all notices are sent, at most for the time limit. Commands that still run are then ended."""
         deadline_s = time.monotonic() + self._limit_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -158,7 +158,7 @@ class Watch:
     """Sends a notice for each line of metrics.jsonl that reports a rewind or a straggler while the ranks run."""
 
     def __init__(self, notifier: Notifier, directory: Path, poll_s: float = POLL_S) -> None:
-        """Skip the lines that metrics.jsonl has now; only later lines are reported."""
+        """Skip the present lines of metrics.jsonl; only later lines are reported."""
         self._notifier = notifier
         self._path = directory / "metrics.jsonl"
         self._poll_s = poll_s
@@ -172,7 +172,7 @@ class Watch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Read the last lines, and end."""
+        """Read the last lines, and stop watching."""
         self._ended.set()
         self._thread.join(self._poll_s)
 

@@ -94,7 +94,7 @@ def first_traceback(log_dir: Path) -> tuple[int | None, bool, tuple[str, ...]]:
 
 
 def prune(logs: Path, kept: int = KEPT_STARTS) -> None:
-    """Delete the logs of old starts, except those of rank 0. Thousands of files per start would fill a quota.
+    """Delete the logs of old starts, except the logs of rank 0. Thousands of files per start would fill a quota.
 
     Links are not followed. A file that cannot be deleted stays.
     """

@@ -1,5 +1,5 @@
-"""Checks that everything a run needs is installed at its site. The ranks' interpreter reports facts about itself, and
-this module judges them.
+"""Checks that the packages and libraries that a run needs are installed at its site. The ranks' interpreter reports
+facts about itself, and this module judges them.
 
 `submit` starts that interpreter through launch/job.sh, with the site's modules. The batch script and `doctor` start it
 in the environment that job.sh has made. `problems_of` judges them.
@@ -36,14 +36,14 @@ CHECKED = (
 
 
 class NotReadyError(FrontierError):
-    """Something that the run needs is missing at its site, or this machine cannot check the site."""
+    """A package or library that the run needs is missing at its site, or this machine cannot check the site."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Readiness:
-    """The outcome of a check before a job is queued."""
+    """Result of the check before a job is queued."""
 
     problems: tuple[Problem, ...] = ()
     open_points: tuple[str, ...] = ()  # checks that are not possible here, and the command that makes them
@@ -167,7 +167,9 @@ def _without_copy(problem: Problem, copy: Path) -> Problem:
 
 
 def refuse_unready(run: BatchRun) -> None:
-    """Run the same check in the batch shell, before the first srun. Raises ConfigError, so that no restart follows."""
+    """Check the installation in the batch shell, before the first srun. Raises ConfigError, so that no restart
+    follows.
+    """
     name = slurm.cluster_name()
     site = run.site
     if site.cluster is not None and name is not None and name != site.cluster:

@@ -16,7 +16,7 @@ OWN_FLAGS = {
     "qos": "--qos",
     "time": "--time",
 }
-# options whose values the supervisor relies on
+# options that a user may not set, because the supervisor relies on their values
 OWNED = (
     "array",
     "chdir",

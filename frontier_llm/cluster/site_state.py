@@ -1,6 +1,6 @@
 """Checks that a site still has the modules and the container image that its site file names.
 
-Sites replace both every few months. A message names the nearest module or image that exists.
+Sites replace modules and images every few months. A message names the nearest module or image that exists.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def available_modules(paths: Sequence[str]) -> list[str]:
 
 
 def is_available(module: str, existing: Sequence[str]) -> bool:
-    """Whether the module exists. A name without a version means any version."""
+    """Return True if the module exists. A name without a version means any version."""
     return any(name == module or name.startswith(f"{module}/") for name in existing)
 
 

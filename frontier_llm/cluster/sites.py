@@ -27,7 +27,7 @@ FORMER_WARNING_TIME = "signal_lead_s"  # name of the key `warning_time_s` until 
 
 
 class Limit(Section):
-    """Jobs of up to `max_nodes` nodes can run for `max_hours`."""
+    """Longest walltime: jobs of up to `max_nodes` nodes can run for `max_hours`."""
 
     max_nodes: PositiveInt
     max_hours: PositiveFloat
@@ -229,7 +229,9 @@ def request_problems(
     account: str | None,
     partition: str | None,
 ) -> Iterator[Problem]:
-    """Yield everything that the site would refuse, with the limit and the nearest allowed value."""
+    """Yield a problem for each property of the request that the site would refuse, with the limit and the nearest
+    allowed value.
+    """
     for key, meaning in site.unknown.items():
         what = f"the file of {site.name} has no `{key}`, for which no reliable source was found: {meaning}"
         yield Problem("--site", what, f"copy slurm/sites/{site.name}.yaml, add `{key}:`, and pass --site FILE")

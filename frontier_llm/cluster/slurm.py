@@ -47,7 +47,7 @@ class ControllerAway(FrontierError):
 
 @dataclass(frozen=True)
 class Allocation:
-    """The job that this batch shell runs in."""
+    """The Slurm job in which this batch shell runs."""
 
     job_id: str
     nodes: tuple[str, ...]

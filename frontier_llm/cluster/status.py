@@ -89,7 +89,9 @@ class RunParts:
         self.damage: list[str] = []
 
     def read(self, part: Callable[[Path], T], default: T) -> T:
-        """Return `part` of the directory. If its file is damaged, record that and return `default`."""
+        """Return `part` of the directory. If the file of this part is damaged, record a problem and return
+        `default`.
+        """
         try:
             return part(self.directory)
         except FrontierError as error:
@@ -105,7 +107,7 @@ class RunParts:
         self.damage.append(self._relative(problem))
 
     def value(self, content: Mapping[str, Any], name: str, key: str, is_sound: Callable[[Any], bool]) -> Any:
-        """Return a value of a section. If it has another type, record that and return None."""
+        """Return a value of a section. If the value has another type, record a problem and return None."""
         section = content.get(name, {})
         if not isinstance(section, dict):
             self.damage.append(f"config.yaml: {name} is {section!r}, not a section of keys")
@@ -118,9 +120,22 @@ class RunParts:
 
     def _relative(self, problem: Problem) -> str:
         """Return the problem on one line, with its path relative to the run directory."""
-        where = problem.where.removeprefix(f"{self.directory}/").removeprefix(str(self.directory))
+        where = problem.where
+        for directory in (self.directory.absolute(), self.directory):
+            where = where.removeprefix(f"{directory}/").removeprefix(str(directory))
         text = f"{where}: {problem.what}" if where else problem.what
         return printable(f"{text}; {problem.fix}" if problem.fix else text)
+
+
+def require_run_dir(directory: Path) -> None:
+    """Raise FrontierError if `directory` is not a run directory."""
+    if not directory.is_dir():
+        fix = "give the path of a run directory (frontier-llm status lists those under runs/)"
+        raise FrontierError("no such run directory", fix, str(directory.absolute()))
+    if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
+        raise FrontierError(
+            "is not a run directory", f"a run directory has one of {', '.join(RUN_MARKS)}", str(directory.absolute())
+        )
 
 
 def read_status(directory: Path) -> Status:
@@ -128,13 +143,7 @@ def read_status(directory: Path) -> Status:
 
     Raises FrontierError if `directory` is not a run directory.
     """
-    if not directory.is_dir():
-        fix = "give the path of a run directory, or no path for all under runs/"
-        raise FrontierError("no such run directory", fix, str(directory.absolute()))
-    if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
-        raise FrontierError(
-            "is not a run directory", f"a run directory has one of {', '.join(RUN_MARKS)}", str(directory.absolute())
-        )
+    require_run_dir(directory)
     parts = RunParts(directory)
     rows = parts.read(run_dir.steps, list[dict[str, Any]]())
     last = rows[-1] if rows else {}
@@ -283,7 +292,7 @@ def _job_ids(parts: RunParts) -> list[str]:
 
 
 def _note_clock(parts: RunParts, living: Holder | None) -> None:
-    """Record that a holder counts as alive only because its clock is ahead."""
+    """Record that a process counts as alive only because the clock of its host is ahead."""
     if living is None or living.host == socket.gethostname():
         return
     path = newest_lock(parts.directory)

@@ -49,7 +49,7 @@ def _row(status: Status) -> tuple[str, ...]:
 
 
 def _note(status: Status) -> str:
-    """Return the most urgent fact that the other columns do not have, cut to one short line."""
+    """Return the most urgent fact that no other column shows, cut to one short line."""
     if status.damage:
         text = f"damaged: {status.damage[0]}"
     elif status.slow_hosts:
@@ -130,13 +130,13 @@ def _evaluated(result: Evaluated) -> str:
 
 
 def _wanted(job: Job) -> str:
-    """Return the requests in the job's record as text."""
+    """Return the resources and settings in the job's record as text."""
     spares = f" + {job.spares} spare" if job.spares else ""
     return f"{plural(job.nodes, 'node')}{spares} of {job.site}, then {job.continuation}"
 
 
 def _node_hours(status: Status, job: Job) -> str:
-    """Return the used node-hours, the rest of the budget, and the need until the last step, as text."""
+    """Return the used node-hours, the remaining budget, and the node-hours until the last step, as text."""
     words = [f"{status.node_hours:,.1f} used"]
     if job.max_node_hours is not None and status.node_hours_left is not None:
         words = [f"{status.node_hours:,.1f} of {job.max_node_hours:,.1f} used, {status.node_hours_left:,.1f} left"]

@@ -1,4 +1,4 @@
-"""Queues a run: checks everything, copies code and configuration into the run directory, and calls sbatch once.
+"""Queues a run: checks the request, copies code and configuration into the run directory, and calls sbatch once.
 
 * `RUN_DIR/run.yaml`: the resolved configuration that the job reads.
 * `RUN_DIR/code-DIGEST/`: copies of the package, launch/, slurm/, configs/ and plugin files.
@@ -66,7 +66,7 @@ class JobRequest:
 
     @property
     def is_running(self) -> bool:
-        """Whether the job already runs, so that Slurm has accepted it and its warning time is fixed."""
+        """True if the job already runs: Slurm has then accepted it, and its warning time is fixed."""
         return self.job_tasks_per_node is not None
 
     @property
@@ -152,7 +152,7 @@ def whole_node_problems(request: JobRequest) -> Iterator[Problem]:
 
 
 def problems(request: JobRequest) -> Iterator[Problem]:
-    """Yield everything that would fail later: limits of the site, layout, invalid names."""
+    """Yield the problems that would make the job fail later: limits of the site, layout, invalid names."""
     yield from job_problems(request)
     yield from layout_problems(request)
     yield from walltime_problems(request)
@@ -212,7 +212,7 @@ def before_maintenance(request: JobRequest, now_unix_s: float, maintenance: slur
 
 
 def more_time(request: JobRequest, minutes: int) -> str:
-    """Return advice on how a job of these nodes gets `minutes` of walltime."""
+    """Return advice on how a job with this number of nodes gets `minutes` of walltime."""
     nodes = request.job.all_nodes
     longest = request.site.max_minutes(nodes, request.partition)
     if longest is None or minutes <= longest:
@@ -266,7 +266,7 @@ def job_variables(request: JobRequest) -> dict[str, str]:
 
 
 def readiness(request: JobRequest, submission: Submission) -> Readiness:
-    """Check that everything the job needs is installed at the site, and that so many nodes can start."""
+    """Check that the packages that the job needs are installed at the site, and that its number of nodes can start."""
     found = before_the_queue(request.config, request.site, request.job.directory, submission.variables)
     if not found.is_checkable:
         return found
@@ -303,7 +303,9 @@ def start_problems(request: JobRequest, limits: Callable[[int], tuple[int, int]]
 
 
 def imports_from_shared_files(request: JobRequest) -> bool:
-    """Whether the ranks would import torch from files that all nodes share. A container image is a single file."""
+    """Return True if the ranks would import torch from files that all nodes share. A container image is a single
+    file.
+    """
     site = request.site
     elsewhere = site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
     return site.bind == "gcd" and not site.environment_is_local and not elsewhere

@@ -1,8 +1,8 @@
 """The supervisor: the program in the batch shell of a job. launch/job.sh starts it.
 
-The supervisor starts all ranks with one srun. This is an attempt. After each attempt `cluster.decide` decides whether
-to start again, to continue in another job, or to end. This module reads the records from Slurm, the clock and the run
-directory, starts the ranks, and executes the final decision.
+The supervisor starts all ranks with one srun. Such a start is called an attempt. After each attempt `cluster.decide`
+decides whether to start again, to continue in another job, or to end. This module reads the records from Slurm, the
+clock and the run directory, starts the ranks, and executes the final decision.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OLD_WARNING_VARIABLE = "FRONTIER_LLM_SIGNAL_LEAD_S"
 def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: None) -> int:
     """Start the ranks until the run is finished, stopped, or continued by another job.
 
-    `admit` can refuse the rest of the run by an error. Return the exit code of the batch script.
+    `admit` raises an error if the run must not continue. Return the exit code of the batch script.
     """
     run_dir.share_with_group(run.directory)  # srun passes the mask to the ranks
     refuse_second_holder(run)
@@ -134,7 +134,7 @@ def record_allocation(run: BatchRun) -> None:
 
 
 def _started_unix_s(job_id: str, now: float) -> float:
-    """Return the time at which this start of the job began. `now` if Slurm does not tell."""
+    """Return the time at which this start of the job began. `now` if Slurm does not report the time."""
     text = environ("SLURM_JOB_START_TIME") or ""
     if text.isdecimal():
         return float(text)
@@ -304,7 +304,7 @@ def main(
     continuation: str | None = None,
     admit: Callable[[BatchRun], None] = lambda run: None,
 ) -> int:
-    """Run the command line of the batch shell. `admit` can refuse the rest of the run by an error."""
+    """Run the command line of the batch shell. `admit` raises an error if the run must not continue."""
     if not words:
         print("usage: python -m frontier_llm.cli.job RUN [key=value ...], or --run-dir=DIR", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Computes the warning time: the seconds before the walltime at which Slurm signals the ranks to save.
 
-It follows from the measured times of earlier steps and saves, or else from an estimate.
+The warning time is computed from the measured times of earlier steps and saves, or else from an estimate.
 """
 
 from __future__ import annotations

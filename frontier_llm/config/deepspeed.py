@@ -1,6 +1,6 @@
 """Merges the user's DeepSpeed JSON with the run file.
 
-Settings that the run file decides are filled in. A JSON that contradicts the run file is refused.
+Settings that follow from the run file are added. A JSON that contradicts the run file is refused.
 """
 
 from __future__ import annotations

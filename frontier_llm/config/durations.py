@@ -5,7 +5,7 @@ the weights of the blend. Fractions of a step are rounded up.
 
 A step that the run has already trained counts with the number of tokens that it had. A later step counts with the
 number of tokens in the configuration. A run whose batch has changed therefore ends after the number of tokens in its
-run file. If a checkpoint is found, `resolved` converts the durations again.
+run file. When a run resumes from a checkpoint, `resolved` converts the durations again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _phase_lengths(content: Mapping[str, Any], tokens_per_step: Sequence[int], d
 
 
 def _after(stretches: Stretches, steps: int) -> list[tuple[int, int]]:
-    """Drop the first `steps` steps of the stretches."""
+    """Return the stretches without their first `steps` steps."""
     left = []
     for length, size in stretches:
         passed = min(length, steps)
@@ -127,7 +127,7 @@ def _of_run(
     planned: list[tuple[int, int]],
     stretches: list[tuple[int, int]],
 ) -> Mapping[str, Any]:
-    """Convert the durations that count over the whole run to steps.
+    """Convert the durations that are counted from the run's first step to steps.
 
     `planned` are the stretches of its phases. `stretches` are the steps that the run has done, followed by the rest of
     the plan.
@@ -154,7 +154,7 @@ def _of_run(
 
 
 def _of_end(stretches: list[tuple[int, int]], end: Any) -> list[tuple[int, int]]:
-    """Return the stretches of a run of `end` steps in reversed order."""
+    """Return the stretches of the first `end` steps, the last stretch first."""
     if not isinstance(end, int):
         return stretches
     lengths = []
@@ -179,7 +179,7 @@ def _resolved(
 
 
 def _steps(where: str, value: Any, stretches: Iterable[tuple[int, int]], data: Any) -> Any:
-    """Return the steps that a duration takes over stretches of (steps, tokens per step). A value that is no duration is
+    """Return the number of steps until `stretches` contain the tokens of a duration. A value that is no duration is
     returned unchanged.
     """
     match = _DURATION.fullmatch(_plain(value)) if isinstance(value, str) else None

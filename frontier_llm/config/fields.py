@@ -32,7 +32,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-# The upper bound prevents that a mistyped number makes a search for divisors or nearby values endless.
+# With this upper bound, a search for divisors or nearby values ends soon even if the number is mistyped.
 PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
 
@@ -126,7 +126,7 @@ _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 @functools.cache
 def _takes(section: type[BaseModel], field: str) -> frozenset[type]:
-    """Return which of bool, int, float and str a field takes, alone or in a list."""
+    """Return the types among bool, int, float and str that a field accepts, as a single value or in a list."""
     types = set(_types_in(section.model_fields[field].annotation))
     types |= {type(one) for one in types}  # values of a Literal
     return frozenset(types & {bool, int, float, str})
@@ -167,8 +167,9 @@ def _is_quoted_number(value: Any) -> bool:
 class Section(BaseModel):
     """Base class of all sections: immutable, without unknown keys, and with few conversions of types.
 
-    4 may stand for 4.0 and the reverse. Text such as 1e-4 may stand for a number, because YAML loads it as text. Other
-    text in place of a number or a boolean is refused, and so are booleans and numbers in place of each other.
+    An integer is accepted for a float (4 for 4.0), and a float without a fraction for an integer. Text such as 1e-4 may
+    stand for a number, because YAML loads it as text. Other text in place of a number or a boolean is refused, and so
+    are booleans and numbers in place of each other.
     """
 
     # JSON can represent neither infinity nor NaN.

@@ -1,8 +1,8 @@
 """Reads YAML with `base:` and `key=value` overrides into one frozen RunConfig. One ConfigError reports all violations.
 
 `base:` may stand at the root (another run file) and in `model:` (a model file). A plain string `model: gpt-22b` means
-`model: {base: gpt-22b}`. Values merge deeply. The nearer file takes precedence over its base, and command-line
-overrides take precedence over all files.
+`model: {base: gpt-22b}`. Nested mappings are merged key by key. The nearer file takes precedence over its base, and
+command-line overrides take precedence over all files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from frontier_llm.config.places import configs_dir
 from frontier_llm.config.plugins import import_plugins, plugin_paths
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.config.urls import without_secrets
-from frontier_llm.errors import ConfigError, Problem, closest, suggest
+from frontier_llm.errors import ConfigError, Problem, closest, suggest, unreadable
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -107,11 +107,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
     # ValueError: not UTF-8, or an invalid date.
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        if isinstance(error, OSError):
+            raise unreadable(path, error) from error
         reason = str(error).replace('in "<unicode string>", ', "")
         raise ConfigError(
             f"cannot read: {reason}",
-            where=str(path),
-            fix="check that the file is UTF-8 YAML and readable",
+            where=os.path.abspath(path),
+            fix="check that the file is UTF-8 YAML",
         ) from error
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"contains a {type(content).__name__}"
@@ -161,8 +163,8 @@ def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 
 
 class _Whole(dict[str, Any]):
-    """Mapping that `merge` does not merge: it replaces the base's value. Otherwise a named model would keep keys of the
-    model that it replaces.
+    """Mapping that `merge` does not merge: the complete mapping replaces the base's value. Otherwise a named model
+    would keep keys of the model that it replaces.
     """
 
 

@@ -23,8 +23,8 @@ from frontier_llm.config.fields import (
 
 
 class RopeScaling(Section):
-    """Extends the context beyond the length that the model was trained with, by slowing down rotations. Depending on
-    `kind`, all rotations are slowed down or only the slow ones.
+    """Extends the context beyond the length that the model was trained with, by slowing down the rotations of queries
+    and keys (RoPE). Depending on `kind`, all rotations are slowed down or only the slow ones.
     """
 
     # Which rotations are slowed down: docs/long_context.md.

@@ -4,7 +4,7 @@ A phase is the run's configuration with a few keys changed. Mesh and weights sta
 is one phase.
 
 Steps are counted over the whole run, so learning rate, checkpoints and intervals do not depend on phases. The position
-in the data is not computed from phases. Checkpoints record it (`data/position.py`).
+in the data is not computed from phases, because checkpoints record the position (`data/position.py`).
 
 This module also counts the checkpoints that a run writes.
 """
@@ -79,7 +79,7 @@ def _changed(run: RunConfig, phase: PhaseConfig) -> RunConfig:
     return run.model_copy(update={**sections, "train": run.train.model_copy(update={"phases": ()})})
 
 
-# Model → run file and batch script that train it on real data and save at the planner's interval.
+# Model → run file and batch script that train this model on real data. The run saves at the planner's interval.
 PRODUCTION = {"gpt-22b": "pretrain_22b", "gpt-175b": "pretrain_175b", "gpt-1t": "pretrain_1t"}
 
 

@@ -1,4 +1,4 @@
-"""The folder of the shipped files."""
+"""Finds the folder of the shipped configuration files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Imports plugins: a user's Python modules that register schedules, optimizers, losses and so on (docs/extending.md).
 
-A plugin is code and part of a run's identity. A checkpoint records each plugin's name, path and digest as data. Code is
-imported only from files that the user named. The user can name a file in the run file that is started, in the run file
-of the user's own run directory, or with `--plugin`.
+A plugin is code that can change the result of a run. A checkpoint therefore records each plugin's name, path and
+digest, but not the code. Code is imported only from files that the user named. The user can name a file in the run file
+that is started, in the run file of the user's own run directory, or with `--plugin`.
 """
 
 from __future__ import annotations
@@ -207,6 +207,8 @@ def _not_importable(name: str, error: Exception) -> ConfigError:
     fix = "give the path of a .py file, or a module that this Python can import" + (
         f", or one of {installed}" if installed else ""
     )
+    if isinstance(error, FileNotFoundError) and name.endswith(".py"):
+        return ConfigError(f"no plugin file {_file_path(name)}", "check the path", "plugins")
     return ConfigError(f"{name} cannot be imported: {error}", fix, "plugins")
 
 

@@ -1,7 +1,7 @@
 """Sections of a run file as frozen models. An unknown key, a wrong type or an impossible value is an error.
 
-Each section is one class. The comment at a field gives its meaning and unit. Nothing here depends on the world size,
-which `topology.plan` handles. This module imports nothing outside of `config` and `errors`.
+Each section is one class. The comment at a field gives its meaning and unit. No check here depends on the world size.
+`topology.plan` has the checks that do. This module imports nothing outside of `config` and `errors`.
 """
 
 from __future__ import annotations

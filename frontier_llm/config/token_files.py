@@ -1,6 +1,6 @@
 """Counts the tokens of a Megatron dataset from the header of its `.idx` file and the size of its `.bin` file.
 
-So a duration in epochs can be converted to steps without opening the dataset.
+With this count a duration in epochs can be converted to steps without opening the dataset.
 """
 
 from __future__ import annotations

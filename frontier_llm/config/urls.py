@@ -1,4 +1,4 @@
-"""Text of URLs: credentials in them, and the package that reads and writes them.
+"""Functions on the text of URLs: remove credentials, and name the package that reads and writes a URL.
 
 No function of this module connects to a server.
 """

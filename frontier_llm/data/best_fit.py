@@ -1,15 +1,17 @@
 """Packs whole documents best-fit into sequences (arXiv:2404.10830). Only documents longer than a sequence are cut.
 
 A sequence has S + 1 tokens, of which S are inputs. A document that fits is one piece. A longer document is cut into
-pieces of S + 1 tokens that overlap by one token. Each token of the document is then a target once.
+pieces of S + 1 tokens that overlap by one token. Each token of the document except the first is then a target exactly
+once.
 
 The pieces are ordered by a permutation keyed by the seed and divided into windows of 65,536 pieces. Each window is
 packed separately (csrc/sample_index.cpp). The pieces are placed from the longest to the shortest, each into the fullest
 sequence that has space for it. The space that no piece fills is padding. Padding repeats the sequence's last token and
-is never learnt.
+has no loss.
 
 The packing is the same in every epoch. Each epoch has its own order of windows and of the sequences inside each. So
-sample k is a pure function of (seed, k) for any layout. A rank stores one window: 2 MB, and 0.125 byte per document.
+sample k is a pure function of (seed, k) for any layout. A rank stores one window (2 MB), and 0.125 byte per document of
+the dataset.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ WINDOW = 1 << 16
 
 
 class _Window(NamedTuple):
-    """Pieces of a window's sequences. Sequence i has pieces starts[i] … starts[i + 1] − 1."""
+    """Pieces of documents in the sequences of one window. Sequence i has pieces starts[i] … starts[i + 1] − 1."""
 
     starts: NDArray[np.int64]
     offsets: NDArray[np.int64]  # index in its document of each piece's first token
@@ -44,7 +46,7 @@ class _Window(NamedTuple):
 class PackedSamples:
     """Samples of one indexed dataset, packed best-fit."""
 
-    masked = True  # padding, and the token that a cut repeats, are read but not learnt
+    masked = True  # Padding, and the token that a cut repeats, are read but have no loss.
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, key: int, cache_dir: Path | None = None) -> None:
         """`key` determines packing and order. `cache_dir` is the folder of the cached tables."""
@@ -137,7 +139,7 @@ class PackedSamples:
         return order, np.concatenate([[0], np.cumsum(self.packed[order].astype(np.int64))])
 
     def prepare(self, samples: int) -> None:
-        """Build and cache the tables of the packing, which serve any number of samples."""
+        """Build and cache the tables of the packing. They do not depend on the number of samples."""
         _ = self.packed
 
     def locate(self, k: int) -> tuple[int, int]:

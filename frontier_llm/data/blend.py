@@ -1,9 +1,10 @@
 """Assigns the samples of a run to the datasets of a blend (its sources). The source of sample k, and the index in that
 source, are a pure function of k.
 
-After n samples of the blend, each source has given n * weight samples, with an error of less than one. Weights become
-integers whose sum is the period. The compiled scheduler (csrc/sample_index.cpp, fl_blend) lays out one period, which
-then repeats, so that any k is found at once.
+After n samples of the blend, n * weight of them came from each source, with an error of less than one sample. Weights
+are converted to integers. Their sum is the period of the blend. The compiled scheduler (csrc/sample_index.cpp,
+fl_blend) assigns the samples of one period. This assignment then repeats, so the source of any k is found in constant
+time.
 
 Weights with a common denominator of at most 2^22 are exact (0.7/0.2/0.1; 3:5:11; six decimals). Other weights are
 rounded to multiples of 2^-22. This changes a source by less than one sample in four million.

@@ -2,10 +2,10 @@
 
 A file is written under a temporary name and then renamed. Arrays are never pickled.
 
-Correctness depends only on the atomic rename. The lock file only avoids repeated work: one of thousands of ranks
-computes, and all others wait. If the lock's time stamp does not change for `STALE_S`, its holder counts as dead, and a
-waiting rank computes instead. If two ranks take over the same lock, both compute, but the result stays correct. The
-file system needs only exclusive creation and rename, so the cache also works on Lustre without flock.
+Correctness depends only on the atomic rename. The lock file only avoids repeated work: one rank of a job computes, and
+all other ranks wait. If the lock's time stamp does not change for `STALE_S`, its holder counts as dead, and a waiting
+rank computes instead. If two ranks take over the same lock, both compute, but the result stays correct. The file system
+needs only exclusive creation and rename, so the cache also works on Lustre without flock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the documents of one piece of an input (inputs.py cuts inputs into pieces).
 
-Damage is a line that is not JSON, bytes that are not UTF-8, or a stream that ends too early. Damage is yielded in
-order, with its file and line. The caller decides how to treat it.
+Damaged input is a line that is not JSON, bytes that are not UTF-8, or a compressed stream that ends too early. A
+`Damage` object with file and line is yielded in place of damaged input. The caller decides how to treat it.
 """
 
 from __future__ import annotations

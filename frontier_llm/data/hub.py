@@ -28,7 +28,7 @@ PARTS = ("subset", "split", "revision")
 
 
 def dataset_files(url: str) -> list[str]:
-    """Return the paths and URLs of a split's files, at the commit that `revision` is now.
+    """Return the paths and URLs of a split's files, at the commit to which `revision` points now.
 
     The library `datasets` maps a subset and a split to files. This package's own readers read them within size limits.
     Raises DataError for a missing split or subset, UnreachableError if the Hub cannot be reached, and FrontierError if

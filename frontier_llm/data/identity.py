@@ -14,7 +14,7 @@ from frontier_llm.data.position import SYNTHETIC, Position, Source, Wanted
 
 
 class Dataset(NamedTuple):
-    """Content of the dataset at a path. JSON stores it as a list."""
+    """Digest and number of tokens of the dataset at a path. JSON stores them as a list."""
 
     identity: str
     tokens: int

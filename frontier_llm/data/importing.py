@@ -1,8 +1,8 @@
 """Import token files of other programs into `<prefix>.bin/.idx/.meta.json`.
 
-The formats are Mosaic MDS token columns, OLMo `.npy`, nanoGPT `.bin` and NumPy arrays. All of them are streams of ids
-with an end-of-document id between documents. Samples that were packed to a fixed length are joined, and then cut at the
-ends of documents. Megatron `.bin/.idx` files need no import.
+The formats are Mosaic MDS token columns, OLMo `.npy`, nanoGPT `.bin` and NumPy arrays. Each format stores a stream of
+token ids with an end-of-document id between documents. Samples that were packed to a fixed length are joined, and then
+cut at the ends of documents. Megatron `.bin/.idx` files need no import.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
 def _write(writer: IndexedWriter, block: NDArray[Any], eod: int, unfinished: int) -> int:
     """Append a block and end a document after every `eod`.
 
-    `unfinished` is the number of tokens of the open document before the block. Return this number after the block.
+    `unfinished` is the number of tokens of the open document before the block. Return the number of tokens that the
+    open document has after the block.
     """
     start = 0
     for end in (np.flatnonzero(block == eod) + 1).tolist():

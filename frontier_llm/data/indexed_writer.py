@@ -1,4 +1,6 @@
-"""Write Megatron's indexed datasets (format: indexed.py). Data is streamed, and a dataset appears only complete."""
+"""Write Megatron's indexed datasets (format: indexed.py). Tokens are written as they arrive. The dataset gets its final
+name only when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import os
 import shutil
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +106,17 @@ class IndexedWriter:
                 where=other.prefix,
                 fix="join only datasets of the same tokenizer",
             )
-        documents = (self._documents, other.document_indices[1:], self.sequence_count)
         modes = np.broadcast_to(np.zeros(1, np.int8), other.sequence_count) if other.modes is None else other.modes
         self._any_mode |= other.modes is not None
-        tables = (
-            (self._bin, other.tokens, 0),
-            (self._lengths, other.sequence_lengths, 0),
-            (self._modes, modes, 0),
-            documents,
-        )
-        for spool, table, shift in tables:
-            for start in range(0, table.size, SCAN_CHUNK):
-                spool.write((table[start : start + SCAN_CHUNK] + shift).astype(table.dtype).tobytes())
-        for start in range(0, other.tokens.size, SCAN_CHUNK):
-            self._note_largest(other.tokens[start : start + SCAN_CHUNK])
+        for tokens in _chunks(other.tokens):
+            self._bin.write(tokens.data)
+            self._note_largest(tokens)
+        for lengths in _chunks(other.sequence_lengths):
+            self._lengths.write(lengths.data)
+        for part_of_modes in _chunks(modes):
+            self._modes.write(np.ascontiguousarray(part_of_modes).data)
+        for indices in _chunks(other.document_indices[1:]):
+            self._documents.write((indices + self.sequence_count).data)
         self.sequence_count += other.sequence_count
         self.document_count += other.document_count
         self.token_count += other.token_count
@@ -169,3 +169,9 @@ class IndexedWriter:
                 self.finish()
         finally:
             self.abort()
+
+
+def _chunks(table: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield views of at most SCAN_CHUNK items each."""
+    for start in range(0, table.size, SCAN_CHUNK):
+        yield table[start : start + SCAN_CHUNK]

@@ -95,11 +95,12 @@ def inspect(
 
 
 def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
-    """Return the number of tokens that lose the beginning of their document if sequences have this length.
+    """Return the number of tokens whose sample does not contain the beginning of their document, for this sequence
+    length.
 
     Training concatenates documents and cuts every S tokens. All places of a cut are equally likely. Token p of a
-    document is therefore separated from the beginning with probability p / S (`expected_tokens`). With any packing, the
-    tokens of a document after the first S lose its beginning (`unavoidable_tokens`).
+    document is therefore separated from the beginning with probability p / S (`expected_tokens`). With any packing,
+    this is true for the tokens of a document after the first S (`unavoidable_tokens`).
     """
     S = sequence_length
     lengths = lengths.astype(np.float64)

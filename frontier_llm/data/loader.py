@@ -44,9 +44,9 @@ VALIDATION_SEED_OFFSET = 1  # the order of a held-out set has its own seed
 class SampleBatch:
     """B samples of S + 1 tokens. Inputs are [:, :-1], targets are [:, 1:].
 
-    With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0; otherwise it is None. Queries
-    attend only to keys with an equal number. `loss_mask_BS` is False for targets that belong to another document than
-    the input, and for targets that are read and not learnt. `loss_mask_BS` is None if all targets count.
+    With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0; otherwise it is None. A token
+    attends only to tokens with the same document number. `loss_mask_BS` is False for targets that belong to another
+    document than the input, and for targets that are read and not learnt. `loss_mask_BS` is None if all targets count.
     """
 
     tokens_BS1: NDArray[np.int64]
@@ -355,7 +355,7 @@ def _too_short(run: RunConfig, split: str, samples: SampleStream) -> list[Proble
 
 
 def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
-    """Return a Problem if a vocabulary is larger than the model's."""
+    """Return a Problem if the vocabulary of a tokenizer or dataset is larger than the model's vocabulary."""
     if vocab_size <= run.model.vocab_size:
         return []
     what = f"{run.model.vocab_size} is less than the {vocab_size} ids of {owner}"

@@ -16,7 +16,7 @@ from frontier_llm.units import format_count
 
 @dataclass(frozen=True)
 class PlannedSource:
-    """A source in one phase."""
+    """The tokens that one phase reads from one dataset."""
 
     phase: int
     first_step: int  # steps are counted from 1

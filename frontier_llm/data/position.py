@@ -3,13 +3,13 @@
 A stream is one dataset, cut into samples of one length with one packing, in one order. Its samples are read in order,
 each at most once. A blend assigns the run's samples to streams. Three pure functions act on a position:
 
-    enter    return the position with other sources: streams that were read before continue, new streams begin
-    sample   return the stream of the n-th sample after the position, and the index in that stream
-    advance  return the position after steps of equal size
+    enter    return the position with other sources: streams that were read before continue, new streams begin sample
+    return the stream of the n-th sample after the position, and the index in that stream advance  return the position
+    after steps of equal size
 
-A phase, a change of the configuration and a resume call `enter`. A rewind and `--leave-out` call `leave_out`, which
-advances without training. The number of a sample in the run is the number of samples assigned before it. Ranks,
-microbatches and restarts have no effect on a position.
+`enter` is called at the start of a phase, after a change of the configuration, and at a resume. A rewind and
+`--leave-out` call `leave_out`, which advances without training. The number of a sample in the run is the number of
+samples assigned before it. Ranks, microbatches and restarts have no effect on a position.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Share(_Record):
 
 
 class Stretch(_Record):
-    """Consecutive steps of equal size."""
+    """Consecutive steps with the same number of samples and tokens."""
 
     steps: Size
     tokens_per_step: Size
@@ -189,8 +189,8 @@ class Position(_Record):
         """Return the position that continues with these sources.
 
         A source continues the stream of its dataset, length and packing. If the blend names a dataset several times,
-        its n-th mention continues the n-th such stream. A source without such a stream starts a new stream. A blend
-        with the streams and weights of the current blend continues at its present place.
+        its n-th mention continues the n-th such stream. A source without such a stream starts a new stream. If the new
+        blend has the streams and weights of the current blend, the current blend continues without a restart.
         """
         streams = list(self.streams)
         while streams and not streams[-1].taken:  # a stream without samples has not begun

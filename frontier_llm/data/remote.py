@@ -122,7 +122,7 @@ def located(path: str | Path | RemoteFile) -> Path | RemoteFile:
 def identity_of(path: Path | RemoteFile) -> tuple[str, int, int | str]:
     """Return (name, size, version) of an input, which identify its content in a plan.
 
-    The version is the modification time of a local file, or the store's mark of the content.
+    The version is the modification time of a local file, or the checksum or version that the store reports.
     """
     stat = path.stat()
     version = stat.version if isinstance(stat, Stat) else stat.st_mtime_ns
@@ -191,7 +191,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def reached(url: str, fix: str = AGAIN, done: str = "read") -> Iterator[None]:
-    """Turn a client's errors into UnreachableError, whose text says that the URL cannot be `done`.
+    """Turn a client's errors into UnreachableError, whose text is "cannot be `done`" and the reason.
 
     Clients raise OSError, ValueError or errors of their network library.
     """

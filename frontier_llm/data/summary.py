@@ -77,7 +77,7 @@ def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
         return
     datasets = datasets_of([run])
     end = _end(run, position)
-    limits: dict[str, tuple[float, str]] = {}  # identity of a dataset → (max_epochs, path)
+    limits: dict[str, tuple[float, str]] = {}  # identity of a dataset → (its max_epochs, its path)
     for source in sources:
         if source.max_epochs is not None:
             identity = datasets[source.path].identity

@@ -46,12 +46,12 @@ from frontier_llm.units import format_bytes, format_count, strict_json
 
 EXAMPLES = 100  # number of damaged inputs that a record lists by name
 REPEAT = "check space and permissions, then run the same command again: finished parts are kept"
-VERSION = 2  # version of the rules below; parts of another version are not reused
+VERSION = 2  # version of this module's output; parts of another version are not reused
 
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """Options that determine the result together with the inputs and the tokenizer."""
+    """Options of tokenization. Together with the inputs and the tokenizer they determine the bytes of the dataset."""
 
     text_key: str = "text"  # JSON field or parquet column of the text.
     documents: Literal["file", "line"] = "file"  # "file": a text file is one document; "line": each line is a document.
@@ -63,7 +63,7 @@ class TokenizeOptions:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """Counts of a finished shard."""
+    """Number of documents, tokens and bytes of a finished shard."""
 
     documents: int
     tokens: int
@@ -148,7 +148,9 @@ def missing_dataset(plan: TokenizePlan, overwrite: bool) -> str | None:
 
 @contextlib.contextmanager
 def shares_of(prefix: str | Path, digest: str) -> Iterator[None]:
-    """Hold the lock of the dataset while other processes call `make_share`. `digest` is that of `missing_dataset`."""
+    """Hold the lock of the dataset while other processes call `make_share`. `digest` is the result of
+    `missing_dataset`.
+    """
     with sole_maker(prefix, digest, REPEAT):
         try:
             yield

@@ -271,7 +271,7 @@ def train_sentencepiece(
 ) -> SentencePieceTokenizer:
     """Train a lossless byte-pair model and write it to `path`: decode(encode(text)) == text for every text.
 
-    The model has byte fallback, no normalisation, and no added or dropped spaces. A newline is a piece of its own.
+    The model has byte fallback, no normalisation, and no added or dropped spaces. A newline is always a separate token.
     Training reads about `sample_bytes` of the texts. Raises DataError for an empty corpus, and for a `vocab_size` that
     is too large or too small for it.
     """
@@ -344,8 +344,8 @@ def train_huggingface(
 def _ended_by_ctrl_c() -> Iterator[None]:
     """Let Ctrl-C end the process at once.
 
-    Training is one call into C++ or Rust, during which Python handles no signal for up to half a minute. Nothing is on
-    disk yet.
+    Training is one call into C++ or Rust, during which Python handles no signal for up to half a minute. No file has
+    been written at this time.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -358,7 +358,9 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 
 def _some(texts: Iterable[str]) -> Iterator[str]:
-    """Return the texts. Raises DataError if there are none: a trainer's own error does not mention the inputs."""
+    """Return the texts. Raises DataError if there are none, because the error of the trainer would not mention the
+    inputs.
+    """
     texts = iter(texts)
     first = next(texts, None)
     if first is None:

@@ -1,9 +1,9 @@
 """Announces how long each part of scripts/quickstart.sh takes on this machine, and prints the measured seconds.
 
-`measure` is the first measurement: it starts as many processes as the quickstart has ranks, and counts the words of
-the Python standard library. The seconds of all other parts follow from this measurement, from the budget of
-`calibrate`, and from the step time that the planner predicts with the calibrated machine file. Results that exist
-already cost nothing.
+`measure` is the first measurement: it starts one process for each rank of the quickstart, and counts the words of the
+Python standard library. The seconds of all other parts follow from this measurement, from the budget of `calibrate`,
+and from the step time that the planner predicts with the calibrated machine file. A part whose result exists already
+counts as zero seconds.
 
     python -m frontier_llm.experiments.quickstart measure
     python -m frontier_llm.experiments.quickstart begin PART     # ends the part before it

@@ -50,9 +50,9 @@ def link_gbps(one: int, other: int) -> float:
 
 @cache
 def best_ring(gcds: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
-    """Return the best ring through these GCDs: (order, GB/s of its slowest link).
+    """Return the best ring through these GCDs as (order of the GCDs, GB/s of the slowest link).
 
-    The best ring is the ring with the fastest slowest link. Two GCDs form a ring of one link. The bandwidth is 0 if
+    The best ring is the ring whose slowest link is fastest. Two GCDs form a ring of one link. The bandwidth is 0 if
     every ring has neighbours without a direct link.
     """
     members = tuple(sorted(gcds))

@@ -1,6 +1,7 @@
-"""Number of threads per rank on this computer, from the CPU affinity of this process and the container's CPU quota.
+"""Chooses the number of threads per rank on this computer, from the CPU affinity of this process and the container's
+CPU quota.
 
-The computer's load has no influence, because a resumed run would otherwise compute with another number of threads.
+The computer's load is not used, because a resumed run would otherwise compute with another number of threads.
 """
 
 from __future__ import annotations

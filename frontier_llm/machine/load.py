@@ -42,7 +42,7 @@ def load_machine(name_or_path: str) -> Machine:
 
 @lru_cache(maxsize=16)  # a search of layouts checks thousands of runs on one machine, and YAML takes 50 ms
 def _read_machine(path: Path, mtime_ns: int, size_bytes: int) -> Machine:
-    """Read a machine file. The result is kept until the file has another time or size."""
+    """Read a machine file. The result is cached until the modification time or the size of the file changes."""
     content, files = compose(path, "machines")
     content.setdefault("environment", files[-1].stem)  # the last file of the chain has no base
     if isinstance(device := content.get("device"), dict) and "vendor" not in device:
@@ -242,10 +242,10 @@ PLACES: dict[str, tuple[str, str, float]] = {
 
 
 def provenance(machine: Machine, stack: str | None, field: str, group: int | None = None) -> Number:
-    """Return the entry of the machine file (value, tag and source) behind a field of Rates.
+    """Return the entry of the machine file (value, tag and source) from which a field of Rates is computed.
 
-    The fabric bandwidth has an entry for each group size. The one closest to `group` devices is returned, or the
-    largest for None.
+    The fabric bandwidth has an entry for each group size. The entry for the group size closest to `group` is returned,
+    or the entry for the largest group for None.
     """
     section, key, _ = PLACES[field]
     holder = machine.stacks[stack_name(machine, stack)] if section == "stack" else getattr(machine, section)

@@ -31,8 +31,8 @@ def resolve_precision(config: RunConfig) -> RunConfig:
     """Return the run with `precision.dtype: auto` replaced by a type, and log the type with its reason.
 
     A run that has a checkpoint keeps the checkpoint's type, also on another CPU. Otherwise the type is bf16 on a GPU
-    and on a CPU with bf16 instructions, and fp32 on other CPUs. No time is measured, so that all ranks and every
-    resume decide alike.
+    and on a CPU with bf16 instructions, and fp32 on other CPUs. The choice uses no measured time, so that all ranks and
+    every resume choose the same type.
     """
     if config.precision.dtype != AUTO:
         return config

@@ -1,4 +1,4 @@
-"""Instruction sets of this computer's CPU, and a limit on those that torch, oneDNN, MKL and the C++ ops use.
+"""Instruction sets of this computer's CPU, and a limit on the sets that torch, oneDNN, MKL and the C++ ops use.
 
 The module does not import torch.
 """

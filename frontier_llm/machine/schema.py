@@ -101,7 +101,7 @@ class Contention(Sourced):
 
 
 class Waiting(Sourced):
-    """Time that ranks wait for the last rank before a collective inside a layer begins."""
+    """Time for which ranks wait for the last rank before a collective inside a layer begins."""
 
     meeting_us: NonNegativeFloat  # waiting time per collective
     spread: NonNegativeFloat  # additional waiting time, as a share of the compute since the last collective

@@ -1,4 +1,6 @@
-"""The transformer model. Its code reads like a serial model, and each pipeline stage is built on the meta device."""
+"""The transformer model. Its code contains no case for parallel layouts, and each pipeline stage is built on the meta
+device.
+"""
 
 from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.initialize import initial_rows, initialize

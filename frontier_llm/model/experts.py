@@ -1,4 +1,4 @@
-"""Mixture-of-experts layer, which replaces the MLP: the router, and the experts, which may be on other ranks."""
+"""Mixture-of-experts layer, which replaces the MLP. It has a router, and experts that may be on other ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Router(nn.Module):
         self.context = context
         self.weight = declared[f"{name}.weight"].accumulated_by_layer()
         self.bias = declared.get(f"{name}.bias")
-        # rows of each expert in the global batch of the previous step, divided by the mean over experts
+        # number of rows (token, expert) of each expert in the global batch of the previous step, divided by the mean
+        # over experts
         self.load_E = declared.get(f"{name}.load")
 
     def forward(self, x_sBH: Tensor) -> tuple[RouterChoice, Routed]:
@@ -92,8 +93,9 @@ class Router(nn.Module):
         scores (Switch, arXiv:2101.03961, generalised to k experts per token).
 
         The balance loss of the global batch (arXiv:2501.11873) uses the rows of the previous step. The rows of this
-        step are not known yet, because backward begins before the last microbatch of the step is routed. A token's loss
-        is then the mean load of the experts, weighted by the token's scores. No communication between ranks is needed.
+        step are not known yet, because backward begins before the last microbatch of the step is routed. The loss of a
+        token is then the mean load of the experts, weighted by the scores of the token. No communication between ranks
+        is needed.
         """
         moe = self.moe
         tp = self.context.tp

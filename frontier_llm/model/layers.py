@@ -51,14 +51,16 @@ def gain(weight: Tensor, plus_one: bool) -> Tensor:
 
 
 class NoNorm(nn.Module):
-    """Identity module, used in a block at a place that has no norm."""
+    """Identity module, used in a block in place of a norm that the model does not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` unchanged."""
         return x
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (x + residual, x + residual), in the places of the normed tensor and of the residual stream."""
+        """Return (x + residual, x + residual): the sum takes the place of the normed tensor, and is also the residual
+        stream.
+        """
         total = x + residual
         return total, total
 

@@ -42,7 +42,7 @@ def weights(config: RunConfig) -> dict[str, float]:
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return, by name, the shapes of other tensors that stages return with their losses, to be summed."""
+    """Return, by name, the shapes of further tensors that stages return with their losses and that the engine sums."""
     if model.moe is None:
         return {}
     return {LOAD: (len(model.routed_layers), model.moe.experts + 2)}
@@ -53,12 +53,12 @@ class LossTerm:
     """A further loss: a function of a virtual stage's output, the microbatch, and the tp axis.
 
     The stage's output is the output of its blocks, (S or s, B, H), before the final norm. The function returns a
-    scalar: this microbatch's share of the step's loss. Shares are summed over microbatches, replicas and stages, and
-    not averaged.
+    scalar: this microbatch's contribution to the step's loss. Contributions are summed over microbatches, replicas and
+    stages, and not averaged.
 
-    With sequence parallelism the function receives this rank's s positions and returns their share. The stage then sums
-    the values over tp. Without sequence parallelism the function receives all S positions, and every tp rank returns
-    the same value.
+    With sequence parallelism the function receives this rank's s positions and returns their contribution. The stage
+    then sums the values over tp. Without sequence parallelism the function receives all S positions, and every tp rank
+    returns the same value.
     """
 
     function: Callable[[Tensor, Microbatch, Axis], Tensor]
@@ -68,7 +68,7 @@ class LossTerm:
     of_logits: bool = False
 
     def value(self, x: Tensor, batch: Microbatch, tp: Axis, sequence_parallel: bool) -> Tensor:
-        """Return the term's share of one stage and microbatch, the same on all tp ranks.
+        """Return the contribution of one stage and microbatch to the loss term, the same on all tp ranks.
 
         Each rank's gradient is the gradient of its own positions.
         """
@@ -77,7 +77,9 @@ class LossTerm:
 
 
 def whole_value(share: Tensor, tp: Axis) -> Tensor:
-    """Return the sum of all tp ranks' shares. Each rank's gradient is the gradient of its own share."""
+    """Return the sum of the contributions of all tp ranks. Each rank's gradient is the gradient of its own
+    contribution.
+    """
     return share + (all_reduce_(share.detach().double(), tp) - share.detach())
 
 

@@ -1,4 +1,6 @@
-"""A virtual pipeline stage: its part of the transformer. A single stage with all layers is the serial model."""
+"""A virtual pipeline stage: a module with consecutive layers of the transformer. A single stage with all layers is the
+serial model.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +100,8 @@ class Stage(nn.Module):
     def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor | StageOutput:
         """Run this stage for one microbatch. `x` is the previous stage's output, or None on the first stage.
 
-        Returns the activation for the next stage, (S or s, B, H). The last stage returns this microbatch's share of the
-        mean loss over the step's targets, a scalar in fp32 (fp64 under fp64). If the stage has further losses, a
+        Returns the activation for the next stage, (S or s, B, H). The last stage returns this microbatch's contribution
+        to the mean loss over the step's targets, a scalar in fp32 (fp64 under fp64). If the stage has further losses, a
         `StageOutput` with this result and the losses is returned.
         """
         x, routed = self._blocks(x, batch)

@@ -162,7 +162,7 @@ def views_missing(device: str = "cuda") -> str:
     """Return the reason why this GPU's attention cannot read views of a fused QKV tensor, or '' (also without a GPU).
 
     On MI300X a version of torch computed wrong values if `v` was such a view (ROCm/pytorch#3230). Outputs and gradients
-    are compared with those of contiguous copies.
+    are compared with the results for contiguous copies.
     """
     if device == "cuda" and not (torch.version.hip and torch.cuda.is_available()):
         return ""

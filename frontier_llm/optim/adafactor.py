@@ -3,7 +3,7 @@ parameters.
 
 Momentum, bias correction and weight decay are the same as in AdamW. A prime (') marks a value after bias correction:
 
-    R <- beta2 R + (1 - beta2) mean of G² over columns,   C likewise over rows,   V = R Cᵀ / mean of R
+    R <- beta2 R + (1 - beta2) mean of G² over columns, C the same over rows,   V = R Cᵀ / mean of R
 
     W <- W - lr (M' / (sqrt(V') + eps) + decay W),   M <- beta1 M + (1 - beta1) G
 
@@ -78,7 +78,9 @@ def _means_of_squares(means: Statistics, gradient: Tensor) -> Tensor:
 
 
 def _second_moment(run: OwnedRange, row_means: Tensor, column_means: Tensor) -> Tensor:
-    """Return the second moments of a run's elements, [stop - start], from this rank's row and column means."""
+    """Return the second moments of consecutive elements `run`, [stop - start], from this rank's row and column
+    means.
+    """
     of_row = _matrix_of_row(run, row_means)
     columns = column_means.flatten(0, 1)
     rows, begin = _rows(run)

@@ -43,7 +43,9 @@ class OwnedRange:
 
 @dataclass(eq=False, kw_only=True)
 class Bucket:
-    """Parameters that are communicated together. All have the same weight decay, gradient sums and optimizer states."""
+    """Parameters that are communicated together. All parameters of a bucket have the same weight decay, the same
+    gradient sums and the same kinds of optimizer state.
+    """
 
     parameters: list[ShardedParameter]
     offsets: list[int]  # first element of each parameter in the bucket
@@ -138,7 +140,7 @@ def build_buckets(
 
     Afterwards each parameter is a view of its bucket's weights, and its main_grad is a view of the bucket's gradients.
     Weights are not initialised. Gradients are zero. `edp` is the data-parallel axis of the experts, or None without
-    experts. If `rule` needs complete parameters, these have separate buckets (topology.buckets).
+    experts. If `rule` needs some parameters complete, these parameters have separate buckets (topology.buckets).
     """
     everything = (parameter for stage in stages for parameter in stage.parameters())
     declared = [parameter for parameter in dict.fromkeys(everything) if isinstance(parameter, ShardedParameter)]

@@ -27,8 +27,8 @@ from frontier_llm.topology.shards import ShardSpec
 class DeepSpeedZero:
     """Implements `GradientSums` and `Optimizer` with DeepSpeed's ZeRO-1.
 
-    DeepSpeed averages gradients over dp, but this package sums them. DeepSpeed's gradients are therefore smaller by the
-    factor `_divided_by`.
+    DeepSpeed averages gradients over dp, but this package sums gradients. DeepSpeed's gradients are therefore smaller
+    by the factor `_divided_by`.
     """
 
     def __init__(self, inputs: EngineInputs) -> None:
@@ -116,7 +116,7 @@ class DeepSpeedZero:
         return torch.where(norm < 0, torch.inf, (norm * self._divided_by).square() * self._is_first)
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:
-        """Let DeepSpeed update the weights."""
+        """Run DeepSpeed's update of the weights."""
         self.updates += 1
         for group in self._zero.optimizer.param_groups:
             group.update(lr=lr, step=self.updates, grad_scale=grad_scale * self._divided_by)

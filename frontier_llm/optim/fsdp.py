@@ -122,7 +122,7 @@ class FullySharded:
     # --- Optimizer ---
 
     def squared_norm_share(self) -> Tensor:
-        """Return this rank's share of the squared gradient norm.
+        """Return this rank's summand of the squared gradient norm.
 
         Copies are multiplied by zero. They add nothing, but a NaN in any copy still reaches the sum.
         """
@@ -188,7 +188,8 @@ def _widen(stage: Stage) -> list[ShardSpec]:
 
 
 def _cut_dim(shape: Sequence[int], ways: int) -> int:
-    """Return the first dim whose size is a multiple of `ways`, or 0 if there is none (uneven shards).
+    """Return the first dim whose size is a multiple of `ways`, the number of shards. Return 0 if there is none (uneven
+    shards).
 
     The first dim of QKV's weight is the number of key/value heads, which is often smaller than `ways`.
     """

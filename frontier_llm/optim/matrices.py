@@ -37,7 +37,7 @@ class WholeTensors:
 
     @property
     def specs(self) -> list[ShardSpec]:
-        """Specs of the tensors, in order."""
+        """Specs of the complete tensors, in the order in which `of` returns them."""
         return [run.spec for run in self._runs]
 
     def of(self, own: Tensor) -> list[Tensor]:
@@ -52,7 +52,7 @@ class WholeTensors:
         return [flat[place].view(spec.shape) for place, spec in zip(self._places, self.specs, strict=True)]
 
     def back(self, tensors: Sequence[Tensor], own: Tensor) -> None:
-        """Write the elements that belong to this rank's slice back into `own`."""
+        """Write this rank's elements of the complete tensors back into its slice `own`."""
         for run, tensor in zip(self._runs, tensors, strict=True):
             own[run.place] = tensor.view(-1)[run.start : run.stop]
 

@@ -4,7 +4,7 @@ The update is scaled as in Moonlight (Liu et al. 2025, arXiv:2502.16982):
 
     M <- momentum M + G,   W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonal(G + momentum M) + decay W)
 
-The momentum is sharded by ZeRO. On every layout the model's own matrices are orthogonalised, so q, k, v, gate and up
+The momentum is sharded by ZeRO. The matrices that are orthogonalised do not depend on the layout: q, k, v, gate and up
 are separate matrices.
 """
 

@@ -1,9 +1,9 @@
 """Interface of an optimizer, as used by the training step, the checkpoints and the comparison of replicas.
 
-An optimizer's state is a list of rectangles (index ranges in each dim) of named global tensors. They are views that can
-be read and filled. A checkpoint therefore depends neither on the layout nor on the engine that wrote it. Only master
-weights and optimizer states are saved. The working weights are the rounded masters. Saving them too would increase a
-checkpoint by a fifth to a quarter.
+An optimizer's state is a list of rectangles (index ranges in each dim) of named global tensors. The rectangles are
+views, so a checkpoint can read and fill them. A checkpoint therefore depends neither on the layout nor on the engine
+that wrote it. Only master weights and optimizer states are saved. The working weights are the rounded masters. Saving
+them too would increase a checkpoint by a fifth to a quarter.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Optimizer(Protocol):
 
     @property
     def shards(self) -> int:
-        """Number of consecutive replicas that shard the optimizer state. 1 means the state is replicated."""
+        """Number of consecutive replicas that shard the optimizer state. 1 means that the state is replicated."""
 
     @property
     def device(self) -> torch.device:

@@ -63,10 +63,11 @@ class Zero:
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
 
     def squared_norm_share(self) -> Tensor:
-        """Return this rank's share of the squared gradient norm (see the protocol `Optimizer`).
+        """Return this rank's summand of the squared gradient norm (see the protocol `Optimizer`).
 
-        Each element of the model counts once: the dp ranks share each bucket, and of several copies only one counts.
-        The other copies are multiplied by zero. They add nothing, but a NaN in any copy still reaches the sum.
+        Each element of the model counts once: each dp rank counts one part of a bucket, and only one of several copies
+        of a part counts. The other copies are multiplied by zero. They add nothing, but a NaN in any copy still reaches
+        the sum.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for bucket, spans in zip(self.buckets, self._norm_spans, strict=True):
@@ -133,7 +134,9 @@ def _new_state(bucket: Bucket) -> dict[str, Tensor]:
 def _slices(
     bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None, statistics: Statistics | None
 ) -> Iterator[Slice]:
-    """Yield what one call updates: this rank's slice of the bucket, or each complete parameter in the slice."""
+    """Yield the elements that one call of the update formula changes: this rank's slice of the bucket, or each complete
+    parameter in the slice.
+    """
     tensors = {**state, "gradient": bucket.own(bucket.gradients), "weights": bucket.own(bucket.weights)}
     if bucket.whole and not whole:
         parts = [

@@ -1,8 +1,8 @@
 """Pipeline engine, which executes a schedule's list of actions with the virtual stages that this rank holds.
 
-The engine does not depend on the model or the data. A stage is a function of (input activation, a microbatch's data)
-that returns an output tensor. The output of the last stage is the microbatch's share of the loss. Any stage may return
-further named losses in addition to its output.
+The engine does not depend on the model or the data. A stage is a function of the input activation and the data of a
+microbatch. It returns an output tensor. The output of the last stage is the microbatch's contribution to the loss. Any
+stage may return further named losses in addition to its output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SENDS_AHEAD = 4
 
 
 class _Graph(NamedTuple):
-    """Start of a backward: the stage's input and the roots of its graph."""
+    """Data from which a backward starts: the stage's input and the roots of its autograd graph."""
 
     x: Tensor | None
     output: GradientEdge | None  # the next virtual stage sends the gradient of this output; None on the last one

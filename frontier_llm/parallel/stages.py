@@ -18,8 +18,8 @@ LOSS = "loss"  # name of the last stage's output
 class StageOutput(NamedTuple):
     """Return value of a stage with further losses.
 
-    Each loss is a scalar: this microbatch's share of the step's loss, equal on all tp ranks.
-    Values without a gradient are allowed too: the engine only sums them, and they may have any shape.
+    Each loss is a scalar: this microbatch's contribution to the step's loss, equal on all tp ranks. Values without a
+    gradient are allowed too: the engine only sums them, and they may have any shape.
     """
 
     output: Tensor
@@ -36,13 +36,13 @@ class Deferral(Protocol):
     """
 
     def defer(self) -> None:
-        """Keep the work that is submitted from now on."""
+        """From now on, store submitted computations instead of executing them."""
 
     def take_deferred(self) -> list:
-        """Stop keeping work, and return the work that was kept."""
+        """Stop storing, and return the stored computations."""
 
     def run(self, work: list) -> None:
-        """Do the kept work."""
+        """Execute the stored computations."""
 
 
 @dataclass(frozen=True)

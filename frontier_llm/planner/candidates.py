@@ -229,7 +229,7 @@ def _options(
     node: int,
     fixed: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
-    """Return the columns of all layouts that have the parallel degrees of `degrees` and the values of `fixed`."""
+    """Return all layouts that have the parallel degrees of `degrees` and the values of `fixed`, as columns."""
     tp = degrees.tp
     cp = degrees.cp
     pp = degrees.pp
@@ -322,7 +322,9 @@ def fixed_words(fixed: Mapping[str, Any]) -> str:
 
 
 def _schedule(text: str) -> str:
-    """Return the name of a schedule, of a plugin too. Raises LayoutError with the closest name if it is unknown."""
+    """Return the name of a schedule, which a plugin may have registered. Raises LayoutError with the closest name if it
+    is unknown.
+    """
     known = {name.lower(): name for name in (*names(), SEARCHED)}
     if text not in known:
         rule(text)  # a member of a family, such as v:2,2,2,2

@@ -1,4 +1,4 @@
-"""Comparison of the chosen plan with the best plans that have certain values given by the user (`plan --what-if`)."""
+"""Comparison of the chosen plan with the best plans that have the values given by the user (`plan --what-if`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of a plan to a run file that lacks only the data, and to the command that submits the run."""
+"""Writes a plan as a run file, in which only the data is missing, and the command that submits the run."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def roomier_plan(config: RunConfig, nodes: int, devices: int, own: Plan) -> Plan
 
 
 def plan_overrides(config: RunConfig, roomier: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the overrides of both plans: the run's own values of the layout's keys, and those of the roomier plan.
+    """Return the overrides of both plans: the values of the layout's keys in the run file, and in the roomier plan.
 
     Both plans state the same keys, so that two jobs have equal plans only if their layouts are equal.
     """

@@ -1,4 +1,6 @@
-"""Errors of `frontier-llm plan` if its search has found no plan. They give the reason and the change that helps."""
+"""Errors of `frontier-llm plan` if its search has found no plan. An error states the reason, and a change with which a
+plan exists.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from frontier_llm.units import GIB, plural
 
 
 def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
-    """Raise LayoutError if no layout is legal or none fits into memory. The error names the change that helps."""
+    """Raise LayoutError if no layout is legal or none fits into memory. The error names a change with which a plan
+    exists.
+    """
     if outcome.plans:
         return
     if not outcome.legal:

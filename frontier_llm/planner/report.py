@@ -100,7 +100,9 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
 
 
 def _adding_words(plan: Plan, rates: Rates) -> Iterator[str]:
-    """Yield how the installed torch is assumed to add weight gradients, and the step with each method."""
+    """Yield text lines: the method by which torch is assumed to add weight gradients, and the step time with each
+    method.
+    """
     if rates.weight_gradients:
         assumed = f"{rates.weight_gradients} (weight_gradients of the machine file)"
     else:
@@ -321,7 +323,7 @@ def _node_hours(value: float) -> str:
 
 
 def _why(best: Plan, other: Plan) -> str:
-    """Return the largest loss of time of `other`."""
+    """Return the cause that loses most time in the plan `other`."""
     a = best.simulated
     b = other.simulated
     if abs(best.step_s - other.step_s) < 1e-3 * best.step_s:

@@ -1,4 +1,5 @@
-"""Reads and writes `allocations.jsonl` in the run directory: how long Slurm has charged the run for which nodes.
+"""Reads and writes `allocations.jsonl` in the run directory: the nodes that Slurm has charged to the run, and for how
+long.
 
 Slurm charges all nodes of an allocation, spares included, from its start to its end. Each line therefore describes an
 allocation and not a start of the ranks. The supervisor (`cluster.supervisor`) appends a line at its start and before
@@ -77,7 +78,8 @@ def node_hours(directory: Path, billed: Mapping[str, float]) -> float:
 
     `billed` maps job ids to node-hours in Slurm's accounting. For each job the larger value counts. Slurm's accounting
     can lack old jobs, and allocations.jsonl can lack the time before a batch host died. Jobs without a line in
-    allocations.jsonl come from older versions or other programs. They count with the nodes and times of their ranks.
+    allocations.jsonl come from older versions or other programs. Their node-hours are computed from the nodes and times
+    of their ranks.
     """
     recorded: dict[str, float] = {}
     for allocated in allocations(directory):

@@ -2,7 +2,7 @@
 supervisor and by `status`.
 
 A checkpoint `step_00000100/` is complete if its manifest matches its digest and every shard has its full size.
-The pointer file LATEST is only for users. No code reads it to choose a checkpoint.
+The file LATEST is only for users. No code reads this file to choose a checkpoint.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _read_small(path: Path, limit: int) -> bytes:
 
 
 def fault(path: Path) -> Problem | None:
-    """Return the fault that makes the checkpoint `path` incomplete. None if it is complete.
+    """Return the reason why the checkpoint `path` is incomplete. None if the checkpoint is complete.
 
     The contents of the shards are not read.
     """

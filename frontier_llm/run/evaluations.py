@@ -41,21 +41,35 @@ def next_step(directory: Path, results: Path, failed: Collection[int] = ()) -> i
 
 def newest_result(run_dir: Path) -> Evaluated | None:
     """Return the result of the newest evaluated checkpoint. None if there is none. Raises DamagedRecord."""
+    steps = _evaluated_steps(run_dir)
+    return _read(run_dir, steps[-1]) if steps else None
+
+
+def all_results(run_dir: Path) -> list[Evaluated]:
+    """Return the results of all evaluated checkpoints, in ascending order of steps. Raises DamagedRecord."""
+    results = [_read(run_dir, step) for step in _evaluated_steps(run_dir)]
+    return [result for result in results if result is not None]
+
+
+def _evaluated_steps(run_dir: Path) -> list[int]:
+    """Return the steps of the files in the folder of results, in ascending order."""
     folder = run_dir / FOLDER
     if not folder.is_dir():
-        return None
+        return []
     with os.scandir(folder) as entries:
         steps = [named_step(entry.name.removesuffix(".json")) for entry in entries if entry.name.endswith(".json")]
-    known = [step for step in steps if step is not None]
-    if not known:
-        return None
-    path = result_path(folder, max(known))
+    return sorted(step for step in steps if step is not None)
+
+
+def _read(run_dir: Path, step: int) -> Evaluated | None:
+    """Return the result of one checkpoint. None if the file has been deleted."""
+    path = result_path(run_dir / FOLDER, step)
     content: dict[str, Any] | None = read_json(path, dict, "delete it; the checkpoint is then evaluated again")
     if content is None:
         return None
     losses = dict(_numbers(content.get("held_out"), "dataset", "loss", path))
     accuracies = dict(_numbers(content.get("tasks"), "task", "acc", path))
-    return Evaluated(step=max(known), losses=losses, accuracies=accuracies)
+    return Evaluated(step=step, losses=losses, accuracies=accuracies)
 
 
 def _numbers(rows: Any, name: str, value: str, path: Path) -> Iterator[tuple[str, float]]:

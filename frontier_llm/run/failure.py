@@ -26,7 +26,8 @@ FILE = "failure.json"
 REFUSED = 2
 STUCK = 70  # EX_SOFTWARE: exit code of a rank that its watchdog ended, because another rank made no progress
 SECONDARY = "secondary failure"  # begins the last message of a rank that only lost another rank
-# Our own errors are told apart by class and heading. All other words are of torch, gloo, RCCL and the system.
+# Errors of this package are recognised by class and heading. All other words in these lists come from messages of
+# torch, gloo, RCCL and the system.
 _LOST_A_PEER = re.compile(
     rf"{RankFailure.__name__}|{SECONDARY}|connection (reset|closed|refused)|broken pipe|timed out|peer|nccl|gloo|"
     r"process group|socket|watchdog",
@@ -156,7 +157,7 @@ def forget_failure(run_dir: Path) -> None:
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether an exception only reports the loss of another rank. Such an exception is not the cause.
+    """Return True if an exception only reports the loss of another rank. Such an exception is not the cause.
 
     RCCL also reports that it is out of device memory, which is a cause.
     """
@@ -164,7 +165,7 @@ def lost_a_peer(text: str) -> bool:
 
 
 def speaks_of_hardware(text: str) -> bool:
-    """Whether an exception points to a fault of the host. Any other exception is a fault of the program."""
+    """Return True if an exception points to a fault of the host. Any other exception is a fault of the program."""
     return bool(_HARDWARE.search(text))
 
 

@@ -1,4 +1,4 @@
-"""Ensures that only one process uses a run directory. Such a process holds the directory.
+"""Ensures that only one process uses a run directory. This process is called the holder of the directory.
 
 The functions return the newest start of the run, the holder, and whether the holder is alive. They use three files:
 
@@ -192,12 +192,14 @@ def silence_s(path: Path) -> float:
 
 
 def is_ahead(silent_s: float) -> bool:
-    """Whether the last heartbeat is so far in the future that one of the two clocks must be wrong."""
+    """Return True if the last heartbeat is so far in the future that the clock of one of the two hosts must be
+    wrong.
+    """
     return silent_s < -STALE_AFTER_S
 
 
 def watched_dead(path: Path) -> bool:
-    """Watch the heartbeats of a holder whose clock is wrong. Return True if none comes within STALE_AFTER_S.
+    """Watch the heartbeats of a holder whose clock is wrong. Return True if no heartbeat arrives within STALE_AFTER_S.
 
     Takes up to 60 s.
     """
@@ -211,7 +213,7 @@ def watched_dead(path: Path) -> bool:
 
 
 def how_to_free(path: Path) -> str:
-    """Return advice for the case that a holder is dead, but counts as alive by its file `path`."""
+    """Return advice for a user who knows that the holder is dead, although its file `path` counts as alive."""
     return f"if you know that the process is dead, delete {path}"
 
 

@@ -101,7 +101,7 @@ class Installation:
 
     @classmethod
     def from_json(cls, line: str) -> Installation:
-        """Return the inverse of `as_json`. Raises ValueError, KeyError or TypeError for any other text."""
+        """Return the object that `as_json` wrote. Raises ValueError, KeyError or TypeError for any other text."""
         fields: dict[str, Any] = json.loads(line)
         kernels = fields["kernels"]
         inputs = fields["inputs"]
@@ -161,7 +161,7 @@ def ask(
 
 
 def of_this_interpreter(architecture: str | None, environment: Mapping[str, str]) -> Installation:
-    """Return the facts about this interpreter, which is started again with `environment` (`ask`)."""
+    """Start this process's interpreter again with `environment`, and return its facts (`ask`)."""
     return ask((sys.executable, "-P", "-m"), environment, architecture)
 
 

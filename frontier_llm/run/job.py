@@ -1,4 +1,5 @@
-"""The record of a job, `job.json` in the run directory: the settings that `submit` or a batch script chose for a run.
+"""Reads and writes `job.json` in the run directory, the record of a job. It has the settings that `submit` or a batch
+script chose for a run.
 
 The supervisor, the successor job, `status` and `tune` read this file. It contains no secret.
 """

@@ -30,7 +30,7 @@ _held: dict[Path, int] = {}
 def hold(folder: Path) -> None:
     """Lock a folder of this user until this process ends.
 
-    On a file system without locks the folder stays unlocked and is never removed.
+    On a file system without locks the folder cannot be locked, and is never removed.
     """
     with suppress(OSError):
         if folder in _held and os.fstat(_held[folder]).st_ino == (folder / IN_USE).lstat().st_ino:

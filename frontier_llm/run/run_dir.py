@@ -56,7 +56,7 @@ NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks, and how it ended."""
+    """One start of the ranks, and the way in which it ended."""
 
     incarnation: int
     job_id: str
@@ -82,12 +82,12 @@ class Attempt:
 
     @property
     def failed(self) -> bool:
-        """Whether the start neither finished nor was interrupted on request."""
+        """True if the start neither finished nor was interrupted on request."""
         return self.cause not in ("finished", "interrupted")
 
     @property
     def is_failed_start(self) -> bool:
-        """Whether the start failed before it finished a step. False if that is not recorded."""
+        """True if the start failed before it finished a step. False if the number of its steps is not recorded."""
         return self.failed and self.last_step is not None and self.last_step <= self.start_step
 
     @property

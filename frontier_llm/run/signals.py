@@ -2,8 +2,8 @@
 
 A Python signal handler runs between byte codes of the main thread. A rank that waits in gloo for a dead peer does not
 run the handler in time (measured: 6.0 s late, when the collective returned). However, CPython's C handler writes the
-signal's number to the wakeup descriptor at once. A thread reads it here and sets a flag. The training loop checks the
-flag between steps.
+signal's number to the wakeup descriptor at once. A thread of this module reads the number and sets a flag. The training
+loop checks the flag between steps.
 
 Before the handlers exist, which takes at least 0.5 s after the start, a signal would kill the process. Therefore the
 process that starts ranks blocks these signals (`held`). The signals stay pending in the kernel, also across exec,
@@ -29,7 +29,8 @@ EXIT_INTERRUPTED = 75
 # signals that a command blocks while it checks its run, so that Slurm's warning stays pending until ranks can save
 BEFORE_RANKS = (signal.SIGUSR1, signal.SIGHUP)
 HELD = (*BEFORE_RANKS, signal.SIGTERM)
-SIGNALS = (*HELD, signal.SIGINT)  # SIGINT is not held back: nothing is lost yet, and the user expects an immediate end
+# SIGINT is not held back: no training state can be lost yet, and the user expects an immediate end
+SIGNALS = (*HELD, signal.SIGINT)
 
 
 def heeded() -> list[signal.Signals]:

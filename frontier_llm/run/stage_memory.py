@@ -22,7 +22,7 @@ class StageMemory:
     stage: int
     # Memory in use on the device, also by other processes. On a CPU: the peak of the rank's resident memory.
     used_bytes: int
-    predicted_bytes: int | None = None  # the planner's prediction; None: it has none for this run
+    predicted_bytes: int | None = None  # the planner's prediction; None: no prediction for this run
     allocated_bytes: int | None = None  # peak of the tensors in torch's allocator; None on a CPU, which counts none
     reserved_bytes: int | None = None  # peak that torch's allocator took from the device; None on a CPU
 

@@ -80,7 +80,7 @@ def simulate_one_in_flight(schedule: Schedule, duration: Duration, send_s: Trans
 class _Meeting:
     """Messages of one kind between neighbouring positions.
 
-    A message begins when its sender and its receiver have reached it.
+    A message begins when its sender and its receiver have both reached the message in their lists.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -27,7 +27,7 @@ MOST_PADDING = 1 / 8
 
 @dataclass(frozen=True)
 class BucketPlan(Generic[T]):
-    """Content of one bucket. Offsets and sizes are in elements."""
+    """Parameters and size of one bucket. Offsets and sizes are in elements."""
 
     members: list[T]  # In the order of their offsets.
     offsets: list[int]
@@ -44,10 +44,11 @@ def plan_buckets(
     sharded: bool,
     limit: int,
 ) -> Iterator[BucketPlan[T]]:
-    """Yield buckets of at most `limit` elements. Parameters that are reduced and updated alike share buckets.
+    """Yield buckets of at most `limit` elements. A bucket holds only parameters that are reduced and updated in the
+    same way.
 
-    Parameters of one such kind are placed in the order of `members`. A bucket may be longer than `limit` if a member is
-    longer, or if `rule` needs complete tensors.
+    Such parameters are placed in the order of `members`. A bucket may be longer than `limit` if a member is longer, or
+    if `rule` needs complete tensors.
 
     Args:
         members: the tensors of this rank.

@@ -31,12 +31,14 @@ def head_cost_in_layers(model: ModelConfig) -> float:
 
 
 def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each virtual stage that minimises the work of the busiest one, head included.
+    """Return the number of layers of each virtual stage. The numbers minimise the work of the busiest stage, output
+    head included.
 
-    Leftover layers go to the first stages. Then layers move from the head's stage to others as long as this reduces the
-    work of the busiest stage. In large models the split remains even: the head costs V/12H layers (V vocabulary, H
-    hidden size), which are 0.17 layers for the 1T model and 0.69 for 22B. A small model with a large vocabulary (8
-    layers, H 384, V 8192) gets 5 + 3 layers on two stages, because its head costs as much as 1.7 layers.
+    If the layers cannot be divided evenly, the first stages get one more layer each. Then layers move from the head's
+    stage to others as long as this reduces the work of the busiest stage. In large models the split remains even: the
+    head costs V/12H layers (V vocabulary, H hidden size), which are 0.17 layers for the 1T model and 0.69 for 22B. A
+    small model with a large vocabulary (8 layers, H 384, V 8192) gets 5 + 3 layers on two stages, because its head
+    costs as much as 1.7 layers.
     """
     base, remainder = divmod(model.layers, virtual_stages)
     counts = [base + (stage < remainder) for stage in range(virtual_stages)]
@@ -151,7 +153,7 @@ def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
 
 
 def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
-    """Return the layout without checking its rules, for a run that has taken place."""
+    """Return the layout without checking its rules, for a run that has already been executed."""
     parallel = config.parallel
     batch = config.batch
     dp = world_size // parallel.model_ranks

@@ -1,5 +1,5 @@
-"""Rectangles of global tensors: conversion of ZeRO's flat runs to rectangles, and intersection of saved rectangles
-with the rectangles that another layout needs.
+"""Rectangles of global tensors. The module converts ZeRO's ranges of flat elements to rectangles, and intersects saved
+rectangles with the rectangles that another layout needs.
 
 The module is arithmetic on tuples. It uses neither torch nor files.
 """
@@ -30,7 +30,7 @@ class Rectangle:
         return Rectangle(tuple(start + step for start, step in zip(self.offset, by, strict=True)), self.shape)
 
     def intersect(self, other: Rectangle) -> Rectangle | None:
-        """Return the elements that both rectangles have, or None if they have none in common."""
+        """Return the elements that both rectangles contain, or None if there are none."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -48,7 +48,8 @@ def rectangles_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator
     """Yield rectangles that together have elements [start, stop) of a row-major array of this shape, in order.
 
     Each rectangle is contiguous in the array. There are at most 2 * dims - 1 rectangles: the end of the first row, the
-    complete rows and the start of the last row. The two incomplete rows are cut in the same manner.
+    complete rows and the start of the last row. The incomplete first and last rows are divided into rectangles by the
+    same rule.
     """
     if start >= stop:
         return
@@ -84,7 +85,7 @@ def contiguous_runs(outer: Rectangle, part: Rectangle) -> tuple[np.ndarray, int]
         return np.zeros(1, np.int64), 1
     strides = [prod(outer.shape[dim + 1 :]) for dim in range(dims)]
     begin = [mine - its for mine, its in zip(part.offset, outer.offset, strict=True)]
-    # `cut` is the last dim that `part` does not cover completely; a run consists of this dim and all later ones
+    # `cut` is the last dim that `part` does not cover completely; a contiguous run covers this dim and all later dims
     cut = max((dim for dim in range(dims) if part.shape[dim] != outer.shape[dim]), default=0)
     starts = np.zeros(1, np.int64)
     for dim in range(cut):

@@ -26,7 +26,7 @@ LEVELLED = ("tp", "cp", "dp", "dp.cp", "world")  # axes whose collectives may ha
 # reduce-scatter, and the all-reduce between copies of the weights. FSDP's two communicators are not included.
 _FSDP_STREAMS = 4
 _FSDP_GROUPS = 2
-# DeepSpeed's ZeRO-1 reduces on a stream of its own, with a communicator of its own.
+# DeepSpeed's ZeRO-1 reduces on a separate stream, with a separate communicator.
 _DEEPSPEED_STREAMS = 2
 
 
@@ -53,7 +53,8 @@ def queue_problem(config: RunConfig, grid: Grid, placement: Placement) -> Proble
 
 
 def nodes_of(ranks: Sequence[int], ranks_per_node: int | None, multiple: int) -> list[tuple[int, ...]]:
-    """Return node by node the members of `ranks`, or an empty list if their collectives cannot have two stages.
+    """Return the members of `ranks`, one list for each node. Return an empty list if their collectives cannot have two
+    stages.
 
     For two stages, the ranks must be on several nodes with the same number of ranks on each. This number must be a
     multiple of `multiple`.

@@ -28,7 +28,7 @@ from frontier_llm.topology.plan import ParallelPlan, pipeline_schedule
 
 @dataclass
 class Traffic:
-    """Calls and bytes by (axis, operation)."""
+    """Number of calls and bytes, by (axis, operation)."""
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -234,7 +234,9 @@ def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: i
 def _statistics_traffic(
     config: RunConfig, plan: ParallelPlan, owners: str | None, held: Iterable[Parameter], traffic: Traffic
 ) -> None:
-    """Add the sums of an optimizer's statistics in a bucket: over the owners of slices, then over each one's axes."""
+    """Add the sums of an optimizer's statistics in a bucket: over the owners of slices, then over the axes of each
+    statistic.
+    """
     sizes = Counter[tuple[str, ...]]()
     for one in held:
         sizes[one.partial_axes()] += rank_numel(one, plan) * statistics_bytes(config.precision.dtype)

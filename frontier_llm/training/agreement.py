@@ -1,7 +1,7 @@
 """Checks, before the first collective, that all ranks have equal devices, torch builds, kernels and C++ libraries.
 
-Every rank writes one report of some hundred bytes to the rendezvous store. Rank 0 reads all reports by one request, and
-writes its verdict to the store. A rank that cannot use its device reports the error in the same way. All ranks then
+Every rank writes one report of a few hundred bytes to the rendezvous store. Rank 0 reads all reports by one request,
+and writes its verdict to the store. A rank that cannot use its device reports the error in the same way. All ranks then
 exit within seconds and name this error as the cause.
 """
 

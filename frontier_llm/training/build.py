@@ -1,7 +1,7 @@
 """Builds the training state of a rank.
 
-The order is: layout, layers on the meta device, memory and initial weights, gradient synchroniser and optimizer,
-pipeline engine.
+It creates these parts in order: layout, layers on the meta device, memory and initial weights, gradient synchroniser
+and optimizer, pipeline engine.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def build_state(
     draws: bool = True,
     ops: Ops | None = None,
 ) -> TrainState:
-    """Build one rank's part of the run in its first phase.
+    """Build the training state of one rank for the first phase of the run.
 
     With `draws` False, the initial weights are not drawn, because a checkpoint will be loaded. Without `ops` the
     configuration selects them. Raises BackendError if a selected op is not available.

@@ -28,9 +28,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Return and log the loss of each held-out set by name, in nats per token. Collective over the world.
 
-    The first set's loss is also returned as `loss`, together with `perplexity`. `bits_per_byte` is added if the number
-    of bytes of the set's text is known. `interrupted()` is called after each global batch. If `interrupted()` returns
-    True, the result is empty.
+    The loss of the first held-out set is also returned under the key `loss`, and its perplexity under `perplexity`.
+    `bits_per_byte` is added if the number of bytes of the set's text is known. `interrupted()` is called after each
+    global batch. If `interrupted()` returns True, the result is empty.
     """
     values: dict[str, float] = {}
     for split, source in sources.items():

@@ -50,7 +50,7 @@ from frontier_llm.units import plural
 def joined(
     config: RunConfig, place: RankEnv | None, recorded: bool = True
 ) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
-    """Join the job's ranks, and yield plan, mesh and device.
+    """Connect this rank to the other ranks of the job, and yield plan, mesh and device.
 
     At the end of the `with` block the process groups are destroyed, also after an error. With `recorded`, a failed
     start is written to the run directory. Raises FrontierError if a device cannot be used or if the ranks differ.
@@ -82,7 +82,7 @@ def joined(
 
 @contextmanager
 def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
-    """Join the job's ranks, build this rank's part of the run, and yield its state.
+    """Connect this rank to the other ranks of the job, build its training state, and yield the state.
 
     With `draws` False, the initial weights are not drawn, because a checkpoint will replace them.
     """

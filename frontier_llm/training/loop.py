@@ -1,4 +1,4 @@
-"""The training loop of a rank: join the job, resume, train until the last step or a signal, evaluate and save."""
+"""The training loop of a rank: join the other ranks, resume, train until the last step or a signal, evaluate, save."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ class _Session:
             self.metrics.data(state)
 
     def _step(self) -> Requests:
-        """Run one step and its reports. Returns the requests that any rank has received."""
+        """Run one step, and log and record its result. Returns the requests that any rank has received."""
         step = self.state.current_step
         hit("train.step")
         for observer in self.observers:

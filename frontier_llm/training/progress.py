@@ -1,5 +1,5 @@
-"""Copies the scalars of a run from the training state to a checkpoint and back, and collects the facts of the job that
-a checkpoint records. `checkpoint/` saves the tensors.
+"""Copies the scalars of a run (step, position in the data, loss scale, …) from the training state to a checkpoint and
+back. It also collects the facts of the job that a checkpoint records. `checkpoint/` saves the tensors.
 """
 
 from __future__ import annotations

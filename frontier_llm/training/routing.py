@@ -41,7 +41,8 @@ def summary(load_LE: NDArray[np.float64], model: ModelConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def tell_routers(stages: Iterable[Stage], load_LE: Tensor) -> None:
-    """Update the routers from `load_LE`, the load of the step's global batch. The load is the same on all replicas.
+    """Update the routers from `load_LE`, the number of tokens that each expert received in the step's global batch. The
+    load is the same on all replicas.
 
     The next step's balance loss uses this load. The selection bias of each expert changes by `bias_rate`: up if the
     expert had less than the mean load, down if the expert had more.

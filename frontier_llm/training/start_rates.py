@@ -159,7 +159,7 @@ def slow_nodes(times: Sequence[RankTimes]) -> dict[str, SlowNode]:
 
 
 def summary(times: Sequence[RankTimes]) -> list[str]:
-    """Return one line per measure: the median node and the slowest node."""
+    """Return one line per measure, with the rate of the median node and of the slowest node."""
     lines = []
     for number, measure in enumerate(MEASURES):
         slowest = _slowest_ranks(times, number)

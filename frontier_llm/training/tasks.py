@@ -1,4 +1,5 @@
-"""Evaluates in-context tasks during training. The pipeline stages run forward over the answer options of each question.
+"""Evaluates in-context tasks during training. The pipeline stages compute only the forward pass, over the answer
+options of each question.
 
 Several options are packed into one sample.
 """

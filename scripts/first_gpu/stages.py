@@ -192,12 +192,10 @@ def _rehearsed_build() -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        compiled = [
-            compile_one(Build("sm_90", *kind, True), Path(folder)).symbol for kind in (("accumulate", "bf16", "any"),)
-        ]
+        compiled = compile_one(Build("sm_90", "accumulate", "bf16", "any", True), Path(folder)).symbol
         with fake_gpu("sm_90", Path(folder)) as (kernels, *_):
             kernels.load_any()
-    return {"kernels": len(kernels._variants), "compiled": compiled, "triton": _version("triton"), "spilled_bf16": []}
+    return {"kernels": len(kernels._variants), "compiled": [compiled], "triton": _version("triton"), "spilled_bf16": []}
 
 
 def checks(_out: Path) -> dict[str, Any]:
@@ -237,19 +235,8 @@ def addresses(out: Path) -> dict[str, Any]:
             "python -m tests.harness.check_gfx90a (simulated)"
         )
     log = out / "logs" / "compute-sanitizer.log"
-    command = [
-        checker,
-        "--tool",
-        "memcheck",
-        "--error-exitcode",
-        "86",
-        "--log-file",
-        str(log),
-        *CLI,
-        "ops",
-        "check",
-        "--json",
-    ]
+    options = ["--tool", "memcheck", "--error-exitcode", "86", "--log-file", str(log)]
+    command = [checker, *options, *CLI, "ops", "check", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.is_file() else []
     last = found[-1] if found else done.stderr.strip()[-300:]
@@ -275,7 +262,6 @@ def _fake_addresses() -> dict[str, Any]:
 
 def ceilings(_out: Path) -> dict[str, Any]:
     """Measure the copy bandwidth and bf16 product rate of this device with torch."""
-
     from frontier_llm.experiments.measure.ops import copy_bandwidth
 
     sizes = (128,) if REHEARSAL else (4096, 8192, 16384)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from frontier_llm.certificate.axis_types.check import check_axis_types
-from frontier_llm.certificate.section import SectionVerdict
+from frontier_llm.certificate.section import CertificateSection, SectionVerdict
 from frontier_llm.cli.checks import check
 from frontier_llm.config import load_run
 from frontier_llm.config.plugins import import_plugins
@@ -72,10 +72,15 @@ def test_a_schedule_with_another_placement_trains_as_the_oracle(ranks: RankPool,
     assert differences(ours, witness(case.serial(), ours.initial)) == []
 
 
-def test_a_loss_term_that_forgets_a_sum_is_refused_with_its_line(extensions: Path) -> None:
-    import_plugins([str(extensions)])
+def axis_types_with(rank: int, plugin: str, case: Case) -> CertificateSection:
+    """Check a case's axis types in a process that has imported the plugin."""
+    import_plugins([plugin])
+    return check_axis_types(case.config(), case.world_size)
+
+
+def test_a_loss_term_that_forgets_a_sum_is_refused_with_its_line(ranks: RankPool, extensions: Path) -> None:
     case = Case("llama", tp=2, sequence_parallel=True, settings=("train.loss_weights={activation-norm: 0.5}",))
-    section = check_axis_types(case.config(), case.world_size)
+    section = ranks.run(1, axis_types_with, str(extensions), case)[0]
     lines = extensions.read_text(encoding="utf-8").splitlines()
     summed = 1 + lines.index("    square = x.double().square().sum()")
     assert section.verdict is SectionVerdict.REFUSED
@@ -154,15 +159,29 @@ def test_names_that_nobody_registered_are_refused_with_the_nearest(ranks: RankPo
     assert "v-gpipe" in ranks.run(1, refusal, str(extensions), case)[0]
 
 
-def test_a_family_of_hugging_face_computes_what_transformers_computes(
-    extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    from tests.unit.interop.huggingface.families import VARIANTS, llama, saved
+def compare_and_export_starcoder2(rank: int, plugin: str, folder: Path) -> None:
+    """Compare an imported model with `transformers`, export it, and compare every tensor of the export."""
+    import transformers
+
     from tests.unit.interop.huggingface.test_parity import compare, imported
 
+    import_plugins([plugin])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "theirs", dtype=torch.float32)
+    compare(imported(folder / "theirs", "fp32"), theirs, 1e-5)
+    exported = export_huggingface(HuggingFaceModel(folder / "theirs"), folder / "ours", torch.float32)
+    assert exported.model_type == "starcoder2"
+    back = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours")
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
+
+
+def test_a_family_of_hugging_face_computes_what_transformers_computes(
+    ranks: RankPool, extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from tests.unit.interop.huggingface.families import VARIANTS, llama, saved
+
     monkeypatch.setitem(VARIANTS, "starcoder2", lambda: llama("Starcoder2", norm_epsilon=1e-5, sliding_window=5))
-    theirs = saved("starcoder2", tmp_path / "theirs")
+    saved("starcoder2", tmp_path / "theirs")
     command = [sys.executable, "-m", "frontier_llm", "checkpoint", "import-hf", str(tmp_path / "theirs")]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (
@@ -172,15 +191,7 @@ def test_a_family_of_hugging_face_computes_what_transformers_computes(
     )
     shown = subprocess.run([*command, "--plugin", str(extensions)], capture_output=True, text=True, check=True)
     assert "norm: layernorm" in shown.stdout and "sliding_window: 5" in shown.stdout
-
-    import_plugins([str(extensions)])
-    compare(imported(tmp_path / "theirs", "fp32"), theirs, 1e-5)
-    assert (
-        export_huggingface(HuggingFaceModel(tmp_path / "theirs"), tmp_path / "ours", torch.float32).model_type
-        == "starcoder2"
-    )
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
+    ranks.run(1, compare_and_export_starcoder2, str(extensions), tmp_path)
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:

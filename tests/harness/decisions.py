@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -64,10 +65,14 @@ TWO_PLANS = replace(JOB, plans=(OWN_PLAN, ROOMY_PLAN))
 Row = tuple[str, Job, History, Now, type, dict[str, Any]]
 
 
-def decision_tests(rows: list[Row]) -> pytest.MarkDecorator:
-    """Return the mark that runs `check_decision` on each row."""
-    cases = [pytest.param(row, id=row[0]) for row in rows]
-    return pytest.mark.parametrize("row", cases)
+def table_test(rows: list[Row]) -> Callable[[Row], None]:
+    """Return a test with one case per row, which compares the decision with the row's class and fields."""
+
+    @pytest.mark.parametrize("row", [pytest.param(row, id=row[0]) for row in rows])
+    def test_decision(row: Row) -> None:
+        check_decision(row)
+
+    return test_decision
 
 
 def check_decision(row: Row) -> None:

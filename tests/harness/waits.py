@@ -29,11 +29,11 @@ class Waits(HostWaits):
         self.record_calls(Tensor, "tolist", lambda args, _: not self._is_copy(args[0]))
         for name in ("to", "cuda"):
             self.record_calls(Tensor, name, _is_pageable)
-        self.replace(Tensor, "cpu", lambda tensor: self._cpu(tensor))
+        self.replace(Tensor, "cpu", lambda tensor: self._copied(tensor))
+        self.record_calls(Tensor, "cpu", lambda *_: True)
         return self
 
-    def _cpu(self, tensor: Tensor) -> Tensor:
-        self.wait("cpu")
+    def _copied(self, tensor: Tensor) -> Tensor:
         self._copies.append(tensor.detach().clone())
         return self._copies[-1]
 

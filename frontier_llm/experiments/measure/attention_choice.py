@@ -1,7 +1,7 @@
 """`ops tune`: times all available attention back-ends at a model's shapes and writes a table with their order.
 
-With `ops.attention: auto`, the first back-end of the table that supports the run is used. Back-ends are timed in rounds
-with one call of each.
+With `ops.attention: auto`, the first back-end of the table that supports the run is used. Each round of the measurement
+calls every back-end once.
 """
 
 from __future__ import annotations

@@ -252,7 +252,8 @@ def _more(model: ModelConfig, numbers: Rates, **change: float) -> Extra:
 
 
 def _fill(model: ModelConfig, steps: Sequence[Step], known: Rates, extras: Sequence[Extra]) -> tuple[float, ...]:
-    """Return how many units of each cost in `extras` best explain measured time - time predicted with `known`.
+    """Return the number of units of each cost in `extras` that best explains the measured time minus the time predicted
+    with `known`.
 
     The result is the non-negative least-squares solution for relative errors.
     """

@@ -66,7 +66,9 @@ def node_tables(measurements: list[LinkTime], ranks_per_node: int, source: str) 
 
 
 def contention(measurements: list[LinkTime]) -> list[tuple[str, str, int, float]]:
-    """Return (axis, operation, bytes, time together / time alone) for each case that has both measurements."""
+    """Return (axis, operation, bytes, time with all groups active / time with one group active) for each case that has
+    both times.
+    """
     alone = {(m.axis, m.operation, m.algorithm, m.bytes): m.seconds for m in measurements if m.mode == "alone"}
     return [
         (m.axis, m.operation, m.bytes, m.seconds / alone[key])

@@ -110,7 +110,8 @@ def sizes_between(smallest: int, largest: int) -> list[int]:
 
 
 def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_size: float = 0.2) -> list[LinkTime]:
-    """Measure every operation on every axis that has more than one rank, alone and together.
+    """Measure every operation on every axis that has more than one rank, with one group of the axis active, and with
+    all groups active.
 
     All ranks must call the function. A message is sent from every rank of an axis to the next rank, as between pipeline
     stages.

@@ -1,7 +1,7 @@
 """Benchmark cases for single ops: each op of the catalogue and its eager torch equivalent, at the shapes of a model.
 
-The shapes are those of one microbatch on one rank. `bench step` and `calibrate` use the matrix products of a layer and
-of the head from here.
+The cases have the shapes of one microbatch on one rank. `bench step` and `calibrate` use the matrix products of a layer
+and of the head from here.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class Timed:
     others: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def ways(self, compiler: Callable[..., Any] | None = None) -> dict[str, Call]:
-        """Return implementation → call. With a compiler, the only implementation is eager torch, compiled."""
+        """Return implementation → call. With a compiler, the only implementation is the torch code of the op,
+        compiled.
+        """
         ours = {"ours": self.ours, "eager": self.eager, **self.others}
         functions = ours if compiler is None else {"compiled": compiler(self.eager)}
         return {way: partial(self._once, function) for way, function in functions.items()}

@@ -1,7 +1,7 @@
 """Benchmark of comm.tensor_chunks: how much tensor-parallel communication splitting hides.
 
 The option splits a matrix product and its collective into pieces, so that the collective of one piece overlaps with the
-product of another piece. The sizes are those of the run.
+product of another piece. The measurement uses the sizes of the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class PiecesTime:
 
     @property
     def overlap(self) -> float:
-        """Overlapped share of the shorter of the two, a piece's product and its collective: 0 (none) to 1."""
+        """Fraction of the shorter time that is hidden, of the times of one piece's matrix product and its collective: 0
+        (nothing is hidden) to 1.
+        """
         hidden_s = self.pieces * (self.product_s + self.collective_s) + self.copy_s - self.together_s
         return min(max(hidden_s / ((self.pieces - 1) * min(self.product_s, self.collective_s)), 0.0), 1.0)
 

@@ -139,8 +139,8 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
             yield _curve(records, key, title, unit, factor)
             if key == "loss":
                 yield from _difference(records)
-    if any(record.tasks for record in records):
-        yield _tasks(records)
+    if tasks := _tasks(records):
+        yield tasks
     for record in records:
         if sum(bool(step.get("phases_s")) for step in record.steps) > 1:
             yield _phases(record)
@@ -163,6 +163,10 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
                 traces.append(
                     points(f"{name}, {record.name}", _steps(rows), [row[held_out] for row in rows], index, shape=shape)
                 )
+            losses = {result.step: result.losses for result in record.evaluated}
+            for number, (dataset, steps, values) in enumerate(_by_name(losses)):
+                shape = SHAPES[(index + number + 1) % len(SHAPES)]
+                traces.append(points(f"{dataset} (evaluate), {record.name}", steps, values, index, shape=shape))
     return Chart(title, "step", unit, traces, layout=_changes(records))
 
 
@@ -199,18 +203,34 @@ def _held_out(record: RunRecord) -> list[str]:
     return list(dict.fromkeys(named)) or ["loss"]
 
 
-def _tasks(records: Sequence[RunRecord]) -> Chart:
-    """Return a chart of each in-context task's accuracy, with a colour per task and a dash style per run."""
-    names = list(dict.fromkeys(name for record in records for row in record.tasks for name in row["accuracy"]))
+def _tasks(records: Sequence[RunRecord]) -> Chart | None:
+    """Return a chart of each in-context task's accuracy, with a colour per task and a dash style per run.
+
+    Accuracies during training are connected, and results of `evaluate` are points. None if no run has any.
+    """
+    during = [{row["step"]: row["accuracy"] for row in record.tasks} for record in records]
+    beside = [{result.step: result.accuracies for result in record.evaluated} for record in records]
+    names = list(dict.fromkeys(name for by_step in (*during, *beside) for name, _, _ in _by_name(by_step)))
     traces = []
     for index, record in enumerate(records):
-        dash = DASHES[index % len(DASHES)]
-        for number, name in enumerate(names):
-            rows = [row for row in record.tasks if name in row["accuracy"]]
-            accuracies = [row["accuracy"][name] for row in rows]
-            if rows:
-                traces.append(line(f"{name}, {record.name}", _steps(rows), accuracies, number, dash=dash))
-    return Chart("Accuracy of in-context tasks", "step", "share of questions", traces)
+        for name, steps, accuracies in _by_name(during[index]):
+            dash = DASHES[index % len(DASHES)]
+            traces.append(line(f"{name}, {record.name}", steps, accuracies, names.index(name), dash=dash))
+        for name, steps, accuracies in _by_name(beside[index]):
+            shape = SHAPES[index % len(SHAPES)]
+            title = f"{name} (evaluate), {record.name}"
+            traces.append(points(title, steps, accuracies, names.index(name), shape=shape))
+    return Chart("Accuracy of in-context tasks", "step", "share of questions", traces) if traces else None
+
+
+def _by_name(by_step: Mapping[int, Mapping[str, float]]) -> list[tuple[str, list[int], list[float]]]:
+    """Return (name, steps, values) of each name that occurs in a mapping from steps to named values."""
+    names = dict.fromkeys(name for values in by_step.values() for name in values)
+    series = []
+    for name in names:
+        steps = [step for step, values in by_step.items() if name in values]
+        series.append((name, steps, [by_step[step][name] for step in steps]))
+    return series
 
 
 SHAPES = ("diamond", "circle-open", "square-open", "triangle-up-open")
@@ -291,7 +311,9 @@ def _chip(grid: Grid, place: Mapping[str, int]) -> str:
 
 
 def _of_run(record: RunRecord, text: str) -> str:
-    """Append the directory's name to `text` if the run's name contains one in addition to the layout."""
+    """Append the directory's name to `text` if the name of the run in the figures contains the directory and not only
+    the layout.
+    """
     own = record.name.rpartition(", ")[0]
     return f"{text}, {own}" if own else text
 
@@ -336,7 +358,7 @@ def _runs(records: Sequence[RunRecord]) -> str:
 
 
 def _data(records: Sequence[RunRecord]) -> str:
-    """Return a table and a chart of the tokens that each run has read of its sources."""
+    """Return a table and a chart of the number of tokens that each run has read from each of its datasets."""
     rows = []
     traces = []
     for index, record in enumerate(records):

@@ -15,6 +15,7 @@ from frontier_llm.config.load import read_yaml
 from frontier_llm.config.plugins import import_recorded, recorded_names
 from frontier_llm.errors import DataError
 from frontier_llm.run import run_dir
+from frontier_llm.run.evaluations import Evaluated, all_results
 from frontier_llm.run.stage_memory import StageMemory, read_stage_memory
 from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 
@@ -47,6 +48,7 @@ class RunRecord:
     operations: dict[str, dict[str, Any]]  # Ledger.summary of rank 0 in the last attempt that recorded it
     moved_on: LayoutSpan  # layout of the attempt that recorded `operations`
     name: str  # name of the run in figures
+    evaluated: tuple[Evaluated, ...] = ()  # results of `evaluate --follow`, in ascending order of steps
     memory: tuple[StageMemory, ...] = ()  # memory of each pipeline stage after the newest start's first steps
 
 
@@ -83,6 +85,7 @@ def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
         operations=moved.get("operations", {}),
         moved_on=moved_on[-1],
         name=name,
+        evaluated=tuple(all_results(directory)),
         memory=read_stage_memory(directory),
     )
 

@@ -74,7 +74,7 @@ class ShortRun:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a short run ended."""
+    """The end of a short run: exit code, seconds, failure."""
 
     seconds: float  # time from the start of the ranks to their end
     exit_code: int
@@ -107,7 +107,9 @@ class Launcher(Protocol):
 
 
 class AllocationRanks:
-    """Launcher of srun steps over healthy nodes of this allocation. Nodes beyond `nodes` replace failed ones."""
+    """Launcher of srun steps over healthy nodes of this allocation. If a node fails, one of the nodes beyond `nodes`
+    replaces it.
+    """
 
     def __init__(self, site: Site, nodes: int | None = None, spares: int = 0, warning_s: float | None = None) -> None:
         """Use `nodes` nodes of the allocation at a time (None: all but the spares).

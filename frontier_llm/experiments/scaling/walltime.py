@@ -53,7 +53,7 @@ def with_walltime(
 
 
 def refuse_few(steps: int | None) -> None:
-    """Raise ConfigError if `steps` leaves too few steps to measure."""
+    """Raise ConfigError if `steps` is too small for a reliable measurement."""
     if steps is not None and steps < FEWEST_STEPS:
         what = f"{steps} steps leave {max(0, steps - WARMUP_STEPS)} to measure: the first {WARMUP_STEPS} are warm-up"
         raise ConfigError(what, f"set train.steps={FEWEST_STEPS} or more", "train.steps")

@@ -30,7 +30,7 @@ class Bench:
     directory: Path  # directory of the search; contains a directory per trial
 
     def words(self, search: Tuner, number: int, directory: Path) -> tuple[str, ...]:
-        """Return the arguments of a trial's ranks."""
+        """Return the command-line arguments for the ranks of a trial."""
         layout = search.space.plans[number].layout
         words = [self.run, *self.overrides, *BARE, *words_of(run_keys(layout))]
         words += [f"train.steps={self.steps}", f"train.run_dir={directory}", f"guard.max_skips_in_row={self.steps}"]

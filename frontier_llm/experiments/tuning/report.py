@@ -25,7 +25,7 @@ LEAST_FITTED = 4  # trials that are needed before constants are fitted
 
 
 def summary(search: Tuner) -> dict[str, Any]:
-    """Return the result as a mapping."""
+    """Return the result of the search as a mapping."""
     tried = search.tried
     best = search.best
     first = tried.get(0)
@@ -57,7 +57,7 @@ def _words(search: Tuner, trial: Trial) -> str:
 
 
 def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) -> Path:
-    """Write the run with its fastest layout as a run file, and load the file as a check. Returns its path."""
+    """Write a run file with the fastest layout, and load this file as a check. Returns the path of the file."""
     best = search.best
     assert best is not None and best.step_s is not None
     content = merge({"base": reference(run, path.parent), **parse_overrides(overrides)}, run_keys(best.layout))
@@ -80,7 +80,7 @@ def write_report(search: Tuner, directory: Path) -> Path:
         f"{config.model.sequence_length} per step; "
         f"{facts['layouts']} of {search.space.legal} layouts that fit are searched."
     )
-    parts = [_tiles(facts), f"<h2>Predicted and measured</h2>{figures(charts(search))}"]
+    parts = [_tiles(facts), f"<h2>Search</h2>{figures(charts(search))}"]
     parts += [_importance(facts["importance"]), _constants(search), _trials(search)]
     return write_page(directory / "tune.html", f"{config.model.name}: measured search", subtitle, parts)
 

@@ -1,4 +1,4 @@
-"""Tuning search: chooses which layout is measured next and its time limit, and decides when to end."""
+"""Tuning search: chooses the layout that is measured next and its time limit, and decides when the search ends."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ AGAIN = "run the same command again to continue"
 class Proposal:
     """Layout to try next."""
 
-    number: int  # index in the space's plans
+    number: int  # index in `Space.plans`
     why: str  # planner | spread | model | exhaustive
     expected_s: float  # seconds per step
 
 
 class Tuner:
-    """State of a search, which is rebuilt from the table of trials whenever the search starts again."""
+    """State of a search. When a search continues in another job, the state is rebuilt from the table of trials."""
 
     def __init__(self, space: Space, trials: Sequence[Trial], seed: int = 0) -> None:
         self.space = space
@@ -114,7 +114,7 @@ class Tuner:
 
 
 class Everything(Tuner):
-    """Search that measures every layout of the space once.
+    """Search that measures every layout of the search space once.
 
     The order is random, so that times when the machine is slow affect all kinds of layouts equally.
     """

@@ -88,10 +88,10 @@ class Surrogate:
         return np.sqrt(np.square(apart).sum(axis=-1)).min(axis=1)
 
     def importance(self, belief: Belief) -> dict[str, float]:
-        """Return the importance of each choice, largest first.
+        """Return the importance of each layout field (such as tp or schedule), largest first.
 
-        The importance of a choice is the share of the variance of expected log times over the space that the choice
-        alone explains.
+        The importance of a field is the fraction of the variance of the expected log times that this field alone
+        explains.
         """
         mean = float(belief.mean.mean())
         whole = float(belief.mean.var())

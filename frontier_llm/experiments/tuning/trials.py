@@ -20,7 +20,7 @@ RETRIED = ("node failure", "interrupted")  # statuses that give no result for th
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one layout on the machine."""
+    """Measured result of one layout on the machine."""
 
     number: int
     layout: Layout
@@ -74,7 +74,7 @@ def write_trials(path: Path, trials: Sequence[Trial]) -> None:
 def read_trials(path: Path, like: Layout) -> list[Trial]:
     """Return the trials of a table, or an empty list if the file does not exist.
 
-    Fields of a layout that the table does not contain have the values of `like`. Raises DataError if a line is damaged.
+    If the table lacks a field of a layout, the field has the value in `like`. Raises DataError if a line is damaged.
     """
     if not path.is_file():
         return []
@@ -106,7 +106,7 @@ def _trial(row: dict[str, str], like: Layout) -> Trial:
 
 
 def _read(text: str, like: Any) -> Any:
-    """Return the text as a value of the type of `like`."""
+    """Convert the text to the type of `like`."""
     if isinstance(like, bool):
         return {"True": True, "False": False}[text]
     return int(text) if isinstance(like, int) else text

@@ -1,6 +1,6 @@
 """Common interface of attention with and without context parallelism, and context parallelism by heads (Ulysses).
 
-The arguments are this rank's queries, keys and values, and the result is this rank's output.
+Attention takes this rank's queries, keys and values, and returns the outputs of this rank's queries.
 
 Context parallelism by heads is the method of DeepSpeed Ulysses (arXiv:2309.14509). During attention a rank holds all
 tokens of some heads, instead of some tokens of all heads. Forward and backward have two all-to-alls each: one for
@@ -64,5 +64,7 @@ _WAYS = {"gather": gathered_attention, "ring": ring_attention, "heads": attentio
 
 
 def attention_core(ops: Ops, cp: Axis, way: str) -> Core:
-    """Return the attention function of the ranks of `cp`. `way` is one of `blueprint.layout.WAYS`."""
+    """Return the attention function for the ranks of `cp`. `way` is the name of the algorithm
+    (`blueprint.layout.WAYS`).
+    """
     return ops.attention if cp.size == 1 else partial(_WAYS[way], ops=ops, cp=cp)

@@ -1,4 +1,4 @@
-"""Splits a rank's queries into contiguous parts of the sequence, for context parallelism.
+"""Splits a rank's queries into groups of consecutive tokens, for context parallelism.
 
 With context parallelism a rank holds two chunks of the sequence, which need not be adjacent.
 """
@@ -15,7 +15,7 @@ from frontier_llm.topology.grid import held_positions
 
 @dataclass(frozen=True)
 class Query:
-    """One contiguous stretch of this rank's tokens."""
+    """Consecutive tokens of this rank, whose queries are processed together."""
 
     rows: slice  # rows of these tokens in this rank's tensors
     positions: range  # positions of these tokens in the sequence
@@ -38,7 +38,7 @@ class Query:
 
 
 def queries_of(tokens: int, cp: Axis) -> Iterator[Query]:
-    """Yield the contiguous parts of this rank's `tokens` tokens, in the order of the sequence."""
+    """Yield groups of consecutive tokens among this rank's `tokens` tokens, in the order of the sequence."""
     first = 0
     for positions in held_positions(tokens * cp.size, cp.size, cp.rank):
         yield Query(slice(first, first + len(positions)), positions)

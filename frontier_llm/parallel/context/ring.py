@@ -95,7 +95,7 @@ def _travelling(both_S2BgD: Tensor, cp: Axis) -> Iterator[tuple[Tensor, int]]:
 
 
 def _seen(query: Query, tokens: int, cp: Axis, source: int) -> Iterator[tuple[slice, range]]:
-    """Yield (rows, positions) of the contiguous parts of rank `source` whose keys the queries may attend to."""
+    """Yield (rows, positions) of the consecutive tokens of rank `source` to whose keys the queries may attend."""
     first = 0
     for keys in held_positions(tokens * cp.size, cp.size, source):
         if keys.start < query.positions.stop:

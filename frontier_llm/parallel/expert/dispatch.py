@@ -256,7 +256,7 @@ def _let_other_half_run(axis: Axis) -> None:
 
 
 def leave(x: Tensor, plan: Dispatch) -> Travel:
-    """Begin to send the rows of `x` to their experts. Each entry of `x` has the same number of rows."""
+    """Begin to send the rows of the tensors `x` to their experts. All tensors in `x` have the same number of rows."""
     fan = _fan(x, plan)
     entries = plan.source if fan == 1 else plan.tokens if fan == plan.fan else plan.source // fan
     return Travel(_gathered(x, entries[:, None], plan), plan, back=False)
@@ -287,7 +287,7 @@ def _return(y: Tensor, plan: Dispatch) -> Travel:
 
 
 def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
-    """Sum the `fan` rows of each entry in fp32 (fp64) and round once. The order of the sum is equal on all layouts."""
+    """Sum the `fan` rows of each token in fp32 (fp64) and round once. The order of the sum is equal on all layouts."""
     return _gathered(returned, plan.place.view(-1, fan), plan)
 
 

@@ -56,7 +56,7 @@ def inverse(order: Tensor) -> Tensor:
 
 @cache
 def _numbers(count: int, device: torch.device) -> Tensor:
-    """Return the numbers below `count`. The tensor is cached, because creating it would be one launch per layer."""
+    """Return the tensor 0, 1, … count - 1. The tensor is cached, because creating it would be one launch per layer."""
     return torch.arange(count, device=device)
 
 

@@ -2,7 +2,7 @@
 
 A layer with a matrix submits a function that adds a microbatch's weight gradient to a buffer. With `WeightGradients`
 this buffer is the parameter's `main_grad`: a view of the flat gradients in fp32, which the package `optim` attaches. In
-zero-bubble schedules the function runs later, in the W action. The gradients of other parameters come from autograd
+zero-bubble schedules this function runs later, in the W action. The gradients of other parameters come from autograd
 through a hook. In both cases `on_accumulated` is called. The callback starts the reduction of a complete bucket during
 the backward pass. `AutogradGradients` is for engines that read gradients from PyTorch's autograd (FSDP).
 """
@@ -74,7 +74,7 @@ class WeightGradients:
         accumulate: Accumulate,
         factors: tuple[Factor, ...] = (),
     ) -> Tensor | None:
-        """Add one microbatch's gradient to parameter.main_grad, or keep the work for the W action.
+        """Add one microbatch's gradient to parameter.main_grad, or store the work for the W action.
 
         `accumulate` reads `factors`. Returns the gradient that the layer's backward returns to autograd, here None.
         """
@@ -86,7 +86,7 @@ class WeightGradients:
         return None
 
     def defer(self) -> None:
-        """Keep the work that is submitted from now on (the I action of a split backward)."""
+        """From now on, store submitted work for a later W action (called in the I action of a split backward)."""
         assert self._deferred is None, "defer() was called inside another defer()"
         self._deferred = []
 
@@ -98,7 +98,9 @@ class WeightGradients:
         return work
 
     def run(self, work: list[Work]) -> None:
-        """Do deferred work and empty the list. During each product, the factors of the next product are gathered."""
+        """Execute deferred work and empty the list. During each matrix product, the factors of the next product are
+        gathered.
+        """
         work.reverse()  # pop() frees the factors of a finished product, so that at most two products' factors exist
         while work:
             parameter, accumulate, factors = work.pop()

@@ -7,8 +7,9 @@ gradient while the weight gradient is computed. The weight gradient is added to 
 W action.
 
 A chunk has rows of every rank's part of the sequence. One copy of the result restores the order of the rows. The copy
-takes about 1/hidden of the product's time. With one chunk nothing is copied. The order of the sum over ranks does not
-depend on the chunks. So only the rounding inside the products may differ from an unsplit layer.
+takes about 1/hidden of the product's time. With one chunk this copy is not needed. The order of the sum over ranks does
+not depend on the chunks. So the result differs from an unsplit layer at most by the rounding inside the matrix
+products.
 """
 
 from __future__ import annotations

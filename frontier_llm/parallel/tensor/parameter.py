@@ -39,7 +39,7 @@ Declared = Mapping[str, ShardedParameter]  # names in the blueprint → paramete
 
 
 def materialise(module: nn.Module, device: torch.device) -> list[ShardedParameter]:
-    """Replace every parameter declared on the meta device by one with uninitialised memory on `device`.
+    """Replace every parameter on the meta device by a parameter with uninitialised memory on `device`.
 
     Returns the new parameters in the order of the modules. A parameter that several modules share is replaced once.
     """

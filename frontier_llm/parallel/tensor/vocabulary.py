@@ -23,7 +23,7 @@ from frontier_llm.parallel.tensor.parameter import ShardedParameter
 
 
 class _Embedding(Function):
-    """Looks up the rows of this rank's slice, with zeros for tokens of other slices, and sums over tp.
+    """Looks up the rows of this rank's slice, with zeros for tokens that other ranks hold, and sums over tp.
 
     The result covers the sequence (S), or with sequence parallelism this rank's part of the sequence (s).
     """
@@ -129,8 +129,8 @@ def vocab_parallel_cross_entropy(
 
 
 def mean_over_global_batch(loss_SB: Tensor, global_tokens: int | Tensor) -> Tensor:
-    """Return this microbatch's share of the step's mean loss.
+    """Return this microbatch's contribution to the step's mean loss.
 
-    Only this function divides by the number of tokens. Collectives only sum the shares.
+    Only this function divides by the number of tokens. Collectives only sum the contributions.
     """
     return loss_SB.sum() / global_tokens

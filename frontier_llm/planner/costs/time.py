@@ -68,8 +68,8 @@ def gradient_reduction_s(
 
     With ZeRO these are a reduce-scatter (`all_reduces_gradients`: an all-reduce) and an all-gather, otherwise an
     all-reduce and 0. The collectives run bucket by
-    bucket. `parameters` and `experts` are numbers of elements. The gradients of experts are reduced after those of all
-    other parameters, over the experts' replicas.
+    bucket. `parameters` and `experts` are numbers of elements. The gradients of experts are reduced after the gradients
+    of all other parameters, over the experts' replicas.
     """
     place = ranks_per_node(layouts, rates)
     node = rates.node_devices
@@ -133,9 +133,9 @@ def tied_sum_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
 
 
 def overlap_windows(layouts: Layout) -> Number:
-    """Return how much backward work can hide the gradient sum: the work that follows the first complete gradients.
+    """Return the amount of backward work that can hide the gradient sum: the work after the first complete gradients.
 
-    The result is in backwards of one microbatch over all chunks of a rank. Without interleaving it is 1, the backward
+    The unit is the backward of one microbatch through all chunks of a rank. Without interleaving it is 1, the backward
     of the last microbatch. With interleaving it is the last round. This round has the backwards of pp microbatches
     through all chunks but one, and the backward of one microbatch through the chunk that was left out.
     """

@@ -1,8 +1,9 @@
-"""Finds the rank that failed first, from the heartbeats of all ranks, and records it (frontier_llm/run/failure.py).
+"""Finds the rank that failed first, from the heartbeats of all ranks, and writes a failure record
+(frontier_llm/run/failure.py).
 
 If one rank dies or stops, the other ranks see only a collective that fails or never ends. A rank that sends no more
-heartbeats is taken for dead or stopped. If all ranks send heartbeats, the rank with the least progress is taken for the
-cause, because the other ranks wait for it.
+heartbeats counts as dead or stopped. If all ranks send heartbeats, the rank with the least progress counts as the
+cause, because the other ranks wait for this rank.
 """
 
 from __future__ import annotations
@@ -201,7 +202,9 @@ class Inquiry:
                 self._answer(self._heartbeat_store)
 
     def _claim(self, failure: Failure) -> Failure:
-        """Claim `failure` as the first failure of the job. Returns the failure that was claimed first by any rank."""
+        """Write `failure` to the store as the job's first failure, unless a rank has written one before. Return the
+        failure in the store.
+        """
         if self._heartbeat_store is None:
             return failure
         heartbeat_store = self._heartbeat_store

@@ -1,6 +1,6 @@
 """Detects wrong arithmetic: at intervals, all replicas compute the gradients of one batch twice and compare the bits.
 
-If the two results of a rank differ, an error was transient, or an op is not deterministic. If both results of a rank
+If the two results of a rank differ, the error is transient, or an op is not deterministic. If both results of a rank
 are equal but differ from other data-parallel ranks, this rank computes wrongly every time. In Llama 3's 54 days on
 16,384 GPUs, six silent data corruptions occurred (Dubey et al. 2024, table 5). A comparison of the weights does not
 find such errors, because all replicas update with the same summed gradient.

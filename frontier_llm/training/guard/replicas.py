@@ -47,7 +47,7 @@ class Drift:
     ranks: tuple[int, ...]
 
     def problem(self) -> Problem:
-        """Return the difference as a Problem for the user."""
+        """Return a Problem that names the tensor and the ranks."""
         one = f"rank {self.ranks[0]} differs from the other {self.axis} ranks"
         return Problem(self.tensor, one if len(self.ranks) == 1 else f"{self.axis} ranks {list(self.ranks)} differ")
 

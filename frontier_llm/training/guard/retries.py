@@ -2,7 +2,7 @@
 
 If the device has no free memory for a request, torch's allocator synchronises, frees its cached blocks and tries again
 (`num_alloc_retries`). The steps of a phase allocate the same tensors, so an allocator whose cache holds the tensors of
-a step needs no further retries. A few retries belong to the first steps, evaluations and saves.
+a step needs no further retries. A few retries are normal in the first steps, evaluations and saves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tight:
     step: int
 
     def as_failure(self) -> Failure:
-        """Return the record with which the supervisor switches to the roomier plan."""
+        """Return the failure record that makes the supervisor switch to the roomier plan."""
         what = (
             f"device memory is too tight: torch's allocator freed its cache and tried again {self.retries} times in "
             f"{WINDOW_STEPS} steps, and the limit is {RETRIES_PER_STEP:g} per step"
@@ -90,7 +90,7 @@ class RetryWatch:
         return Tight(retries=most, rank=rank, host=rows[rank][1], step=step)
 
     def end(self, tight: Tight, run_dir: Path) -> None:
-        """Write the record on rank 0, and raise TightMemory. Collective over the world."""
+        """Write the failure record on rank 0, and raise TightMemory on every rank. Collective over the world."""
         failure = tight.as_failure()
         if self._world.rank == 0:
             write_failure(run_dir, failure)

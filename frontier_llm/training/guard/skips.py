@@ -74,7 +74,7 @@ KEPT = ("rewind", run_dir.SWITCH)  # actions whose lines a rewind keeps, because
 class Skips:
     """Counts consecutive skipped steps, and decides whether the run continues, rewinds or stops.
 
-    The decision is the same on every rank, because all ranks have the same losses.
+    All ranks make the same decision, because all ranks have the same losses.
     """
 
     def __init__(self, config: GuardConfig, decisions: Decisions, checkpoints: Checkpoints) -> None:
@@ -164,7 +164,9 @@ class Decisions:
         return sum(entry["step"] == step for entry in self.rewinds)
 
     def resume_at(self, step: int, rewinds: list[dict[str, Any]]) -> None:
-        """Continue from the checkpoint of step `step`: keep its `rewinds`, and the other decisions of earlier steps."""
+        """Continue from the checkpoint of step `step`. `rewinds` of the checkpoint and all other decisions before this
+        step are kept.
+        """
         self.rewinds = rewinds
         others = [entry for entry in self.entries() if entry["action"] != "rewind"]
         kept = [entry for entry in others if entry["step"] < step or entry["action"] in KEPT]

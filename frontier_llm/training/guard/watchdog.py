@@ -84,7 +84,7 @@ class Watchdog:
         self.moved()
 
     def moved(self) -> None:
-        """Record that the main thread still makes progress in a section without collectives."""
+        """Record that the main thread makes progress. Call this in a section without collectives."""
         self._moved_s = time.monotonic()
 
     @contextmanager
@@ -101,8 +101,8 @@ class Watchdog:
     def guarding(self) -> Iterator[None]:
         """Watch this rank while the body runs. If the body fails, record the job's first failure.
 
-        Errors that all ranks raise alike, and errors of a single process, are raised again. After any other error this
-        process exits.
+        Errors that every rank raises, and errors of a run with one process, are raised again. After any other error
+        this process exits.
         """
         if self._rank == 0:
             forget_failure(self._run_dir)

@@ -37,7 +37,9 @@ class Profiler(Observer):
         self._watched: Any = None  # the engine's former `on_action`; the trace calls it too
 
     def before_step(self, state: TrainState) -> None:
-        """Start the trace at the first step to be profiled, or after a resume at the first such step that is left."""
+        """Start the trace at the first step to be profiled. After a resume, start at the first of these steps that is
+        still to come.
+        """
         is_chosen = state.current_step + 1 in self._chosen.range and state.mesh.world.rank in self._chosen.ranks
         if self._profile is not None or not is_chosen:
             return

@@ -348,9 +348,50 @@ def test_scalars_and_their_flag():
         ("s_movk_i32 s2, 0x8000", 0, 0, 0xFFFF8000, None),
         ("s_lshl4_add_u32 s2, s0, s1", 0x10000001, 3, 19, True),
         ("s_lshr_b64 s[2:3], s[0:1], 30", 0x80000000, 1, 6, True),
+        ("s_lshl1_add_u32 s2, s0, s1", 0x80000001, 3, 5, True),
+        ("s_lshl3_add_u32 s2, s0, s1", 1, 0xFFFFFFF9, 1, True),
+        ("s_min_u32 s2, s0, s1", 0xFFFFFFFF, 1, 1, False),
+        ("s_max_u32 s2, s0, s1", 0xFFFFFFFF, 1, 0xFFFFFFFF, True),
+        ("s_absdiff_i32 s2, s0, s1", 0xFFFFFFFE, 3, 5, True),
+        ("s_mov_b32 s2, s0\ns_mulk_i32 s2, 0xfffd", 7, 0, 0xFFFFFFEB, None),
+        ("s_ashr_i64 s[2:3], s[0:1], 40", 0, 0x80000000, 0xFF800000, True),
+        ("s_orn2_b32 s2, s0, s1", 1, 0xFFFFFFF0, 15, True),
+        ("s_nand_b32 s2, s0, s1", 6, 0xFFFFFFFC, 0xFFFFFFFB, True),
+        ("s_nor_b32 s2, s0, s1", 5, 0xFFFFFFF0, 10, True),
+        ("s_xnor_b32 s2, s0, s1", 5, 0xFFFFFFFA, 0, False),
+        ("s_not_b64 s[2:3], s[0:1]", 0xFFFFFFF0, 0xFFFFFFFF, 15, True),
+        ("s_brev_b64 s[2:3], s[0:1]", 1, 2, 0x40000000, None),
+        ("s_bfm_b32 s2, 5, 28", 0, 0, 0xF0000000, None),
+        ("s_bfm_b64 s[2:3], s0, s1", 40, 4, 0xFFFFFFF0, None),
+        ("s_bfe_u64 s[2:3], s[0:1], 0x100024", 0, 0xABCDE, 0xABCD, True),
+        ("s_bfe_u64 s[2:3], s[0:1], 0x400000", 7, 0x80000000, 7, True),
+        ("s_bfe_i64 s[2:3], s[0:1], 0x80024", 0, 0xF50, 0xFFFFFFF5, True),
+        ("s_pack_ll_b32_b16 s2, s0, s1", 0x11112222, 0x33334444, 0x44442222, None),
+        ("s_pack_lh_b32_b16 s2, s0, s1", 0x11112222, 0x33334444, 0x33332222, None),
+        ("s_pack_hh_b32_b16 s2, s0, s1", 0x11112222, 0x33334444, 0x33331111, None),
+        ("s_sext_i32_i8 s2, s0", 0x1280, 0, 0xFFFFFF80, None),
+        ("s_sext_i32_i16 s2, s0", 0x18001, 0, 0xFFFF8001, None),
+        ("s_bcnt0_i32_b32 s2, s0", 0xFFFFFFFF, 0, 0, False),
+        ("s_bcnt1_i32_b64 s2, s[0:1]", 0xF0, 0x80000001, 6, True),
+        ("s_ff0_i32_b32 s2, s0", 0x17, 0, 3, None),
+        ("s_ff1_i32_b64 s2, s[0:1]", 0, 0x100, 40, None),
+        ("s_ff1_i32_b32 s2, s0", 0, 0, 0xFFFFFFFF, None),
+        ("s_flbit_i32_b32 s2, s0", 0x10000, 0, 15, None),
+        ("s_flbit_i32_b64 s2, s[0:1]", 0xFFFFFFFF, 0x7FFFFFFF, 1, None),
+        ("s_flbit_i32 s2, s0", 0xFFFF0000, 0, 16, None),
+        ("s_flbit_i32_i64 s2, s[0:1]", 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, None),
+        ("s_mov_b32 s2, s0\ns_bitset0_b32 s2, s1", 0xFF, 35, 0xF7, None),
+        ("s_mov_b64 s[2:3], 0\ns_bitset1_b64 s[2:3], s1", 0, 67, 8, None),
+        ("s_bitcmp1_b64 s[0:1], 33", 0, 2, 0, True),
+        ("s_bitcmp0_b32 s0, s1", 4, 34, 0, False),
+        ("s_cmpk_gt_u32 s0, 0xfffe", 0xFFFF, 0, 0, True),
+        ("s_cmpk_gt_i32 s0, 0xfffe", 0xFFFFFFFF, 0, 0, True),
+        ("s_cmp_eq_u32 s0, s1\ns_cmov_b32 s2, s0", 9, 9, 9, True),
+        ("s_cmp_lg_u32 s0, s1\ns_cmov_b64 s[2:3], s[0:1]", 9, 9, 0, False),
+        ("s_cmp_eq_u32 s0, s1\ns_cmovk_i32 s2, 0xffff", 9, 9, 0xFFFFFFFF, True),
     ]
     for text, first, second, expected, flag in cases:
-        state = after(text, None, {0: first, 1: second})
+        state = after(text, None, {0: first, 1: second, 2: 0, 3: 0})
         assert int(state.scalar[2, 0]) == expected and (flag is None or bool(state.scc[0]) is flag), text
     state = after(
         "s_and_saveexec_b64 s[2:3], s[0:1]\nv_mov_b32_e32 v1, 7",
@@ -363,6 +404,9 @@ def test_scalars_and_their_flag():
         and int(state.mask(126)[0]) == 0x30
         and list(np.flatnonzero(lanes(state, 1))) == [4, 5]
     )
+    for operation, mask in {"xor": 0xF0FFFFFFFFFFFFCF, "andn1": 0xF, "nor": 0x0F000000 << 32}.items():
+        state = after(f"s_{operation}_saveexec_b64 s[2:3], s[0:1]", None, {0: 0xFFFFFFF0, 1: 0xF0FFFFFF}, mask=LANE < 6)
+        assert int(state.mask(126)[0]) == mask, operation
     state = after("s_cmp_lt_i32 s0, 1\ns_cselect_b64 s[2:3], -1, 0", None, {0: 0xFFFFFFFF})
     assert int(state.mask(2)[0]) == 2**64 - 1
     state = after("v_readfirstlane_b32 s2, v0\nv_readlane_b32 s3, v0, 63", {0: LANE.astype(np.uint32)}, mask=LANE > 8)

@@ -45,6 +45,9 @@ ANSWERS = {
     "train quickstart --dry-run --allow-change lr": "'lr' is not a key of a run\n    fix: did you mean 'optimizer.lr'?",
     "submit train_small --site local --nodes 1 --allow-change lr": "fix: did you mean 'optimizer.lr'?",
     "data tokenize {here}/a.jsonl --tokenizer bytes --output {here}/x": "fix: name the key of the text with --text-key",
+    "train quickstart": "create the dataset with `frontier-llm data stdlib data/stdlib`",
+    "data import x.npy --output x": "fix: add --tokenizer TOKENIZER (tokenizer that made the tokens)",
+    'train quickstart data.train=[{"path":x,"name":y}]': "name: unknown key\n    fix: valid: max_epochs, path",
     "data tokenizer {here}/a.jsonl --output {here}/x.model": "fix: name the key of the text with --text-key",
 }
 
@@ -107,3 +110,42 @@ def test_a_change_shows_no_keys_that_are_not_set() -> None:
 
 def test_leaves_are_parsers_of_this_program() -> None:
     assert len(LEAVES) > 30 and all(isinstance(parser, Parser) for parser in LEAVES.values())
+
+
+# wrong command → the missing file, which the answer names with its absolute path
+MISSING_FILES = {
+    "train quickstart data.tokenizer=bytes data.train=no/data": "no/data.bin",
+    "train quickstart data.tokenizer=no.model": "no.model",
+    "train quickstart plugins=[no.py]": "no.py",
+    "train quickstart model=no.yaml": "no.yaml",
+    "train quickstart machine=no.yaml": "no.yaml",
+    "train no.yaml": "no.yaml",
+    "tune quickstart --ranks 2 --max-node-hours 1": "data/stdlib/train.bin",
+    "calibrate quickstart --ranks 2 --emit-machine x.yaml": "data/stdlib/train.bin",
+    "bench step quickstart": "data/stdlib/train.bin",
+    "plan no.yaml": "no.yaml",
+    "plan --run no.yaml": "no.yaml",
+    "plan gpt-tiny --plugin no.py": "no.py",
+    "plan --measured no": "no is not a run directory",
+    "plan --validate no.tsv": "no.tsv",
+    "submit train_small --site no.yaml --nodes 1": "no.yaml",
+    "scaling report no": "no: contains no runs",
+    "data show no --step 1": "no: no such run directory",
+    "data inspect no": "no.bin",
+    "data tokenize no.txt --tokenizer bytes --output x": "no.txt",
+    "generate no --prompt-file no.txt": "no.txt",
+    "report no": "no is not a run directory",
+    "status no": "no: no such run directory",
+    "checkpoint list no": "no: contains no complete checkpoint",
+    "checkpoint export-hf no out": "no: does not exist",
+}
+
+
+@pytest.mark.parametrize("typed", MISSING_FILES)
+def test_a_missing_file_is_named_by_its_absolute_path(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(typed.split()) == 2
+    assert f"{tmp_path}/{MISSING_FILES[typed]}" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # nothing was started

@@ -7,15 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from frontier_llm.cluster import decide as decide_module
-from frontier_llm.cluster.decide import (
-    LOCK_STALE_S,
-    RESERVE_S,
-    Done,
-    GiveUp,
-    Requeue,
-    Start,
-    Successor,
-)
+from frontier_llm.cluster.decide import LOCK_STALE_S, RESERVE_S, Done, GiveUp, Requeue, Start, Successor
 from tests.harness.decisions import (
     BUDGET,
     FIRST_TWO,
@@ -27,9 +19,8 @@ from tests.harness.decisions import (
     WITHOUT_N1,
     Row,
     after,
-    check_decision,
-    decision_tests,
     made,
+    table_test,
 )
 
 TABLE: list[Row] = [
@@ -267,9 +258,7 @@ TABLE: list[Row] = [
 ]
 
 
-@decision_tests(TABLE)
-def test_decision(row: Row) -> None:
-    check_decision(row)
+test_decision = table_test(TABLE)
 
 
 def test_the_module_reaches_neither_disk_nor_clock_nor_processes() -> None:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from frontier_llm.cluster.decide import (
-    Done,
-    GiveUp,
-    Requeue,
-    Start,
-)
+from frontier_llm.cluster.decide import Done, GiveUp, Requeue, Start
 from tests.harness.decisions import (
     FIRST_TWO,
     JOB,
@@ -22,11 +17,10 @@ from tests.harness.decisions import (
     TWO_PLANS,
     Row,
     after,
-    check_decision,
-    decision_tests,
     failed_start,
     made,
     out_of_memory,
+    table_test,
 )
 
 TABLE: list[Row] = [
@@ -173,6 +167,31 @@ TABLE: list[Row] = [
         Start,
         {},
     ),
+    # a store outside the job that does not respond
+    (
+        "a store that cannot be reached is tried again, because the user need not change anything",
+        JOB,
+        after(*[failed_start("unreachable")] * 8),
+        NOW,
+        Start,
+        {"nodes": FIRST_TWO, "avoid": ()},
+    ),
+    (
+        "its failed starts are bounded in node-hours",
+        JOB,
+        after(*[failed_start("unreachable")] * 9),
+        NOW,
+        GiveUp,
+        {"exit_code": 1, "problem": "9 starts in a row failed before their first step and used 9.0 node-hours"},
+    ),
+    (
+        "near the walltime the next job tries again",
+        JOB,
+        after(failed_start("unreachable")),
+        replace(NOW, time_left_s=100.0),
+        Requeue,
+        {"avoid": ()},
+    ),
     # out of memory: the roomier plan
     ("the run's own plan comes first", TWO_PLANS, NEW, NOW, Start, {"plan": 0}),
     (
@@ -270,6 +289,4 @@ TABLE: list[Row] = [
 ]
 
 
-@decision_tests(TABLE)
-def test_decision(row: Row) -> None:
-    check_decision(row)
+test_decision = table_test(TABLE)

@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from frontier_llm.cluster.decide import (
-    LOCK_STALE_S,
-    RESERVE_S,
-    Requeue,
-    Start,
-    Successor,
-)
-from tests.harness.decisions import (
-    FIRST_TWO,
-    JOB,
-    NEW,
-    NOW,
-    WITHOUT_N1,
-    Row,
-    after,
-    check_decision,
-    decision_tests,
-    made,
-)
+from frontier_llm.cluster.decide import LOCK_STALE_S, RESERVE_S, Requeue, Start, Successor
+from tests.harness.decisions import FIRST_TWO, JOB, NEW, NOW, WITHOUT_N1, Row, after, made, table_test
 
 TABLE: list[Row] = [
     # nodes
@@ -150,6 +133,4 @@ TABLE: list[Row] = [
 ]
 
 
-@decision_tests(TABLE)
-def test_decision(row: Row) -> None:
-    check_decision(row)
+test_decision = table_test(TABLE)

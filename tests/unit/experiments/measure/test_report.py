@@ -16,6 +16,7 @@ from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.report import _experts, write_report
 from frontier_llm.pages import Chart, figure
 from frontier_llm.run.complete import digest_line
+from frontier_llm.run.records import DamagedRecord
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
 from frontier_llm.units import format_seconds, strict_json
@@ -161,6 +162,29 @@ def test_tokens_of_each_source_and_a_change_of_blend_are_shown(tmp_path):
     assert text.count('"text": "new blend"') == 4, "one label in each curve"
 
 
+def test_results_of_evaluate_beside_the_run_are_drawn(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"kind": "tasks", "step": 40, "accuracy": {"piqa": 0.5}}) + "\n")
+    (run / "evaluations").mkdir()
+    for step, loss, accuracy in ((20, 6.5, 0.625), (10, 7.25, None)):
+        result = {
+            "held_out": [{"dataset": "data/web", "loss": loss}],
+            "tasks": [{"task": "piqa", "acc": accuracy}, {"task": "boolq", "acc": accuracy}],
+        }
+        (run / "evaluations" / f"step_{step:08}.json").write_text(strict_json(result))
+    text = write_report([run], tmp_path / "report.html").read_text()
+    charts = [json.loads(chart) for chart in re.findall(r"class=figure>(.*?)</script>", text)]
+    traces = {trace["name"]: (trace["x"], trace["y"]) for chart in charts for trace in chart["data"] if "name" in trace}
+    layout = "TP2 x PP2 x DP1"
+    assert traces[f"data/web (evaluate), {layout}"] == ([10, 20], [7.25, 6.5])
+    assert traces[f"piqa (evaluate), {layout}"] == traces[f"boolq (evaluate), {layout}"] == ([20], [0.625])
+    assert traces[f"piqa, {layout}"] == ([40], [0.5])
+    (run / "evaluations" / "step_00000030.json").write_text("{")
+    with pytest.raises(DamagedRecord, match="delete it; the checkpoint is then evaluated again"):
+        write_report([run], tmp_path / "report.html")
+
+
 def test_the_page_shows_the_latencies_of_each_axis(page):
     text = page.read_text()
     assert "<td>dp</td><td>reduce_scatter</td><td>8</td><td>3.0 MiB</td>" in text
@@ -209,9 +233,11 @@ def test_changes_at_one_step_share_a_label(tmp_path):
     assert (label["x"], label["text"]) == (20, "TP1 x PP2 x DP2, one; TP1 x PP2 x DP2, two")
 
 
-@pytest.mark.parametrize(("highest", "labels"), [(230.0, ["10", "20", "50", "100", "200"]), (90.0, [])])
+@pytest.mark.parametrize(
+    ("highest", "labels"), [(230.0, ["10", "20", "50", "100", "200"]), (60.0, ["3", "4", "5", "7", "10"]), (25.0, [])]
+)
 def test_a_logarithmic_axis_has_labels_with_complete_numbers(highest, labels):
-    """Below one decade Plotly labels more values than 1, 2 and 5 times powers of ten."""
+    """Plotly would label 20 as 2 if the axis has less than a decade."""
     traces = [{"x": [1, 2], "y": [9.5, highest]}]
     drawn = figure(Chart("t", "x", "y", traces, log_y=True))
     axis = json.loads(re.search(r"class=figure>(.*?)</script>", drawn)[1])["layout"]["yaxis"]
