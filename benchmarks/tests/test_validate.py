@@ -29,7 +29,7 @@ from benchmarks.published.validate import GAPS, RankedPair, gap_table, judged, o
 from frontier_llm.blueprint.items import HEAD, PRODUCTS
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.cli.main import main
-from frontier_llm.errors import DataError
+from frontier_llm.errors import ConfigError, DataError
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.seconds import RECOMPUTED, by_cause
@@ -415,7 +415,7 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     path.write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match="neither vTrain's columns"):
         read_measurements(path)
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(ConfigError, match="No such file"):
         read_measurements(tmp_path / "absent.csv")
 
 
