@@ -75,10 +75,7 @@ from pathlib import Path
 run = open_batch(("train_small", "data.train=synthetic"))
 srun = job_step(run, run.allocation.nodes, Path("."), {}, None).srun()
 options = srun[: next(at for at, word in enumerate(srun) if word.endswith("rank.sh"))]
-show = (
-    "echo task of $SLURM_CPUS_PER_TASK; sleep 2; if [ $SLURM_PROCID = 0 ]; then scontrol show step $SLURM_JOB_ID.0; "
-    "fi"
-)
+show = "echo task of $SLURM_CPUS_PER_TASK; sleep 2; if [ $SLURM_PROCID = 0 ]; then scontrol show step $SLURM_JOB_ID.0; fi"
 subprocess.run([*options, "bash", "-c", show], check=True)
 subprocess.run(["scontrol", "show", "job", "--details", run.allocation.job_id], check=True)
 """  # noqa: E501
