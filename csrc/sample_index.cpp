@@ -67,7 +67,7 @@ class Permutation {
 
     uint64_t operator()(uint64_t position) const {
         do position = once(position);
-        while (position >= size_);  // fewer than two tries on average: the domain is less than twice the size
+        while (position >= size_);  // fewer than 2 iterations on average, because the domain is smaller than 2 * size_
         return position;
     }
 
