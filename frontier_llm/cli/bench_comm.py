@@ -108,7 +108,7 @@ def comm(args: argparse.Namespace) -> int:
 
         if place is None:
             raise LayoutError(
-                "a layout of one rank communicates nothing",
+                "a layout of one rank has no communication",
                 "add e.g. parallel.tensor=2, or start the command with srun",
                 "bench comm",
             )

@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Skipped(Exception):
-    """The stage has nothing to do here. The text contains the reason."""
+    """The stage does not apply to this machine. The text contains the reason."""
 
 
 def machine(_out: Path) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def step_1b(out: Path) -> dict[str, Any]:
 
 
 def step_3b(out: Path) -> dict[str, Any]:
-    """Measure the same for a larger model."""
+    """Measure the same values for a larger model."""
     import steps
 
     return steps.speed("3b", out, twice=False)
@@ -377,7 +377,7 @@ def waits(_out: Path) -> dict[str, Any]:
 
 
 def restart(out: Path) -> dict[str, Any]:
-    """Compare a run that was stopped and resumed with one that was not."""
+    """Compare a run that was stopped and resumed with an uninterrupted run."""
     import families
 
     return families.restart(out)
@@ -391,7 +391,7 @@ def hang_test(out: Path) -> dict[str, Any]:
 
 
 def layout(out: Path) -> dict[str, Any]:
-    """Compare the same run on one device and on several."""
+    """Compare the same run on one device and on several devices."""
     import steps
 
     return steps.layout(out)

@@ -86,7 +86,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # fields of `moe` that a family with experts fixes; None: the family has no experts
     routing: Mapping[str, Any] | None = None
-    moe_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # as `keys`, but for fields of `moe`
+    moe_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # same as `keys`, but for fields of `moe`
 
     def read_model(self, f: ConfigJson) -> ModelConfig:
         """Return our configuration of a config.json.
@@ -391,8 +391,8 @@ FAMILIES = [
 
 
 def register_family(family: Family) -> None:
-    """Add an architecture. Its models can then be read.
+    """Add an architecture. Models of this architecture can then be imported.
 
-    A model that no earlier family computes is written as this architecture, if this architecture computes the model.
+    An export uses this architecture if it computes the model and no earlier registered family does.
     """
     FAMILIES.append(family)
