@@ -1,4 +1,5 @@
-// Shared by the operators in ops.cpp and matrix_ops.cpp: checks, and the dispatch from a tensor to an element type.
+// Functions for the operators in ops.cpp and matrix_ops.cpp: argument checks, and the dispatch by a tensor's element
+// type.
 #pragma once
 
 #include <ATen/Parallel.h>

@@ -228,7 +228,7 @@ class Checkpoints:
                 self.uploads.continued_at(progress.step)
             self.uploads.start()
         if progress is None and damage:
-            fix = "restore one from a copy, or start a new run with another train.run_dir"
+            fix = "restore a checkpoint from a copy, or start a new run with another train.run_dir"
             raise CheckpointError([*damage, Problem(str(self.directory), "no checkpoint is intact", fix)])
         if progress is None:
             log.info(f"no checkpoint in {self.directory}: starting from step 0")

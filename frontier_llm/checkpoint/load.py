@@ -164,7 +164,7 @@ def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int,
     if same_optimizer and (other := [part.name for part in needed if kinds[part.name] != tuple(part.tensors)]):
         what = (
             f"its states of {other[0]} are {', '.join(kinds[other[0]])}; this version of {manifest.optimizer} has "
-            f"others"
+            "other states"
         )
         raise CheckpointError(what, "use the version of the optimizer that wrote the checkpoint", str(path))
     for number in range(len(manifest.shards)):

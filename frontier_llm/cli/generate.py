@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         type=float,
         default=0.95,
         metavar="P",
-        help="keep the most likely tokens with mass P (default: 0.95)",
+        help="keep the fewest most likely tokens whose probabilities sum to at least P (default: 0.95)",
     ),
     option(
         "--min-p",
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
         help="prompts continued at once (default: 8)",
     ),
     option("--no-cache", action="store_true", help="recompute every position for every token, to check the cache"),
-    about="Continue one or several prompts. Text goes to stdout as it is made; everything else to stderr.",
+    about="Continue one or several prompts. Text is printed to stdout while it is generated, messages to stderr.",
     examples=(
         'frontier-llm generate runs/quickstart --prompt "def main("',
         "frontier-llm generate runs/train_22b parallel.tensor=8 --prompt-file prompts.txt",
@@ -101,6 +101,8 @@ if TYPE_CHECKING:
 def generate(args: argparse.Namespace) -> int:
     """Return exit code 0 if every prompt was continued."""
     _sampling(args), _prompts(args)  # invalid values are refused here, in one process, before ranks start
+    if loose := [word for word in args.overrides if "=" not in word]:
+        raise ConfigError(f"{loose[0]!r} has no option", f"write --prompt {' '.join(loose)!r}")
     return on_ranks(args, _generate)
 
 

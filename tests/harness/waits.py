@@ -17,7 +17,7 @@ class Waits(HostWaits):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        self._copies: list[Tensor] = []  # made by cpu()
+        self._copies: list[Tensor] = []  # tensors that cpu() has made
 
     @property
     def names(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Level 2 of context parallelism: a run equals one rank and the oracle for every distribution of tokens over ranks.
 
-Compared are losses, target counts, gradients and parameters.
+The tests compare losses, target counts, gradients and parameters.
 """
 
 from __future__ import annotations
