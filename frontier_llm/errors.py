@@ -149,8 +149,9 @@ class SkippedSteps(FrontierError):
     cause = NOT_FINITE
 
 
-# names of other libraries for our precisions, and other names of torch's device "cuda", which is also the AMD device
-_SYNONYMS = {
+# names of other libraries for our precisions, other names of torch's device "cuda", which is also the AMD device, and
+# abbreviations of keys
+SYNONYMS = {
     "float16": "fp16",
     "half": "fp16",
     "bfloat16": "bf16",
@@ -159,14 +160,16 @@ _SYNONYMS = {
     "float64": "fp64",
     "double": "fp64",
 }
-_SYNONYMS |= {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
-_SYNONYMS |= {"checkpoint_interval": "save_interval", "checkpoint_every": "save_interval", "max_steps": "steps"}
+SYNONYMS |= {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
+SYNONYMS |= {"checkpoint_interval": "save_interval", "checkpoint_every": "save_interval", "max_steps": "steps"}
+SYNONYMS |= {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "mbs": "micro_batch"}
+SYNONYMS |= {"gbs": "global_batch"}
 
 
 def closest(name: str, valid: Iterable[str]) -> str:
     """Return the valid name that is a synonym of `name` or is spelled most similarly. '' if there is none."""
     valid = list(valid)
-    if (synonym := _SYNONYMS.get(name.removeprefix("torch."), "")) in valid:
+    if (synonym := SYNONYMS.get(name.removeprefix("torch."), "")) in valid:
         return synonym
     matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return matches[0] if matches else ""

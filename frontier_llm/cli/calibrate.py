@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import JSON, command, option, positive, positive_amount, run_options, show
+from frontier_llm.cli.arguments import JSON, command, option, positive, positive_amount, run_options, show, yaml_file
 from frontier_llm.cli.settings import refuse_settings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     ),
     option(
         "--emit-machine",
-        type=Path,
+        type=yaml_file,
         default=Path("calibrated.yaml"),
         metavar="FILE",
         help="machine file to write (default: %(default)s)",
@@ -70,19 +70,12 @@ def calibrate(args: argparse.Namespace) -> int:
     from frontier_llm.cli.checks import require_data
     from frontier_llm.cli.ranks import start_local_ranks
     from frontier_llm.config.schema import ParallelConfig
-    from frontier_llm.errors import ConfigError
     from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import load_resolved
     from frontier_llm.planner.candidates import tensor_degrees
     from frontier_llm.run.rank_env import discover
     from frontier_llm.topology.rank_variables import set_rank_variables
 
-    if args.emit_machine.suffix not in (".yaml", ".yml"):
-        raise ConfigError(
-            f"{args.emit_machine} is not the name of a machine file",
-            f"--emit-machine {args.emit_machine.with_suffix('.yaml')}",
-            "--emit-machine",
-        )
     if args.memory_from is not None:
         _write_memory(args)
         return 0

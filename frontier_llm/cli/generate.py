@@ -101,6 +101,8 @@ if TYPE_CHECKING:
 def generate(args: argparse.Namespace) -> int:
     """Return exit code 0 if every prompt was continued."""
     _sampling(args), _prompts(args)  # invalid values are refused here, in one process, before ranks start
+    if loose := [word for word in args.overrides if "=" not in word]:
+        raise ConfigError(f"{loose[0]!r} has no option", f"write --prompt {' '.join(loose)!r}")
     return on_ranks(args, _generate)
 
 

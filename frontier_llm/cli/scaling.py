@@ -117,6 +117,9 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.experiments.scaling.series import find_run, make_series
     from frontier_llm.machine.precision import load_resolved
 
+    if more := [word for word in args.overrides if word.isdecimal()]:
+        typed = ",".join([args.nodes, *more])
+        raise ConfigError(f"{more[0]} has no option", f"separate node counts by commas: --nodes {typed}", "--nodes")
     overrides = [*BARE, *args.overrides]
     run = args.run or find_run(args.model)
     root = Path(args.output or "runs/scaling").resolve()

@@ -18,6 +18,7 @@ from frontier_llm.cli.arguments import (
     positive_amount,
     run_options,
     show,
+    yaml_file,
 )
 from frontier_llm.cli.settings import refuse_layout
 from frontier_llm.tables import aligned
@@ -107,13 +108,13 @@ DIRECTORY = "runs/tune"
     ),
     option(
         "--emit",
-        type=Path,
+        type=yaml_file,
         metavar="FILE",
         help="write the fastest layout as a run file (default: best.yaml in the output)",
     ),
     option(
         "--emit-machine",
-        type=Path,
+        type=yaml_file,
         metavar="FILE",
         help="write a machine file with the constants that the trials have changed",
     ),

@@ -18,8 +18,9 @@ from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.node_errors import ErrorCounts, new_errors, read_history, record_counts
 from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, probe
+from frontier_llm.cluster.readiness import Readiness
 from frontier_llm.cluster.sites import Site
-from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.errors import FrontierError
 from frontier_llm.machine.env import CK_ATTENTION, Setting
 from frontier_llm.machine.load import load_machine
 from frontier_llm.run import hostlist
@@ -59,7 +60,7 @@ class Report:
     hosts: tuple[str, ...]
     findings: tuple[NodeFinding, ...]
     seconds: float
-    installation: tuple[Problem, ...] = ()  # problems of the ranks' interpreter, data and run directory
+    installation: Readiness = field(default_factory=Readiness)  # the ranks' interpreter, data and run directory
     variables: tuple[Setting, ...] = ()  # environment variables that the ranks would get
     counts: Mapping[str, ErrorCounts] = field(default_factory=dict)  # memory errors by host
 
@@ -85,7 +86,7 @@ class Report:
     @property
     def healthy(self) -> bool:
         """True if there is no fatal finding and no problem of the installation."""
-        return not self.installation and not any(finding.fatal for finding in self.findings)
+        return not self.installation.problems and not any(finding.fatal for finding in self.findings)
 
     def as_dict(self) -> dict[str, object]:
         """Return the report for --json."""
@@ -95,7 +96,8 @@ class Report:
             "exclude": hostlist.compress(self.bad_hosts),
             "seconds": round(self.seconds, 2),
             "findings": [asdict(finding) for finding in self.findings],
-            "installation": [asdict(problem) for problem in self.installation],
+            "installation": [asdict(problem) for problem in self.installation.problems],
+            "weight_gradients": self.installation.weight_gradients,
             "variables": [asdict(variable) for variable in self.variables],
         }
 
@@ -113,7 +115,8 @@ class Report:
                 f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}",
                 f"    fix: {finding.remedy}",
             ]
-        lines += [f"error: {problem}" for problem in self.installation]
+        lines += [f"error: {problem}" for problem in self.installation.problems]
+        lines += self.installation.notes()
         if self.bad_hosts:
             lines.append(f"exclude the bad nodes: --exclude={hostlist.compress(self.bad_hosts)}")
         return "\n".join(lines)

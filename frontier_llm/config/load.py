@@ -247,8 +247,13 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, separator, text = word.partition("=")
         if not separator or not key or any(not part for part in key.split(".")):
-            following = next(words, "") if "." in word and not separator else ""
-            fix = f"write {word}={following}" if following and "=" not in following else "write e.g. train.steps=100"
+            setting, _, following = word.partition(":")  # train.steps:100
+            if "." in word and not separator and not following:
+                following = next(words, "")
+            if following == "=":  # train.steps = 100
+                following = next(words, "")
+            is_pair = "." in setting and following and "=" not in following
+            fix = f"write {setting}={following}" if is_pair else "write e.g. train.steps=100"
             problems.append(Problem(where=word, what="is not of the form key=value", fix=fix))
             continue
         try:

@@ -287,6 +287,9 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
         if not separator or name not in FIXABLE:
             problems.append(Problem(where=word, what="is not a choice that can be fixed", fix=suggest(name, FIXABLE)))
             continue
+        if FIXABLE[name] in fixed:
+            problems.append(Problem(where=word, what=f"{name} is fixed twice", fix=f"give --fix {name}=VALUE once"))
+            continue
         meanings = MEANINGS.get(name, {})
         readers: dict[str, Callable[[str], Any]] = {
             "recompute": recompute_modes,
