@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published.rows import (
+    NAMED_SETTINGS,
     Row,
+    indivisible,
     layout_of_row,
     model_of,
     number_of,
@@ -228,6 +230,9 @@ def read_table(path: Path) -> list[Row]:
         # source.
         source = row["source"][:60]
         row["heads"] = heads[source] = row["heads"] or heads.get(source, "")
+        for word, (column, value) in NAMED_SETTINGS.items():
+            if word in row["id"].lower():
+                row[column] = row[column] or value
         rows.append(row)
     return rows
 
@@ -271,7 +276,8 @@ def _unpriced(row: Row) -> str:
     pair = _cluster(row)
     if pair is None:
         return "no known cluster: give the columns machine and stack"
-    if shape_of(row) is None:
+    shape = shape_of(row)
+    if shape is None:
         return "no model shape: the column hidden is empty"
     machine, stack = pair
     try:
@@ -287,7 +293,7 @@ def _unpriced(row: Row) -> str:
     schedule, _ = schedule_of(row["schedule"])
     if schedule and schedule not in names():
         return f"no schedule {schedule!r} here"
-    return ""
+    return indivisible(row, layout_of_row(row, shape))
 
 
 def _unlike_anything_here(row: Row) -> str:

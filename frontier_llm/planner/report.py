@@ -112,7 +112,7 @@ def _adding_words(plan: Plan, rates: Rates) -> Iterator[str]:
         change = 100 * (seconds / plan.step_s - 1)
         yield f"  {method:28s} {step_words(seconds):>10s}  {change:+5.1f} %"
     if not rates.weight_gradients:
-        yield "  `frontier-llm calibrate` on the machine writes the method of its torch"
+        yield "  `frontier-llm doctor --emit-machine FILE` on a node with a GPU writes the method of its torch"
 
 
 _COLUMNS = (

@@ -69,6 +69,7 @@ def _machine_lines(machine: dict[str, Any]) -> Iterator[str]:
         f"Python {machine.get('python')}, {packages}; CUDA {machine.get('cuda')}, HIP {machine.get('hip')}; "
         f"{machine.get('cores')} cores"
     )
+    yield f"torch adds weight gradients to fp32 with the method {machine.get('weight_gradients')}"
 
 
 def _stage_lines(summary: dict[str, Any]) -> Iterator[str]:
@@ -193,6 +194,8 @@ def _machine_file(machine: dict[str, Any], results: dict[str, Any], timings: lis
         *([f"  memory_gib: {number(machine['memory_gib'])}"] if machine.get("memory_gib") else []),
     ]
     stack = ["    gemm_efficiency: " + number(1.0)]
+    if method := machine.get("weight_gradients"):
+        stack.append(f"    weight_gradients: {method}")
     if measured := results.get("products", {}).get("products"):
         devices = results["products"]["devices"]
         source = json.dumps(f"{where}, {devices} device(s) busy for {results['products']['measured_for_s']:.0f} s")

@@ -62,6 +62,8 @@ def machine(_out: Path) -> dict[str, Any]:
         name: shutil.which(name)
         for name in ("nvidia-smi", "rocm-smi", "nvcc", "hipcc", "ptxas", "compute-sanitizer", "c++")
     }
+    from frontier_llm.ops.torch_linear import weight_gradient_method
+
     count = torch.cuda.device_count()
     packages = {name: _version(name) for name in ("torch", "triton", "numpy", "pydantic", "flash_attn", "apex")}
     return {
@@ -74,6 +76,7 @@ def machine(_out: Path) -> dict[str, Any]:
         "tools": {name: path for name, path in tools.items() if path},
         "device": torch.cuda.get_device_name() if count else "cpu",
         "architecture": _architecture(),
+        "weight_gradients": weight_gradient_method(torch.bfloat16, torch.device(DEVICE)),
         "devices": count,
         "memory_gib": torch.cuda.get_device_properties(0).total_memory / 2**30 if count else None,
         "driver": _driver(tools),
