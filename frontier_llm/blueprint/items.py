@@ -120,9 +120,9 @@ class Product:
     k: int
     batch: int = 1
     parameter: str = ""  # name of the weight; "" = both operands are activations
-    fp8: bool = False  # computed in 8 bits if the software supports it
+    fp8: bool = False  # True: the product is computed in 8 bits if the software supports this
     aligned: bool = True
-    grouped: bool = False  # one kernel for the products of all experts
+    grouped: bool = False  # True: one kernel computes the products of all experts
     added_bytes: float = 0.0  # additional memory traffic of the kernel if it adds the result to a buffer
 
     @property
@@ -183,7 +183,8 @@ class Collective:
     operation: str
     size_bytes: int
     under: Under = Under.NOTHING
-    beside: Product | None = None  # product that is cut in `comm.tensor_chunks` pieces together with this collective
+    # matrix product that is split into `comm.tensor_chunks` pieces together with this collective
+    beside: Product | None = None
     calls: int = 1  # number of equal collectives, one after the other
 
 

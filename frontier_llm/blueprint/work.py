@@ -277,7 +277,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
             yield send(Phase.I, "all_gather", half, under)
             yield send(Phase.I, "reduce_scatter", half, under)
         yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # reorders half 2, whose chunks arrive in reverse
-        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))  # reorders again, and sums and reorders both gradients
+        # backward: keys and values are reordered again, and both gradients are summed and reordered
+        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))
     elif way == "ring":
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)

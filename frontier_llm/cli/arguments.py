@@ -230,7 +230,7 @@ def run_options(about: str = "", default: str | None = None) -> tuple[Option, Op
     )
 
 
-# this flag has the same meaning in all commands
+# options that have the same meaning in all commands
 JSON = option("--json", action="store_true", help="machine-readable result on stdout")
 # the only way to import code for a checkpoint that is not in the user's own run directory
 PLUGIN = option(
@@ -253,7 +253,7 @@ ALLOW_CHANGE = option(
     metavar="KEY",
     help="let this key (e.g. train.steps) differ from the checkpoint's although it changes the mathematics; repeatable",
 )
-# behaviour for a newest checkpoint that is damaged or was made with other settings
+# options for the case that the newest checkpoint is damaged or was made with other settings
 RESUME = (
     option(
         "--strict",

@@ -66,7 +66,7 @@ def check_start(config: RunConfig, world_size: int) -> None:
     from frontier_llm.blueprint.parameters import total_parameters
 
     stop = Path(config.train.run_dir) / STOP_FILE
-    if stop.exists():  # only checked here: in a job, the supervisor handles the file
+    if stop.exists():  # STOP is checked only here; in a job, the supervisor handles the file
         raise ConfigError(
             "exists, so the run would end after its next step",
             f"rm {stop}",

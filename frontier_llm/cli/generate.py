@@ -135,7 +135,8 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
     sampling = _sampling(args)
     opened = open_model(args.model, plugins=args.plugin)
-    tokenizer = open_tokenizer(opened, args.tokenizer)  # open it before reading the weights: it can be missing
+    # open the tokenizer before reading the weights, because it can be missing
+    tokenizer = open_tokenizer(opened, args.tokenizer)
     with inference_model(args, opened) as (model, prints):
         if model.mesh.dp.size > 1:
             layout = degrees(args)

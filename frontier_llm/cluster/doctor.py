@@ -28,7 +28,7 @@ from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.units import GIB, format_bytes, plural
 
 MAX_SKEW_S = 2.0  # largest allowed clock difference; srun's own delay is below 0.3 s, and locks compare seconds.
-MIN_GCD_GIB = 60.0  # a GCD has 64 GiB; one with less has lost memory or is in use.
+MIN_GCD_GIB = 60.0  # a GCD has 64 GiB; a GCD with less has lost memory or is in use.
 MAX_USED_GIB = 1.0  # memory in use before a start; the driver itself takes less.
 SLOW_WRITE_S = 5.0  # a longer time to write 1 MiB gives a warning.
 TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
@@ -50,7 +50,7 @@ class NodeFinding:
     hosts: tuple[str, ...]
     what: str
     remedy: str
-    fatal: bool = True  # False: a warning, with which the run can start
+    fatal: bool = True  # False: the finding is a warning, and the run can start
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,8 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         message = complaints.read().strip()[-500:]
     if not facts:
         raise FrontierError(f"no node responded: {message}", f"try srun {python} -V on the nodes", "doctor")
-    middle = statistics.median(offsets.values())  # part of all offsets: output delay, this host's clock error
+    # error that all offsets have in common: the delay of the output, and the clock error of this host
+    middle = statistics.median(offsets.values())
     return facts, {host: offset - middle for host, offset in offsets.items()}
 
 

@@ -159,7 +159,7 @@ def read_status(directory: Path) -> Status:
     length = parts.value(config, "model", "sequence_length", is_count)
     checkpoint, saved_unix_s = _checkpoint(parts)
     job_id, fields = _job(_job_ids(parts))
-    living = parts.read(living_holder, None)  # a run without a job can have a holder too
+    living = parts.read(living_holder, None)  # a process outside of a job can also train in the directory
     _note_clock(parts, living)
     step = int(last.get("step", checkpoint))
     times = [float(row["step_time_s"]) for row in rows[-RECENT:] if row.get("step_time_s") is not None]

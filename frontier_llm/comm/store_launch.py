@@ -33,7 +33,7 @@ class StoreProcess:
         The process ends at most `longest_s` after rank 0 has ended.
         """
         self._address = listener.getsockname()[:2]
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit this option
         for option, value in KEEPALIVE.items():
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
         host, port = self._address

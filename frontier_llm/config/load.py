@@ -264,7 +264,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         *parents, leaf = key.split(".")
         target = nested
         for parent in parents:
-            if isinstance(target.get(parent), str):  # such as model=NAME followed by model.layers=2
+            if isinstance(target.get(parent), str):  # for example model=NAME followed by model.layers=2
                 target[parent] = {"base": target[parent]}
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
@@ -273,7 +273,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 target = {}
         earlier = target.get(leaf)
         if isinstance(earlier, dict) and value is not None and any(other.startswith(f"{key}.") for other in typed):
-            if isinstance(value, str):  # such as model.layers=2 followed by model=NAME
+            if isinstance(value, str):  # for example model.layers=2 followed by model=NAME
                 value = {"base": value}
             if isinstance(value, dict):
                 value = merge(earlier, value)

@@ -46,8 +46,8 @@ class Normed(NamedTuple):
 
     total: Tensor  # the input, or input + residual if there was a residual
     weight: Tensor
-    mean: Tensor  # one per row; empty unless centred
-    scale: Tensor  # one per row: 1 / sqrt(variance + eps)
+    mean: Tensor  # one number per row; empty unless the norm is centred
+    scale: Tensor  # one number per row: 1 / sqrt(variance + eps)
     kind: NormKind
     has_bias: bool
 

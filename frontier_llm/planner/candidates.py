@@ -45,7 +45,7 @@ BY_STAGE = dict(zip("0123", SHARDING, strict=False))  # parallel.zero → shardi
 MEANINGS: dict[str, Mapping[str, Any]] = {
     "expert_all_to_all": _choices(ParallelConfig, "expert_all_to_all"),
     "sequence_parallel": {"true": True, "false": False, "1": True, "0": False},
-    "recompute": dict.fromkeys(RECOMPUTE),  # also a list of these modes
+    "recompute": dict.fromkeys(RECOMPUTE),  # a list of these modes is also accepted
     "zero": BY_STAGE,
     "data_mode": {"zero": "optimizer", "fsdp": "weights"},
     "axis_order": {name: name for name in AXIS_ORDERS},
@@ -330,7 +330,7 @@ def _schedule(text: str) -> str:
     """
     known = {name.lower(): name for name in (*names(), SEARCHED)}
     if text not in known:
-        rule(text)  # a member of a family, such as v:2,2,2,2
+        rule(text)  # the name may be a member of a family of schedules, such as v:2,2,2,2
     return known.get(text, text)
 
 

@@ -87,7 +87,8 @@ def broken_rules(outcome: Search, node_devices: int) -> list[Problem]:
     given = {
         "model": outcome.model.model_dump(),
         "batch": {"global_batch": outcome.global_batch},
-        "parallel": {"cross_node_tensor": True},  # the search prices such layouts if they are fixed
+        # the search also prices layouts with tensor parallelism across nodes if the user fixes them
+        "parallel": {"cross_node_tensor": True},
     }
 
     def problems(fixed: Mapping[str, Any]) -> list[Problem]:

@@ -85,7 +85,8 @@ class _Meeting:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.came: dict[int, tuple[int, float]] = {}  # microbatch → the rank that reached it first, and when
+        # microbatch → the rank that reached its message first, and the time
+        self.came: dict[int, tuple[int, float]] = {}
         self.ended_s: dict[int, float] = {}
 
 

@@ -77,7 +77,7 @@ class Family:
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]  # returns the other keys of config.json
     ignored: tuple[str, ...]  # endings of tensors in older files that are buffers, not weights
-    prefix: str  # prefix of tensor names; files saved from the bare model lack it
+    prefix: str  # prefix of tensor names; files saved from the bare model do not have it
     # our fields for which the architecture supports only these values
     either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     grouped: bool = False  # supports fewer key/value heads than heads, and a head_dim of its own

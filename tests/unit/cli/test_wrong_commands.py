@@ -16,7 +16,7 @@ from frontier_llm.cli.main import main
 from frontier_llm.cli.vocabulary import OLD_NAMES
 from tests.unit.cli.test_vocabulary import LEAVES, flags
 
-# wrong command → its answer
+# wrong command → text of its error message
 ANSWERS = {
     "tune train_small --machine frontier": "fix: machine=frontier instead of --machine",
     "plan gpt-tiny --tensor 8": "fix: --fix tensor=8 instead of --tensor",
@@ -148,7 +148,7 @@ def test_leaves_are_parsers_of_this_program() -> None:
     assert len(LEAVES) > 30 and all(isinstance(parser, Parser) for parser in LEAVES.values())
 
 
-# wrong command → the missing file, which the answer names with its absolute path
+# wrong command → the missing file, which the error message names with its absolute path
 MISSING_FILES = {
     "train quickstart data.tokenizer=bytes data.train=no/data": "no/data.bin",
     "train quickstart data.tokenizer=no.model": "no.model",

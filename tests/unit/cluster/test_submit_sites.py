@@ -105,7 +105,7 @@ def test_many_nodes_are_told_to_bring_their_environment(
         return "will import torch from" in capsys.readouterr().err
 
     assert noted("frontier", 16) and not noted("frontier", 8)
-    assert not noted("lumi", 16)  # an image is one file
+    assert not noted("lumi", 16)  # a container image is one file, so there is no warning
     monkeypatch.setenv("FRONTIER_LLM_ENV_ARCHIVE", "env.tar.gz")
     assert not noted("frontier", 16)
 
