@@ -51,7 +51,11 @@ int fail_with(const char* format, Values... values) {
   return -1;
 }
 
-int fail(const char* what, int code) {
+// Reports what did not succeed, with the driver's own text for its error code.
+template <class... Values>
+int fail(int code, const char* format, Values... values) {
+  char what[256];
+  snprintf(what, sizeof what, format, values...);
   const char* text = nullptr;
   if (driver.amd && driver.hip_error_text)
     text = driver.hip_error_text(code);
@@ -97,7 +101,7 @@ EXPORT int frontier_gpu_open(int amd) {
   const Handle library =
       amd ? open_library({"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"})
           : open_library({"libcuda.so.1", "libcuda.so"});
-  if (!library) return fail_with("%s", dlerror());
+  if (!library) return fail_with("cannot open the GPU driver: %s", dlerror());
   const char* missing = nullptr;
   const auto resolve = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
@@ -118,22 +122,24 @@ EXPORT int frontier_gpu_open(int amd) {
     resolve(found.function_set_attribute, "cuFuncSetAttribute");
     resolve(found.error_text, "cuGetErrorString");
   }
-  if (missing) return fail_with("the driver library has no %s", missing);
+  if (missing) return fail_with("the GPU driver lacks the function %s", missing);
   driver = found;
-  if (const int code = driver.init(0)) return fail("the driver does not start", code);
+  if (const int code = driver.init(0)) return fail(code, "the GPU driver cannot be initialised");
   return 0;
 }
 
 // Loads one code object on a device. *function is the argument of frontier_gpu_launch.
 EXPORT int frontier_gpu_load(int device, const void* image, const char* symbol, int shared_bytes, Handle* function) {
   Handle module = nullptr;
-  if (device < 0 || device >= kMaxDevices) return fail_with("device %d; there may be %d", device, kMaxDevices);
-  if (const int code = make_current(device)) return fail("no context on the device", code);
-  if (const int code = driver.module_load(&module, image)) return fail("the driver refuses the code object", code);
-  if (const int code = driver.module_get_function(function, module, symbol)) return fail(symbol, code);
+  if (device < 0 || device >= kMaxDevices)
+    return fail_with("device %d does not exist: devices have numbers from 0 to %d", device, kMaxDevices - 1);
+  if (const int code = make_current(device)) return fail(code, "cannot select device %d", device);
+  if (const int code = driver.module_load(&module, image)) return fail(code, "the driver refuses the code object");
+  if (const int code = driver.module_get_function(function, module, symbol)) 
+    return fail(code, "the code object does not contain the kernel %s", symbol);
   if (!driver.amd && shared_bytes > 48 * 1024)  // CUDA requires an attribute for more than 48 KiB
     if (const int code = driver.function_set_attribute(*function, kMaxDynamicSharedBytes, shared_bytes))
-      return fail("more shared memory than this device gives a block", code);
+      return fail(code, "this device does not allow %d bytes of shared memory per block", shared_bytes);
   return 0;
 }
 
@@ -145,12 +151,13 @@ EXPORT int frontier_gpu_launch(int device, Handle function, uint32_t grid_x, uin
                                int count) {
   static const Handle no_scratch = nullptr;
   void* slots[kMaxArguments + 2];
-  if (count > kMaxArguments) return fail_with("%d arguments; at most %d", count, kMaxArguments);
+  if (count > kMaxArguments)
+    return fail_with("the kernel has %d arguments, and at most %d are supported", count, kMaxArguments);
   for (int i = 0; i < count; ++i) slots[i] = const_cast<char*>(arguments) + 8 * i;
   slots[count] = slots[count + 1] = const_cast<Handle*>(&no_scratch);
-  if (const int code = make_current(device)) return fail("no context on the device", code);
+  if (const int code = make_current(device)) return fail(code, "cannot select device %d", device);
   if (const int code =
           driver.launch(function, grid_x, grid_y, grid_z, threads, 1, 1, shared_bytes, stream, slots, nullptr))
-    return fail("the driver says", code);
+    return fail(code, "the driver did not start the kernel");
   return 0;
 }

@@ -67,7 +67,7 @@ class Permutation {
 
     uint64_t operator()(uint64_t position) const {
         do position = once(position);
-        while (position >= size_);  // fewer than two tries on average: the domain is less than twice the size
+        while (position >= size_);  // fewer than 2 iterations on average, because the domain is smaller than 2 * size_
         return position;
     }
 
@@ -199,8 +199,8 @@ class Pieces {
     }
 
     // Packs window `number` of `window` positions. Fills in its pieces in order, and the sequence of each piece.
-    // Returns the number of sequences. Pieces are taken longest first. Each goes into the sequence in which it leaves
-    // the least space. Among equals the first is taken.
+    // Returns the number of sequences. Pieces are placed longest first. Each piece goes into the sequence in which it
+    // leaves the least space. Among equally good sequences the first is used.
     int64_t pack(uint64_t window, uint64_t number, std::vector<Piece>* pieces, std::vector<uint32_t>* sequences) const {
         const uint64_t first = number * window;
         if (first >= count()) return kOutOfRange;

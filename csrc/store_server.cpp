@@ -212,7 +212,8 @@ class Server {
         } else if (operation == "add" && arguments == 2) {
           const std::optional<int64_t> amount = number(question[2]),
                                        before = values_.count(question[1]) ? number(values_[question[1]]) : 0;
-          if (!amount || !before) return append(client.out, {"error", "no whole number under " + question[1]});
+          if (!amount || !before)
+            return append(client.out, {"error", "the value of key " + question[1] + " is not an integer"});
           const std::string sum = std::to_string(int64_t(uint64_t(*before) + uint64_t(*amount)));
           put(question[1], sum);
           reply({sum});
@@ -237,7 +238,8 @@ class Server {
           client.missing = 2;
           go_on(client);
         } else {
-            append(client.out, {"error", "the store does not know this question: " + operation});
+            const std::string count = std::to_string(arguments);
+            append(client.out, {"error", "the store has no operation " + operation + " with " + count + " arguments"});
         }
     }
 

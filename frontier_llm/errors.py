@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from frontier_llm.units import printable
 
@@ -112,6 +114,12 @@ class ConfigError(FrontierError):
     """A key, a value or a combination of values that is not allowed in a run."""
 
 
+def unreadable(path: Path | str, error: OSError) -> ConfigError:
+    """Return the error for a file that cannot be read. It names the absolute path."""
+    fix = "check the path" if isinstance(error, FileNotFoundError) else "check the path and its permissions"
+    return ConfigError(error.strerror or str(error), fix, os.path.abspath(path))
+
+
 class LayoutError(FrontierError):
     """A (tp, pp, dp, chunks, batch) combination that is not legal for the model or the world size."""
 
@@ -141,8 +149,9 @@ class SkippedSteps(FrontierError):
     cause = NOT_FINITE
 
 
-# names of other libraries for our precisions, and other names of torch's device "cuda", which is also the AMD device
-_SYNONYMS = {
+# names of other libraries for our precisions, other names of torch's device "cuda", which is also the AMD device, and
+# abbreviations of keys
+SYNONYMS = {
     "float16": "fp16",
     "half": "fp16",
     "bfloat16": "bf16",
@@ -151,14 +160,16 @@ _SYNONYMS = {
     "float64": "fp64",
     "double": "fp64",
 }
-_SYNONYMS |= {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
-_SYNONYMS |= {"checkpoint_interval": "save_interval", "checkpoint_every": "save_interval", "max_steps": "steps"}
+SYNONYMS |= {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
+SYNONYMS |= {"checkpoint_interval": "save_interval", "checkpoint_every": "save_interval", "max_steps": "steps"}
+SYNONYMS |= {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "mbs": "micro_batch"}
+SYNONYMS |= {"gbs": "global_batch"}
 
 
 def closest(name: str, valid: Iterable[str]) -> str:
     """Return the valid name that is a synonym of `name` or is spelled most similarly. '' if there is none."""
     valid = list(valid)
-    if (synonym := _SYNONYMS.get(name.removeprefix("torch."), "")) in valid:
+    if (synonym := SYNONYMS.get(name.removeprefix("torch."), "")) in valid:
         return synonym
     matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return matches[0] if matches else ""

@@ -64,9 +64,10 @@ figcaption { font-weight: 600; font-size: .9rem; padding: .3rem .5rem 0; overflo
   linear-gradient(270deg, #8888, transparent) right / .7rem 100% no-repeat scroll, var(--card) }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 td, th { padding: .35rem .6rem; text-align: left; border-top: 1px solid var(--line); white-space: nowrap }
-th, td:first-child { white-space: normal } td.long { white-space: normal; min-width: 14rem }
+th, td:first-child { white-space: normal }
 td:last-child { white-space: normal; overflow-wrap: anywhere; min-width: 6rem }
 @media (max-width: 600px) { td, th { padding: .3rem } td:last-child { min-width: 5rem } }
+td.long, td.long:last-child { white-space: normal; min-width: 14rem }
  tr:first-child td, tr:first-child th { border-top: 0 }
 tr.bad td { background: #d9303030 } tr.simulated td { font-style: italic; opacity: .75 }
 pre { padding: .8rem 1rem; overflow-x: auto; font-size: 12.5px }
@@ -200,14 +201,16 @@ def figure(chart: Chart) -> str:
 def _decades(chart: Chart) -> dict[str, Any]:
     """Return a logarithmic axis with labels at 1, 2 and 5 times powers of ten, or only at powers if these are many.
 
-    Below one decade Plotly chooses the labels.
+    Below half a decade Plotly chooses the labels. Between half a decade and one, Plotly would abbreviate 20,000 to 2.
     """
     values = [value for trace in chart.traces for value in trace["y"] if value and value > 0]
-    if not values or max(values) < 10 * min(values):
+    if not values or max(values) < 3 * min(values):
         return {"type": "log"}
     first = math.floor(math.log10(min(values)))
     last = math.ceil(math.log10(max(values)))
-    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    factors: tuple[float, ...] = (1, 2, 5) if last - first <= 3 else (1,)
+    if max(values) < 10 * min(values):
+        factors = (1, 1.5, 2, 3, 4, 5, 7)
     shown = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
     return {"type": "log", "tickvals": shown, "ticktext": [f"{value:,g}" for value in shown]}
 

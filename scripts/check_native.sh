@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 tests=(tests/unit/data/test_native.py tests/unit/data/test_samples.py
     tests/unit/comm/test_shm.py tests/unit/comm/test_authenticated_store.py tests/unit/comm/test_store.py
-    tests/attacks/test_native.py tests/unit/ops/test_cpu.py)
+    tests/attacks/test_native.py tests/unit/ops/test_cpu.py tests/unit/ops/test_cpu_threads.py)
 # These tests check the rounding of long sums. They access memory like other tests, and take minutes with sanitizers.
 for name in a_norm_sums_the_gradients_of_a_million_rows an_embedding_sums_the_gradients_of_a_million_tokens \
     adamw_keeps_a_decay_that_is_smaller_than_half_an_ulp; do

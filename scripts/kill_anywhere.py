@@ -179,7 +179,7 @@ def steps_not_saved(run: Run) -> int:
 
 
 class Different(Exception):
-    """A run did not end like the undisturbed one, or a rank exited with a wrong code."""
+    """A run did not end like the undisturbed run, or a rank exited with a wrong code."""
 
 
 class Campaign:
@@ -265,7 +265,7 @@ class Campaign:
         return f"train.step@{victim}#{self.rng.randint(1, STEPS)}=error:boom" if fault == "error" else ""
 
     def _let_end(self, attempt: Attempt) -> list[int]:
-        """Let the ranks exit by themselves. If the first one to end was killed by a signal, kill all, as a launcher
+        """Let the ranks exit by themselves. If a signal killed the first rank that ended, kill all ranks, as a launcher
         does.
         """
         first = next(pid for pid in attempt.pids if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))

@@ -4,7 +4,7 @@
     [--link-gbps 0.5] [--rounds 6] [--json f] [--trace t.json] [--figure t.png]
 
 Steps with and without the overlap alternate in one run. It has two ranks, or four for `experts`. A round executes two
-steps with each setting and times the second step. The second step includes communication that the first one left in
+steps with each setting and times the second step. The second step includes communication that the first step left in
 flight.
 
 Prints a Markdown table: median and fastest step of the slowest rank, and by axis the exposed and hidden communication

@@ -2,8 +2,8 @@
 ranks may compute during it.
 
 Shared memory moves bytes with the same cores that compute, so on one machine there is nothing to overlap. This module
-wraps a group. The group still transfers the bytes, but a result is available only when the link would have delivered
-it. A rank that has to wait sleeps.
+wraps a process group. The group still transfers the bytes, but a result is available only when the link would have
+delivered it. A rank that has to wait sleeps.
 
 Each rank has one link per axis, and the link sends messages one after another. *Simulated*: there is no NIC, and axes
 do not contend.

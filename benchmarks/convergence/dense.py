@@ -273,7 +273,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def apart(curve: list[float], reference: list[float]) -> dict[str, float]:
-    """Return the distance of a training curve from another in nats.
+    """Return the difference between two training curves in nats.
 
     `first_50` is the maximum over the first 50 steps, `largest` the maximum over all, and `mean_of_last_tenth` the mean
     over the last tenth.

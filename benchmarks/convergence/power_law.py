@@ -35,7 +35,7 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Irreducible:
-    """Estimate of E: the best value, and the interval of values that the points do not exclude."""
+    """Estimate of E: the best value, and the interval of values that agree with the measured losses."""
 
     best: float
     interval: tuple[float, float]  # 95 %, by an F test on the residual sum of squares of log L

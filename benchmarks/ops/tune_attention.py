@@ -1,5 +1,5 @@
-"""Finds the block sizes of the attention kernels: compiles candidates on any machine, and times them on a machine with
-the GPU.
+"""Finds the best block sizes of the attention kernels: compiles candidates on any machine, and times them on a machine
+with the GPU.
 
     python -m benchmarks.ops.tune_attention build --arch sm_90 [--variants d64,d128] [--out build/tune]
     python -m benchmarks.ops.tune_attention run --arch sm_90 [--out build/tune]
@@ -47,7 +47,7 @@ _CDNA2_WAYS = ((0, 0, ""), (2, 1, ""), (2, 1, "max-ilp"), (3, 1, "max-ilp"))
 
 
 def candidates(kernel: str, architecture: str) -> list[Blocks]:
-    """Return the blocks to try.
+    """Return the block sizes to try.
 
     A loop covers the diagonal of the outer block by complete inner blocks, and each warp has its own rows.
     """
@@ -265,7 +265,7 @@ def simulated_share(ops: GpuOps, gpu: TracingGpu, line: dict[str, Any], sequence
 
 
 def time_of(ops: GpuOps, kernel: str, variant: str, device: str, sequence: int, tokens: int, width: int) -> float:
-    """Return the seconds of the forward, or of the complete backward, of causal attention in bf16."""
+    """Return the seconds of the forward pass, or of the complete backward pass, of causal attention in bf16."""
     name, _, extras = variant.partition("-")
     dim = int(name.removeprefix("d"))
     shape = (sequence, tokens // sequence, width // dim, dim)

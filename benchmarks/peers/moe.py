@@ -5,9 +5,9 @@ model.
     python -m benchmarks.peers.moe --peers-python PEERS_VENV/bin/python [--rounds 2] [--layouts serial,ep2,ep4,ep2tp2]
 
 The mixture has L8 H384 and 16 experts of width 384, top 4. The dense model is bench-l8-h384, whose MLP of 1,536 is as
-wide as the four experts of a token. All three alternate, with one thread per rank, in bf16. CPU seconds are summed over
-all ranks. They are comparable on a machine with other load, or with fewer cores than ranks. Wall seconds are reported
-beside them.
+wide as the four experts of a token. The three programs alternate, with one thread per rank, in bf16. CPU seconds are
+summed over all ranks. They are comparable on a machine with other load, or with fewer cores than ranks. Wall seconds
+are reported beside them.
 
 Layouts are added to docs/benchmarks/results/moe_step.json as they are measured. The measured part of
 docs/benchmarks/moe.md is written from it.

@@ -71,13 +71,13 @@ class Judged:
 
 
 def readings() -> list[Reading]:
-    """Return all rows of benchmarks/published, each measurement once."""
+    """Return all measurements of benchmarks/published, without repetitions."""
     further = [reading for name in FURTHER for reading in read_stated(PUBLISHED / name)]
     return without_repetitions([*further, *(Reading(row.key, row) for row in shipped())])
 
 
 def without_repetitions(rows: Iterable[Reading]) -> list[Reading]:
-    """Return the rows without those that repeat another row: the same run with the same step time to the last digit.
+    """Return the rows without repetitions. A repetition is the same run with the same step time to the last digit.
 
     Releases of a table repeat figures that were not measured again.
     """
@@ -148,7 +148,9 @@ def summary(rows: Sequence[Judged]) -> Iterator[str]:
 
 
 def order(rows: Sequence[Judged]) -> Iterator[str]:
-    """Yield a table of the share of pairs in the measured order, by their measured gap."""
+    """Yield a table of the fraction of pairs of rows that are predicted in the measured order, by their measured
+    gap.
+    """
     yield "| measured gap of a pair | fitted: pairs | in the measured order | others: pairs | in the measured order |"
     yield "|---|--:|--:|--:|--:|"
     parts = [[one.prediction for one in rows if is_fitted(one.row) == fitted] for fitted in (True, False)]

@@ -126,7 +126,7 @@ def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
 
 
 def write_fitted_rows() -> None:
-    """Write the ids of the rows on which constants are fitted: those of FITTED, and those of NeMo on DGX-H100."""
+    """Write the ids of the rows on which constants are fitted: the rows of FITTED, and the rows of NeMo on DGX-H100."""
     keys = {row.key for row in shipped() if row.may_be_fitted and (row.machine, row.stack) in FITTED}
     keys |= {row.key for row in smallest(all_runs())}
     FITTED_ROWS.write_text("".join(f"{key}\n" for key in sorted(keys)), encoding="utf-8")
@@ -151,7 +151,7 @@ def update_machine(path: Path, stack: str, fitted: Rates, constants: Iterable[st
 
 
 def _places_of(lines: Sequence[str], stack: str, constant: str) -> list[int]:
-    """Return the indices of the lines of a machine file that have the value of this constant."""
+    """Return the indices of the lines in a machine file that contain the value of this constant."""
     field, _, devices = constant.partition("/")
     section, key, _ = PLACES[field]
     outer = ""

@@ -2,7 +2,7 @@
 
 The constants are the rate of 16-bit products (`gemm_efficiency`) and the further factor of FP8 (`linear_speedup`). A
 weak-scaling series is one row repeated, so the fit uses the row of each series with the fewest devices, and all rows of
-a model weigh as much as those of another model. The reported errors are those of all rows.
+a model weigh as much as those of another model. The errors are reported for all rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Compares the order of pipeline schedules with the only published one: Primus on eight MI300X, relative to 1F1B.
+"""Compares the predicted speeds of pipeline schedules with the only published comparison: Primus on eight MI300X,
+relative to 1F1B.
 
 Primus states neither microbatches nor batch. The prediction is therefore a range over 16 to 128 microbatches. No
 constant is fitted to these rows.
@@ -53,7 +54,7 @@ def predicted(microbatches: int) -> dict[str, float]:
 
 
 def table(counts: Sequence[int]) -> Iterator[str]:
-    """Yield the table, and a line with the share of pairs of schedules in the measured order."""
+    """Yield the table, and a line with the fraction of pairs of schedules that are predicted in the measured order."""
     truth = measured()
     ours = {count: predicted(count) for count in counts}
     yield f"| schedule | measured | {' | '.join(f'{count} microbatches' for count in counts)} |"

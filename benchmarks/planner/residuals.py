@@ -79,7 +79,9 @@ def classes(
 
 
 def pairs(predictions: Sequence[RowPrediction]) -> list[str]:
-    """Return a table of the share of pairs ranked correctly, by their measured gap, in each half of the runs."""
+    """Return a table of the fraction of pairs of layouts that are ranked correctly, by their measured gap, for the
+    fitted and the unseen half of the runs.
+    """
     halves = [[one for one in predictions if is_fitted(one.row) == fitted] for fitted in (True, False)]
     fitted, unseen = (order_by_gap(ranked_pairs(half)) for half in halves)
     lines = [

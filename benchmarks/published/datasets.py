@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published.rows import (
+    NAMED_SETTINGS,
     Row,
+    indivisible,
     layout_of_row,
     model_of,
     number_of,
@@ -30,7 +32,7 @@ from benchmarks.published.rows import (
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.config.load import find_file
-from frontier_llm.errors import DataError, FrontierError
+from frontier_llm.errors import DataError, FrontierError, unreadable
 from frontier_llm.machine.load import load_machine
 from frontier_llm.schedule import names
 
@@ -196,9 +198,11 @@ def read_table(path: Path) -> list[Row]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except UnicodeDecodeError as error:
         raise DataError(
-            f"cannot read: {error}",
+            f"is not UTF-8: {error}",
             where=str(path),
             fix="give a vTrain CSV or a throughput TSV",
         ) from error
@@ -226,6 +230,9 @@ def read_table(path: Path) -> list[Row]:
         # source.
         source = row["source"][:60]
         row["heads"] = heads[source] = row["heads"] or heads.get(source, "")
+        for word, (column, value) in NAMED_SETTINGS.items():
+            if word in row["id"].lower():
+                row[column] = row[column] or value
         rows.append(row)
     return rows
 
@@ -269,7 +276,8 @@ def _unpriced(row: Row) -> str:
     pair = _cluster(row)
     if pair is None:
         return "no known cluster: give the columns machine and stack"
-    if shape_of(row) is None:
+    shape = shape_of(row)
+    if shape is None:
         return "no model shape: the column hidden is empty"
     machine, stack = pair
     try:
@@ -285,7 +293,7 @@ def _unpriced(row: Row) -> str:
     schedule, _ = schedule_of(row["schedule"])
     if schedule and schedule not in names():
         return f"no schedule {schedule!r} here"
-    return ""
+    return indivisible(row, layout_of_row(row, shape))
 
 
 def _unlike_anything_here(row: Row) -> str:

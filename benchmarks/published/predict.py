@@ -45,7 +45,9 @@ class RowPrediction:
 
     @property
     def fits(self) -> bool:
-        """True if the planner admits this run. All runs took place, so False is a false alarm."""
+        """True if the planner predicts that this run fits into memory. All runs took place, so False is an error of the
+        planner.
+        """
         return self.peak_bytes <= self.limit_bytes
 
 
@@ -62,7 +64,7 @@ def cluster_rates(machine: str, stack: str) -> Rates:
 
 
 def predict(rows: Sequence[PublishedRun], constants: Rates | None = None) -> list[RowPrediction]:
-    """Return one prediction per row, with `constants` or else with the constants of each row's own cluster."""
+    """Return one prediction per row. Without `constants`, use the constants of each row's own cluster."""
     predictions = []
     for row in rows:
         numbers = rates_of(row, constants or cluster_rates(row.machine, row.stack))
@@ -92,7 +94,7 @@ def peak_bytes(model: ModelConfig, layout: Layout, numbers: Rates) -> float:
 
 
 def even_stages(layers: int, pieces: int) -> tuple[StageSpec, ...]:
-    """Divide layers in the same way as other frameworks: as even as possible, and the first pieces get the remainder.
+    """Divide layers in the same way as other frameworks: as evenly as possible, and the first stages get the remainder.
 
     Embedding and head usually do not count. If counting them as one layer each makes the split even, the first and last
     piece have one layer less. This is Megatron's account-for-embedding and -loss in the split, and matches Llama 3's

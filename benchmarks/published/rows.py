@@ -24,6 +24,10 @@ SHARDING_OF = {
 
 GATED = ("swiglu", "geglu")  # activations with a gate
 
+# Word in the id of a row → (column, value), for files without the column. Only the names of the rows of torchtitan's
+# table state these settings.
+NAMED_SETTINGS = {"asynctp": ("async_tp", "yes"), "rowwise": ("fp8_scaling", "row")}
+
 
 def number_of(text: str | None, default: float = 0.0) -> float:
     """Return the number at the start of a cell: '~1.5k' → 1500."""
@@ -101,13 +105,17 @@ def software_of(row: Row) -> dict[str, Any]:
         options["optimizer_state_bytes"] = number_of(row["optimizer_state_bytes"])
     if row["weight_gradient_adding"]:
         options["adding_in_product"] = "product" in row["weight_gradient_adding"]
-    if "rowwise" in row["id"]:  # torchtitan's table states the scaling and the kind of TP in the name of a row
-        options["scales_fp8_rows"] = True
-    if "asyncTP" in row["id"]:
+    if row["fp8_scaling"]:
+        options["scales_fp8_rows"] = row["fp8_scaling"].startswith("row")
+    if _is_async_tp(row):
         options["chunk_overlap"] = 1.0  # copy engines transfer one piece while the product of another piece runs
     if row["fused_cross_entropy"]:
         options["fused_cross_entropy"] = is_yes(row["fused_cross_entropy"], False)
     return options
+
+
+def _is_async_tp(row: Row) -> bool:
+    return is_yes(row["async_tp"], False)
 
 
 def shape_of(row: Row) -> dict[str, int] | None:
@@ -161,12 +169,27 @@ def layout_of_row(row: Row, shape: Mapping[str, int]) -> Layout:
         etp=int(number_of(row["ETP"], 1.0)) or 1,
         data_shard=int(shards.group(1)) if shards else 0,
         # torch's async TP cuts a product and its collective into one piece per rank
-        tensor_chunks=tp if "asyncTP" in row["id"] else 1,
+        tensor_chunks=tp if _is_async_tp(row) else 1,
         micro_batch=B,
         microbatches=max(global_batch // dp // B, 1) if global_batch else 4 * pp,
         sequence_parallel=row["seq_parallel"].startswith("yes") and tp > 1,
         sharding="weights" if shards else next((name for word, name in SHARDING_OF.items() if word in shard), "none"),
     )
+
+
+def indivisible(row: Row, layout: Layout) -> str:
+    """Return why the row's devices or its batch cannot be divided among the degrees of `layout_of_row`, or ''."""
+    devices = int(number_of(row["devices"])) * _dies(row)
+    degrees = {"TP": layout.tp, "CP": layout.cp, "PP": layout.pp, "DP": layout.dp}
+    if devices and devices != layout.devices:
+        words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        return f"{devices} devices are not {words or 'one device'} = {layout.devices}"
+    batch = int(number_of(row["GBS"])) * (layout.dp if "replica" in row["GBS"] else 1)
+    micro_batch = layout.micro_batch if number_of(row["MBS"]) else 1  # an unstated size of a microbatch is searched
+    unit = layout.dp * micro_batch
+    if batch % unit:
+        return f"the batch (GBS) {batch} is not a multiple of DP {layout.dp} x MBS {micro_batch} = {unit}"
+    return ""
 
 
 def schedule_of(text: str) -> tuple[str, int]:

@@ -49,7 +49,7 @@ class Accuracy:
 
 
 def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accuracy:
-    """Return the accuracy of one set."""
+    """Return the accuracy of one set of predictions."""
     errors = np.array([one.error for one in predictions])
     size = 100 * np.abs(errors)
     pairs = ranked_pairs(predictions)
@@ -106,7 +106,9 @@ def ranked_pairs(predictions: Iterable[RowPrediction]) -> list[RankedPair]:
 
 
 def order_by_gap(pairs: Sequence[RankedPair]) -> list[tuple[str, int, float | None]]:
-    """Return for each range of GAPS its name, the number of pairs, and the share in the measured order in percent."""
+    """Return for each range of GAPS its name, the number of pairs, and the percentage that is predicted in the measured
+    order.
+    """
     rows = []
     for (name, low), (_, high) in pairwise([*GAPS.items(), ("", np.inf)]):
         right = [pair.right for pair in pairs if low <= pair.gap < high]
@@ -115,7 +117,7 @@ def order_by_gap(pairs: Sequence[RankedPair]) -> list[tuple[str, int, float | No
 
 
 def gap_table(predictions: Sequence[RowPrediction]) -> str:
-    """Return the order by measured gap as a table, for fitted and unseen rows."""
+    """Return a table of `order_by_gap`, for fitted and unseen rows."""
     parts = [[one for one in predictions if is_fitted(one.row) == fitted] for fitted in (True, False)]
     fitted, unseen = (order_by_gap(ranked_pairs(part)) for part in parts)
     head = ("measured gap of a pair", ">fitted: pairs", ">order", ">unseen: pairs", ">order")
@@ -164,7 +166,7 @@ def as_text(scores: Sequence[Accuracy]) -> str:
 
 
 def band_of(row: PublishedRun) -> float:
-    """Return the factor of the 90 % interval of such a run."""
+    """Return the factor of the 90 % interval for a run of this machine and stack."""
     return 1 + BANDS[basis_of(row)]
 
 

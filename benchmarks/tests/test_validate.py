@@ -29,7 +29,7 @@ from benchmarks.published.validate import GAPS, RankedPair, gap_table, judged, o
 from frontier_llm.blueprint.items import HEAD, PRODUCTS
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.cli.main import main
-from frontier_llm.errors import DataError
+from frontier_llm.errors import ConfigError, DataError
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.seconds import RECOMPUTED, by_cause
@@ -296,13 +296,18 @@ def test_rows_unlike_anything_here_are_left_out_and_counted_by_reason(
         "machine 'h100' has no stack 'abacus'": [{"machine": "h100", "stack": "abacus"}],
         "the batch (GBS) is not stated": [{"GBS": ""}],
         "no schedule 'abacus' here": [{"schedule": "abacus"}],
+        "the batch (GBS) 63 is not a multiple of DP 32 x MBS 1 = 32": [{"GBS": "63"}],
+        "the batch (GBS) 64 is not a multiple of DP 32 x MBS 3 = 96": [{"MBS": "3"}],
+        "the batch (GBS) 80 is not a multiple of DP 32 x MBS 1 = 32": [{"GBS": "80", "MBS": ""}],
+        "the batch (GBS) 320 is not a multiple of DP 32 x MBS 3 = 96": [{"GBS": "10/replica", "MBS": "3"}],
+        "64 devices are not TP 2 x DP 16 = 32": [{"DP": "16"}],
     }
     path = write_table(tmp_path / "mine.tsv", {}, *(change for changes in others.values() for change in changes))
     assert validate_command([path], as_json=True) == 0
     out, err = capsys.readouterr()
     # One row has no pairs. Its scores are null, not NaN.
     assert [one["n"] for one in json.loads(out, parse_constant=pytest.fail)] == [1]
-    assert "left out 14 rows" in err
+    assert "left out 19 rows" in err
     assert all(f"{len(changes)} {reason}" in err for reason, changes in others.items())
     with pytest.raises(DataError, match="1 ZeRO-3"):
         validate_command([write_table(path, {"zero_or_shard": "ZeRO-3"})])
@@ -350,16 +355,27 @@ def test_columns_state_the_model_and_the_software(tmp_path: Path) -> None:
     assert (model.activation, model.bias, model.tied_embeddings) == ("gelu", True, True)
 
 
-def test_the_name_of_a_torchtitan_row_states_async_tp_and_the_scaling_of_fp8(tmp_path: Path) -> None:
+def test_columns_state_async_tp_and_the_scaling_of_fp8(tmp_path: Path) -> None:
     """Async TP hides a part of the collectives, and a scale per row takes passes over the operands."""
-    stated = {"hardware": "H100", "machine": "torchtitan-h100", "stack": "torchtitan-fp8", "precision": "fp8"}
-    names = ("t-tensorwise-vanillaTP", "t-tensorwise-asyncTP", "t-rowwise-vanillaTP")
-    stated |= {"TP": "8", "devices": "8", "seq_parallel": "yes", "seq": "8192", "MBS": "12", "GBS": "12"}
-    rows = [{**stated, "id": name} for name in names]
-    runs = [reading.run for reading in read_stated(write_table(tmp_path / "mine.tsv", *rows))]
-    plain, pieces, scaled = (one.seconds for one in predict([run for run in runs if run is not None]))
+    common = {"hardware": "H100", "machine": "torchtitan-h100", "stack": "torchtitan-fp8", "precision": "fp8"}
+    common |= {"TP": "8", "devices": "8", "seq_parallel": "yes", "seq": "8192", "MBS": "12", "GBS": "12"}
+    stated = [
+        {"async_tp": "no", "fp8_scaling": "tensor"},
+        {"async_tp": "yes", "fp8_scaling": "tensor"},
+        {"async_tp": "no", "fp8_scaling": "row"},
+        {"id": "x-rowwise-asyncTP", "async_tp": "no", "fp8_scaling": "tensor"},  # columns count, not names
+    ]
+    named = [{"id": "x-tensorwise-vanillaTP"}, {"id": "x-tensorwise-asyncTP"}, {"id": "x-rowwise-vanillaTP"}]
+    seconds = []
+    for number, rows in enumerate((stated, named)):
+        readings = read_stated(write_table(tmp_path / f"{number}.tsv", *({**common, **row} for row in rows)))
+        runs = [reading.run for reading in readings if reading.run is not None]
+        seconds.append([one.seconds for one in predict(runs)])
+        assert [run.layout.tensor_chunks for run in runs[:3]] == [1, 8, 1]
+    plain, pieces, scaled, other_name = seconds[0]
     assert pieces < plain < scaled
-    assert runs[1] is not None and runs[1].layout.tensor_chunks == 8
+    assert other_name == plain
+    assert seconds[1] == [plain, pieces, scaled]
 
 
 def test_each_row_of_a_file_has_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +415,7 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     path.write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match="neither vTrain's columns"):
         read_measurements(path)
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(ConfigError, match="No such file"):
         read_measurements(tmp_path / "absent.csv")
 
 

@@ -16,10 +16,11 @@ void adamw_(const Tensor& master, const Tensor& grad, const Tensor& exp_avg, con
   check_fp32(grad, "grad");
   check_fp32(exp_avg, "exp_avg");
   check_fp32(exp_avg_sq, "exp_avg_sq");
-  TORCH_CHECK(weights.is_contiguous(), "weights_out must be contiguous");
+  TORCH_CHECK(weights.is_contiguous(), "weights must be contiguous");
   const int64_t count = master.numel();
   for (const Tensor* other : {&grad, &exp_avg, &exp_avg_sq, &weights})
-    TORCH_CHECK(other->numel() == count, "all slices must have ", count, " elements");
+    TORCH_CHECK(other->numel() == count, "all slices must have the ", count, " elements of master, not ",
+                other->numel());
   const auto narrow = [](double x) { return static_cast<float>(x); };
   const AdamWArgs args{narrow(step_size), narrow(beta1), narrow(beta2),     narrow(eps),
                        narrow(decay),     narrow(root),  narrow(grad_scale)};
@@ -56,7 +57,8 @@ Tensor sum_of_squares(const Tensor& x_in) {
 void accumulate_(const Tensor& main_grad, const Tensor& grad_in) {
   check_fp32(main_grad, "main_grad");
   const Tensor grad = grad_in.contiguous();
-  TORCH_CHECK(grad.numel() == main_grad.numel(), "main_grad has ", main_grad.numel(), " elements, grad ", grad.numel());
+  TORCH_CHECK(grad.numel() == main_grad.numel(), "main_grad has ", main_grad.numel(),
+              " elements, and grad ", grad.numel());
   by_type(grad, [&](auto type) {
     using T = decltype(type);
     at::parallel_for(0, grad.numel(), kElementsPerTask, [&](int64_t begin, int64_t end) {
@@ -69,7 +71,8 @@ void embedding_backward_(const Tensor& main_grad, const Tensor& ids_in, const Te
   check_fp32(main_grad, "main_grad");
   const Tensor ids = ids_in.to(at::kLong).contiguous(), grad = grad_in.contiguous();
   const int64_t rows = main_grad.size(0), columns = main_grad.size(1);
-  TORCH_CHECK(grad.numel() == ids.numel() * columns, "grad must have one row of ", columns, " per token");
+  TORCH_CHECK(grad.numel() == ids.numel() * columns, "grad must have one row of ", columns,
+              " elements for each of ", ids.numel(), " tokens, not ", grad.numel(), " elements");
   const auto row_of = [&](int64_t token) { return data<int64_t>(ids)[token] - first_vocab; };
   std::vector<int64_t> order;  // tokens of this shard, sorted by row and then by their order in the batch
   for (int64_t token = 0; token < ids.numel(); ++token)

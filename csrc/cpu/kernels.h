@@ -78,18 +78,19 @@ struct GemmArgs {
 
 template <class T>
 struct Kernels {
-  // Norms: rows x columns, contiguous. total = x + residual if residual is not null, else x. mean is null for RMSNorm.
+  // Norms of a contiguous matrix of rows x columns. total = x + residual if residual is not null, else x. mean is null
+  // for RMSNorm.
   void (*norm)(const T* x, const T* residual, const T* weight, const T* bias, T* out, T* total, float* mean,
                float* scale, int64_t rows, int64_t columns, float eps);
   // grad_x = gradient through the norm (+ grad_total if it is not null). grad_weight and grad_bias (fp32) are added to.
   void (*norm_backward)(const T* grad, const T* grad_total, const T* total, const T* weight, const float* mean,
                         const float* scale, T* grad_x, float* grad_weight, float* grad_bias, int64_t rows,
                         int64_t columns);
-  // Heads of one position, at x + h * x_head. The first 2 * half dims are rotated by the angles cos/sin [half] (sign
-  // -1: backwards). The other dims are copied.
+  // Rotates the heads of one position; head h begins at x + h * x_head. The first 2 * half dims are rotated by the
+  // angles cos/sin [half] (sign -1: by the negative angles). The other dims are copied.
   void (*rope)(const T* x, int64_t x_head, T* out, const float* cos, const float* sin, float sign, int64_t heads,
                int64_t head_dim, int64_t half);
-  // Activations: x [rows][2][columns] or [rows][columns]. bias and weights (one for each row) can be null.
+  // Activation functions of x [rows][2][columns] or [rows][columns]. bias and weights (one for each row) can be null.
   void (*swiglu)(const T* x, const float* weights, T* out, int64_t rows, int64_t columns);
   void (*swiglu_backward)(const T* grad, const T* x, const float* weights, T* grad_x, float* grad_weights, int64_t rows,
                           int64_t columns);
@@ -98,8 +99,8 @@ struct Kernels {
                         int64_t rows, GeluArgs args);
   // out[row] = sum of the rows of x with the indices places[row][0 ... fan - 1]. Negative indices are skipped.
   void (*gather_rows)(const T* x, const int64_t* places, T* out, int64_t rows, int64_t fan, int64_t columns);
-  // The experts that a router chooses: [rows][experts] and [rows][top_k]. bias can be null. `preferred` has space for
-  // one number per expert. Computes in fp32 for every T.
+  // Chooses experts: scores are [rows][experts], and chosen experts and weights [rows][top_k]. bias can be null.
+  // `preferred` has space for one number per expert. Computes in fp32 for every T.
   void (*route)(const float* logits, const float* bias, float* scores, float* weights, int64_t* experts,
                 float* preferred, int64_t rows, RouteArgs args);
   void (*route_backward)(const float* grad_scores, const float* grad_weights, const float* scores,

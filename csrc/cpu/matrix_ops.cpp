@@ -11,13 +11,15 @@ namespace {
 // c = a @ b, or c += a @ b, with fp32 sums. a [m, k] and b [k, n] can be transposed views.
 void gemm(const Tensor& a_in, const Tensor& b_in, const Tensor& c, bool accumulate) {
   const auto unit_stride = [](const Tensor& x) { return x.stride(0) == 1 || x.stride(1) == 1 ? x : x.contiguous(); };
-  TORCH_CHECK(a_in.dim() == 2 && b_in.dim() == 2 && c.dim() == 2, "gemm wants matrices");
+  TORCH_CHECK(a_in.dim() == 2 && b_in.dim() == 2 && c.dim() == 2,
+              "gemm: a, b and c must be matrices, not of shapes ", a_in.sizes(), ", ", b_in.sizes(), ", ", c.sizes());
   const Tensor a = unit_stride(a_in), b = unit_stride(b_in);
   check_same(a, b, "b");
   const int64_t m = c.size(0), n = c.size(1), k = a.size(1);
   TORCH_CHECK(a.size(0) == m && b.size(0) == k && b.size(1) == n && c.scalar_type() == at::kFloat &&
                   (n <= 1 || c.stride(1) == 1),
-              "gemm: a ", a.sizes(), ", b ", b.sizes(), ", c ", c.sizes(), " (c must be fp32 with contiguous rows)");
+              "gemm expects a [m, k], b [k, n] and c [m, n] (fp32 with contiguous rows), not ", a.sizes(), ", ",
+              b.sizes(), ", ", c.sizes(), " ", c.scalar_type());
   by_type(a, [&](auto type) {
     using T = decltype(type);
     const int64_t flops_per_row = std::max<int64_t>(1, 2 * n * k);
@@ -39,12 +41,13 @@ struct Part {
 // after the last group belong to no group.
 std::vector<Part> parts_of(const Tensor& ends, int64_t groups, int64_t rows, int64_t most) {
   TORCH_CHECK(ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.numel() == groups,
-              "ends must be one int32 per group");
+              "ends must be contiguous, with one int32 per group: ", groups, " elements, not ", ends.numel());
   std::vector<Part> parts;
   int64_t begin = 0;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t end = data<int32_t>(ends)[group];
-    TORCH_CHECK(begin <= end && end <= rows, "ends of groups must rise, up to the number of rows (", rows, ")");
+    TORCH_CHECK(begin <= end && end <= rows, "ends of groups must not fall and must not exceed the ", rows,
+                " rows: group ", group, " has the rows from ", begin, " to ", end);
     for (; begin < end; begin = std::min(begin + most, end))
       parts.push_back({group, begin, std::min(begin + most, end)});
   }
@@ -64,7 +67,7 @@ Tensor grouped_product(const Tensor& x_in, const Tensor& b, const Tensor& ends) 
   const Tensor x = x_in.contiguous();
   check_same(x, b, "b");
   TORCH_CHECK(x.dim() == 2 && b.dim() == 3 && b.size(1) == x.size(1) && (b.stride(1) == 1 || b.stride(2) == 1),
-              "grouped_product: x ", x.sizes(), ", b ", b.sizes());
+              "grouped_product expects x [M, k] and b [groups, k, n], not ", x.sizes(), " and ", b.sizes());
   const int64_t k = b.size(1), n = b.size(2);
   const Tensor out = at::empty({x.size(0), n}, x.options());
   // 512 rows: packing the weights is a hundredth of a part's work, and its sums in memory are at most 512 x n
@@ -89,7 +92,8 @@ void accumulate_grouped_gradient_(const Tensor& main_grad, const Tensor& grad_in
   check_same(x, grad, "grad");
   const int64_t rows = x.size(0), o = grad.size(1), k = x.size(1);
   TORCH_CHECK(main_grad.dim() == 3 && grad.size(0) == rows && main_grad.size(1) == o && main_grad.size(2) == k,
-              "grouped gradient: ", main_grad.sizes(), ", grad ", grad.sizes(), ", x ", x.sizes());
+              "the gradient of a grouped product expects main_grad [groups, o, k], grad [M, o] and x [M, k], not ",
+              main_grad.sizes(), ", ", grad.sizes(), " and ", x.sizes());
   const std::vector<Part> groups = parts_of(ends, main_grad.size(0), rows, std::max<int64_t>(1, rows));
   // a group's outputs are divided among tasks if there are enough threads; each task packs x again
   const int64_t outputs = at::get_num_threads() == 1 ? o : std::min<int64_t>(o, 256),
@@ -120,24 +124,26 @@ struct Mask {
 void check_documents(const std::optional<Tensor>& documents, int64_t batch, int64_t sequence) {
   TORCH_CHECK(!documents || (documents->scalar_type() == at::kInt && documents->is_contiguous() &&
                              documents->dim() == 2 && documents->size(0) == batch && documents->size(1) == sequence),
-              "documents must be int32 [B, S]");
+              "document ids must be contiguous int32 of shape [batch, sequence] = [", batch, ", ", sequence, "], not ",
+              documents->sizes(), " ", documents->scalar_type());
 }
 
 void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask) {
   const auto& slopes = mask.slopes;
   TORCH_CHECK(
       q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(1) == k.size(1) && q.size(3) == k.size(3),
-      "attention wants q [S, B, a, D] and k, v [K, B, g, D], not ", q.sizes(), ", ", k.sizes(), ", ", v.sizes());
+      "attention expects q [S, B, a, D] and k, v [K, B, g, D], not ", q.sizes(), ", ", k.sizes(), ", ", v.sizes());
   TORCH_CHECK(k.size(2) > 0 && q.size(2) % k.size(2) == 0, q.size(2), " query heads are not a multiple of ", k.size(2),
               " key/value heads");
-  TORCH_CHECK(q.size(0) > 0 && k.size(0) > 0, "attention over an empty sequence");
+  TORCH_CHECK(q.size(0) > 0 && k.size(0) > 0, "attention needs at least one query and one key, not ",
+              q.size(0), " and ", k.size(0));
   TORCH_CHECK(mask.documents.has_value() == mask.key_documents.has_value(),
-              "documents of queries and of keys go together");
+              "attention needs the document ids of both queries and keys, or of neither");
   check_same(q, k, "k");
   check_same(q, v, "v");
   TORCH_CHECK(
       !slopes || (slopes->scalar_type() == at::kFloat && slopes->is_contiguous() && slopes->numel() == q.size(2)),
-      "alibi_slopes must be one fp32 per query head");
+      "alibi_slopes must be contiguous, with one fp32 per query head: ", q.size(2), " elements");
   check_documents(mask.documents, q.size(1), q.size(0));
   check_documents(mask.key_documents, k.size(1), k.size(0));
 }

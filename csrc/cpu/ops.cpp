@@ -55,7 +55,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm(const Tensor& x_in, const std::o
   if (bias) check_same(x, *bias, "bias");
   const int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
   TORCH_CHECK(weight.numel() == columns, "weight has ", weight.numel(), " elements, the last dim of x is ", columns);
-  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
+  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual must have the shape of x, ",
+              x.sizes(), ", not ", residual->sizes());
   const Tensor out = at::empty_like(x), total = residual ? at::empty_like(x) : x;
   const Tensor mean = fp32_like(x, {centred ? rows : 0}), scale = fp32_like(x, {rows});
   by_type(x, [&](auto type) {
@@ -100,11 +101,12 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, doub
   const Tensor x = x_in.stride(-1) == 1 ? x_in : x_in.contiguous();
   const Tensor cos = cos_in.to(at::kFloat).contiguous(), sin = sin_in.to(at::kFloat).contiguous();
   TORCH_CHECK(x.dim() == 4 && cos.sizes() == sin.sizes() && cos.size(0) == x.size(0),
-              "rope wants x [S, B, a, D] and cos, sin [S, R] or [S, B, R]");
+              "rope expects x [S, B, a, D] and cos, sin [S, R] or [S, B, R], not ", x.sizes(), ", ", cos.sizes(), ", ",
+              sin.sizes());
   const int64_t batch = x.size(1), heads = x.size(2), head_dim = x.size(3), half = cos.size(-1);
   const bool per_sample = cos.dim() == 3;
-  TORCH_CHECK(2 * half <= head_dim && (!per_sample || cos.size(1) == batch), "cos has shape ", cos.sizes(),
-              " for x of shape ", x.sizes());
+  TORCH_CHECK(2 * half <= head_dim && (!per_sample || cos.size(1) == batch), "rope: cos and sin of shape ", cos.sizes(),
+              " do not fit x [S, B, a, D] of shape ", x.sizes(), " (B must be equal, and 2 R at most D)");
   const Tensor out = at::empty(x.sizes(), x.options());
   by_type(x, [&](auto type) {
     using T = decltype(type);
@@ -122,13 +124,14 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, doub
 
 std::optional<Tensor> row_weights(const std::optional<Tensor>& weights, int64_t rows) {
   TORCH_CHECK(!weights || (weights->scalar_type() == at::kFloat && weights->numel() == rows),
-              "weights must be fp32, one for each of ", rows, " rows");
+              "weights must be fp32, one for each of ", rows, " rows, not ", weights->numel(), " of ",
+              weights->scalar_type());
   return contiguous(weights);
 }
 
 Tensor swiglu(const Tensor& x_in, const std::optional<Tensor>& weights_in) {
   const Tensor x = x_in.contiguous();
-  TORCH_CHECK(x.dim() >= 2 && x.size(-2) == 2, "swiglu wants [..., 2, f], not ", x.sizes());
+  TORCH_CHECK(x.dim() >= 2 && x.size(-2) == 2, "swiglu expects x [..., 2, f], not ", x.sizes());
   auto shape = x.sizes().vec();
   shape.erase(shape.end() - 2);
   const Tensor out = at::empty(shape, x.options());
@@ -209,11 +212,12 @@ std::tuple<Tensor, Tensor, Tensor> gelu_backward(const Tensor& grad_in, const Te
 Tensor gather_rows(const Tensor& x_in, const Tensor& places_in) {
   const Tensor x = x_in.contiguous(), places = places_in.contiguous();
   TORCH_CHECK(x.dim() == 2 && places.dim() == 2 && places.scalar_type() == at::kLong,
-              "gather_rows wants x [N, H] and int64 places [M, f]");
+              "gather_rows expects x [N, H] and int64 places [M, f], not ", x.sizes(), " and ", places.sizes(), " ",
+              places.scalar_type());
   const int64_t rows = places.size(0), fan = places.size(1), columns = x.size(1), last = x.size(0) - 1;
   for (int64_t index = 0; index < places.numel(); ++index)
-    TORCH_CHECK(data<int64_t>(places)[index] <= last, "place ", data<int64_t>(places)[index], " of ", last + 1,
-                " rows");
+    TORCH_CHECK(data<int64_t>(places)[index] <= last, "gather_rows: row ", data<int64_t>(places)[index],
+                " does not exist, because x has ", last + 1, " rows");
   const Tensor out = at::empty({rows, columns}, x.options());
   by_type(x, [&](auto type) {
     using T = decltype(type);
@@ -228,7 +232,7 @@ Tensor gather_rows(const Tensor& x_in, const Tensor& places_in) {
 RouteArgs route_args(const Tensor& scores, int64_t top_k, bool sigmoid, bool normalise, double scale) {
   check_fp32(scores, "logits");
   TORCH_CHECK(scores.dim() == 2 && top_k >= 1 && top_k <= scores.size(1),
-              "route wants logits [N, E] and at most E choices, not ", scores.sizes(), " and ", top_k);
+              "route expects logits [N, E] and from 1 to E experts per token, not ", scores.sizes(), " and ", top_k);
   return {scores.size(1), top_k, static_cast<float>(scale), sigmoid, normalise};
 }
 
@@ -258,7 +262,8 @@ Tensor route_backward(const Tensor& grad_scores, const Tensor& grad_weights, con
   check_fp32(grad_scores, "grad_scores");
   check_fp32(grad_weights, "grad_weights");
   TORCH_CHECK(grad_scores.sizes() == scores.sizes() && grad_weights.sizes() == experts.sizes(),
-              "gradients and outputs of route differ in shape");
+              "route: gradients of shapes ", grad_scores.sizes(), " and ", grad_weights.sizes(),
+              " do not fit scores and experts of shapes ", scores.sizes(), " and ", experts.sizes());
   const Tensor grad_logits = at::empty_like(scores);
   at::parallel_for(0, scores.size(0), grain(8 * args.experts), [&](int64_t begin, int64_t end) {
     kernels_for<float>().route_backward(
@@ -275,9 +280,11 @@ Tensor drop(const Tensor& x_in, const std::optional<Tensor>& residual_in, int64_
   const auto residual = contiguous(residual_in);
   TORCH_CHECK(x.dim() == 3 && samples.scalar_type() == at::kLong && positions.scalar_type() == at::kLong &&
                   samples.numel() == x.size(1) && positions.numel() == x.size(0),
-              "drop wants x [S, B, H], samples [B] and positions [S] of int64, not ", x.sizes());
+              "drop expects x [S, B, H], and samples [B] and positions [S] of int64, not ", x.sizes(), ", ",
+              samples.sizes(), " and ", positions.sizes());
   if (residual) check_same(x, *residual, "residual");
-  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
+  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual must have the shape of x, ",
+              x.sizes(), ", not ", residual->sizes());
   const int64_t batch = x.size(1), columns = x.size(2);
   const Tensor out = at::empty_like(x);
   by_type(x, [&](auto type) {
@@ -300,9 +307,10 @@ Tensor drop(const Tensor& x_in, const std::optional<Tensor>& residual_in, int64_
 
 void check_logits(const Tensor& logits, const Tensor& targets) {
   TORCH_CHECK(logits.dim() == 2 && (logits.size(1) <= 1 || logits.stride(1) == 1),
-              "logits must be [N, v] with v contiguous");
+              "logits must be of shape [N, v] with contiguous rows, not ", logits.sizes(), " with strides ",
+              logits.strides());
   TORCH_CHECK(targets.scalar_type() == at::kLong && targets.is_contiguous() && targets.numel() == logits.size(0),
-              "targets must be N contiguous int64");
+              "targets must be contiguous int64, one for each of ", logits.size(0), " tokens, not ", targets.numel());
 }
 
 Tensor cross_entropy_stats(const Tensor& logits, const Tensor& targets, int64_t first_vocab) {
@@ -326,8 +334,8 @@ Tensor cross_entropy_backward_(Tensor logits, const Tensor& targets, int64_t fir
   check_fp32(logsumexp, "logsumexp");
   check_fp32(grad_loss, "grad_loss");
   const int64_t rows = logits.size(0), columns = logits.size(1);
-  TORCH_CHECK(logsumexp.numel() == rows && grad_loss.numel() == rows, "logsumexp and grad_loss must have N = ", rows,
-              " elements");
+  TORCH_CHECK(logsumexp.numel() == rows && grad_loss.numel() == rows, "logsumexp and grad_loss must have ", rows,
+              " elements, one per token, not ", logsumexp.numel(), " and ", grad_loss.numel());
   by_type(logits, [&](auto type) {
     using T = decltype(type);
     at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
@@ -351,7 +359,7 @@ std::string instruction_set() { return kernels().isa; }
 
 void use_instruction_set(const std::string& name) {
   const KernelSet* set = kernel_set_by_name(name.c_str());
-  TORCH_CHECK(set, "this CPU cannot run the ", name, " kernels");
+  TORCH_CHECK(set, "this CPU cannot run the kernels for ", name, ", or there are none");
   use_kernel_set(*set);
 }
 

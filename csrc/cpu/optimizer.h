@@ -1,5 +1,5 @@
-// Passes over the flat gradient and optimizer buffers. All are limited by memory bandwidth, so each pass reads and
-// writes once.
+// Passes over the flat gradient and optimizer buffers. The passes are limited by memory bandwidth, so each pass reads
+// and writes its buffers once.
 #pragma once
 
 #include "vec.h"

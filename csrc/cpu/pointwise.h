@@ -1,5 +1,5 @@
-// RoPE, SwiGLU, GELU with its bias, and sums of the rows that have given indices. SwiGLU and GELU can have a weight for
-// each row.
+// RoPE, SwiGLU, GELU with its bias, and sums of the rows that have given indices. SwiGLU and GELU can also multiply
+// each row by a weight.
 #pragma once
 
 #include "vec.h"

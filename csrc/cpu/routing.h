@@ -1,4 +1,4 @@
-// Choice of experts by a router: scores over all experts, the top_k best of them, and their weights. Computes in fp32
+// Choice of experts by a router: scores over all experts, the top_k best experts, and their weights. Computes in fp32
 // for every working type.
 #pragma once
 
@@ -21,7 +21,8 @@ inline void router_scores(const float* logits, float* scores, const RouteArgs& a
   for_vectors(args.experts, [&](int64_t, auto load, auto store) { store(scores, load(scores) * inverse); });
 }
 
-// `preferred` has space for one number per expert. Among equal scores the first is chosen. NaN comes last.
+// `preferred` has space for one number per expert. Among equal scores the expert with the lowest index is chosen. NaN
+// counts as the lowest score.
 inline void route(const float* logits, const float* bias, float* scores, float* weights, int64_t* experts,
                   float* preferred, int64_t rows, RouteArgs args) {
   const float taken = __builtin_nanf("");

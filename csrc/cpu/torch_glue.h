@@ -1,4 +1,5 @@
-// Shared by the operators in ops.cpp and matrix_ops.cpp: checks, and the dispatch from a tensor to an element type.
+// Functions for the operators in ops.cpp and matrix_ops.cpp: argument checks, and the dispatch by a tensor's element
+// type.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -31,7 +32,8 @@ inline void check_same(const Tensor& x, const Tensor& y, const char* name) {
 }
 
 inline void check_fp32(const Tensor& x, const char* name) {
-  TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), name, " must be contiguous fp32");
+  TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), name, " must be contiguous fp32, not ",
+              x.is_contiguous() ? "contiguous " : "strided ", x.scalar_type());
 }
 
 template <class T>
@@ -51,7 +53,7 @@ void by_type(const Tensor& x, Body body) {
   else if (x.scalar_type() == at::kBFloat16)
     body(bf16{});
   else
-    TORCH_CHECK(false, "the CPU ops take fp32 and bf16, not ", x.scalar_type());
+    TORCH_CHECK(false, "the C++ ops support fp32 and bf16, not ", x.scalar_type());
 }
 
 inline std::optional<Tensor> contiguous(const std::optional<Tensor>& x) {

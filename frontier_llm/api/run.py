@@ -78,8 +78,9 @@ def load_run(
 def list_runs(folder: str | Path = "runs") -> list[dict[str, Any]]:
     """Return the runs in `folder`, sorted by name.
 
-    Each is a dictionary: `path`, `model`, `steps` (planned), `step` (newest complete checkpoint), `logged_step` and
-    `loss` (last row of the metrics; None before the first). Raises FrontierError if `folder` does not exist.
+    Each run is a dictionary with these keys: `path`, `model`, `steps` (planned), `step` (newest complete checkpoint),
+    `logged_step` and `loss` (last row of the metrics; None before the first). Raises FrontierError if `folder` does not
+    exist.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -43,7 +43,8 @@ LAUNCHES_AFTER_WAIT = 10
 
 
 class Rows(NamedTuple):
-    """Numbers of rows of one microbatch and layer on one rank, padding rows included (`parallel/expert/dispatch.py`).
+    """Numbers of token rows of one microbatch and layer on one rank, padding rows included
+    (`parallel/expert/dispatch.py`).
 
     With the two-stage all-to-all, `sent` and `received` count the second stage, inside the node.
     """
@@ -79,7 +80,7 @@ def nodes_of_a_token(experts: int, top_k: int, nodes: int) -> float:
 
 
 def even_rows(model: ModelConfig, layout: Layout) -> Rows:
-    """Return the rows of a rank if every expert is chosen equally often.
+    """Return the number of rows of a rank if every expert is chosen equally often.
 
     The rows of the rank's experts are multiplied by `layout.imbalance`, up to the capacity limit.
     """
@@ -254,7 +255,7 @@ def _experts_products(
     software: Software,
     rows: Rows,
 ) -> Iterator[Item]:
-    """Yield the products of this rank's experts and what they keep."""
+    """Yield the matrix products of this rank's experts, and the tensors that are kept for backward."""
     H = model.hidden
     f = model.expert_hidden // layout.etp
     local = moe.experts // layout.ep

@@ -1,4 +1,4 @@
-"""Types of work items: one computation, communication or kept buffer of a microbatch on one rank.
+"""Types of work items. An item is one computation, one communication or one kept buffer of a microbatch on one rank.
 
 The functions of `blueprint/work.py` return lists of items. An item has a phase (forward, input gradient or weight
 gradient), a cause and one kind of work.
@@ -100,7 +100,7 @@ class Phase(Enum):
 
 
 class Under(Enum):
-    """Kind of work that overlaps a collective and hides a part of its time."""
+    """Kind of work during which a collective runs, so that a part of the collective's time is hidden."""
 
     NOTHING = "nothing"
     PRODUCT = "the product that uses its result or computes its input"
@@ -120,9 +120,9 @@ class Product:
     k: int
     batch: int = 1
     parameter: str = ""  # name of the weight; "" = both operands are activations
-    fp8: bool = False  # computed in 8 bits if the software supports it
+    fp8: bool = False  # True: the product is computed in 8 bits if the software supports this
     aligned: bool = True
-    grouped: bool = False  # one kernel for the products of all experts
+    grouped: bool = False  # True: one kernel computes the products of all experts
     added_bytes: float = 0.0  # additional memory traffic of the kernel if it adds the result to a buffer
 
     @property
@@ -183,7 +183,8 @@ class Collective:
     operation: str
     size_bytes: int
     under: Under = Under.NOTHING
-    beside: Product | None = None  # product that is cut in `comm.tensor_chunks` pieces together with this collective
+    # matrix product that is split into `comm.tensor_chunks` pieces together with this collective
+    beside: Product | None = None
     calls: int = 1  # number of equal collectives, one after the other
 
 
@@ -210,7 +211,7 @@ Work = Product | FlashCore | Pass | Collective | HostWait | Keep
 
 @dataclass(frozen=True)
 class Item:
-    """One piece of work that a rank executes for a microbatch."""
+    """One computation, communication or kept buffer of a microbatch on a rank."""
 
     phase: Phase
     cause: str
@@ -219,8 +220,8 @@ class Item:
     apart: bool = False  # True: executed only if the schedule computes weight gradients as separate actions
 
     def repeats(self, modes: Mapping[str, float]) -> float:
-        """Return the mean number of repetitions of the work over the layers. `modes` maps recompute modes to shares of
-        the layers.
+        """Return the mean number of repetitions of the work over the layers. `modes` maps a recompute mode to the
+        fraction of layers with this mode.
         """
         return sum(share for mode, share in modes.items() if mode in self.repeated_by)
 
@@ -235,7 +236,8 @@ def rank_tokens(model: ModelConfig, layout: Layout) -> int:
 
 
 def adding_method(software: SoftwareOptions, grouped: bool = False) -> tuple[bool, float]:
-    """Return (weight gradients are added by the kernel of their product, bytes of memory traffic per parameter).
+    """Return (True if the kernel of the matrix product adds the weight gradient, bytes of memory traffic per
+    parameter).
 
     This package's kernel for the products of experts (`grouped`) always adds its result itself. 0 bytes means that the
     measured times of the products include the addition.
@@ -251,9 +253,9 @@ def adding_method(software: SoftwareOptions, grouped: bool = False) -> tuple[boo
 def weight_gradient(
     cause: str, product: Product, software: SoftwareOptions, further_bytes: float = 0.0
 ) -> Iterator[Item]:
-    """Yield the product of a weight gradient and its accumulation: one kernel or two, as the software does it.
+    """Yield the matrix product of a weight gradient and its accumulation: one kernel or two, depending on the software.
 
-    `further_bytes` of memory traffic per parameter are added to those of the software's method.
+    `further_bytes` of memory traffic per parameter are added to the traffic of the software's method.
     """
     in_product, bytes_each = adding_method(software, product.grouped)
     added_bytes = (bytes_each + further_bytes) * product.batch * product.m * product.n

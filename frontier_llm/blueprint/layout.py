@@ -75,7 +75,7 @@ class Layout:
     gradient_wire: str = "full"  # Dtype in which gradients are summed over dp. "full" = the software's dtype.
     optimizer: str = "adamw"
     context_attention: str = "auto"  # An algorithm of WAYS, or auto.
-    tensor_chunks: int = 1  # Pieces of a tp collective, each of which overlaps a piece of a product.
+    tensor_chunks: int = 1  # Number of pieces of a tp collective. Each piece overlaps a piece of a matrix product.
 
     @property
     def devices(self) -> int:
@@ -107,7 +107,9 @@ class Layout:
 
     @property
     def sequence_shards(self) -> int:
-        """Number of parts into which activations between blocks are cut: tp with sequence parallelism, otherwise 1."""
+        """Number of ranks that split the activations between blocks along the sequence: tp with sequence parallelism,
+        otherwise 1.
+        """
         return self.tp if self.sequence_parallel else 1
 
 
@@ -118,7 +120,7 @@ def layer_modes(recompute: str, layers: int) -> tuple[str, ...]:
 
 
 def mode_shares(model: ModelConfig, layout: Layout, layers: int | None = None) -> dict[str, float]:
-    """Return recomputation mode → share of the layers of a virtual stage.
+    """Return recomputation mode → fraction of the layers of a virtual stage that have this mode.
 
     `layers` is the stage's number of layers. None means the fullest stage of an even split.
     """
@@ -126,7 +128,7 @@ def mode_shares(model: ModelConfig, layout: Layout, layers: int | None = None) -
 
 
 def shares(modes: Sequence[str]) -> dict[str, float]:
-    """Return recomputation mode → share of the layers, for the modes of all layers."""
+    """Return recomputation mode → fraction of the layers with this mode, from the modes of all layers."""
     return {mode: modes.count(mode) / len(modes) for mode in dict.fromkeys(modes)}
 
 

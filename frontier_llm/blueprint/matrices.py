@@ -20,13 +20,15 @@ class Part(Enum):
     """How tensor parallelism cuts a matrix: not at all, along its longer side, or along its shorter side."""
 
     ALL = "all"
-    LONG = "long"  # The longer side is cut, so the product over it is summed over tp.
+    LONG = "long"  # The longer side is cut, so products that sum over this side are summed over tp.
     SHORT = "short"  # The shorter side is cut, so the matrix is gathered over tp.
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Matrices of one shape that form one piece of a fused parameter. All sizes are those of the complete matrices."""
+    """Matrices of one shape that form one piece of a fused parameter. All sizes are sizes of complete matrices, without
+    tensor parallelism.
+    """
 
     piece: Piece | None  # None: the complete parameter
     count: int
@@ -79,7 +81,7 @@ class Matrices:
 
 
 def is_matrix(parameter: Parameter) -> bool:
-    """Return True if the pieces of the parameter are linear maps between activations."""
+    """Return True if the parameter consists of matrices that multiply activations."""
     return parameter.kind not in (ParameterKind.EMBEDDING, ParameterKind.VECTOR)
 
 

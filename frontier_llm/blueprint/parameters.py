@@ -53,7 +53,7 @@ class Split:
 
 
 class ParameterKind(Enum):
-    """The role of a parameter for an optimizer."""
+    """The role of a parameter in the model, by which optimizers choose an update."""
 
     MATRIX = "matrix"
     EXPERTS = "experts"  # one matrix per expert, stacked along dim 0
@@ -95,7 +95,8 @@ class Parameter:
     uses: int = 1
     grouped: bool = False  # The index of dim 0 is the key/value head, with its query heads in dim 1.
     wide: bool = False  # Always kept in fp32 (in fp64 if the model computes in fp64).
-    of_training: bool = False  # Used only in training; no effect on outputs, absent in other formats.
+    # True: the parameter is used only in training. It has no effect on outputs, and other formats do not have it.
+    of_training: bool = False
 
     @property
     def tensor_axis(self) -> str:
@@ -131,7 +132,9 @@ class Parameter:
 
 
 def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) -> Iterator[Parameter]:
-    """Yield the weight of a norm and, if `model.norm_bias` is set, its bias. `across` becomes their `axes`."""
+    """Yield the weight of a norm and, if `model.norm_bias` is set, its bias. `across` becomes the `axes` of both
+    parameters.
+    """
     yield Parameter(
         f"{name}.weight",
         (model.hidden,),

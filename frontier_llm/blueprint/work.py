@@ -1,8 +1,9 @@
-"""Work of a block, the embedding and the head on one rank for one microbatch, as lists of items.
+"""Work (computation, communication, kept bytes) of a block, the embedding and the head on one rank for one microbatch,
+as lists of items.
 
-From these lists the planner computes FLOPs, seconds and kept bytes (`planner/costs/`). Tests compute the bytes that a
-run sends from them (`topology/traffic.py`). A recomputed item is in the list once. `Item.repeated_by` names the
-recomputation modes that execute it again. Letters as in `model/dims.py`. T = S·B is the number of tokens of a
+From these lists the planner computes FLOPs, seconds and kept bytes (`planner/costs/`). From the same lists, tests
+compute the bytes that a run sends (`topology/traffic.py`). A recomputed item is in the list once. `Item.repeated_by`
+names the recomputation modes that execute it again. Letters as in `model/dims.py`. T = S·B is the number of tokens of a
 microbatch.
 """
 
@@ -276,7 +277,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
             yield send(Phase.I, "all_gather", half, under)
             yield send(Phase.I, "reduce_scatter", half, under)
         yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # reorders half 2, whose chunks arrive in reverse
-        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))  # reorders again, and sums and reorders both gradients
+        # backward: keys and values are reordered again, and both gradients are summed and reordered
+        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))
     elif way == "ring":
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
@@ -402,9 +404,9 @@ def model_flops_per_token(model: ModelConfig, causal: bool = False) -> float:
     """Return the FLOPs per token of forward and backward, without recomputation and without padding of the vocabulary.
 
     Forward has 2 FLOPs per weight and token, and 4·S·A·D per layer and token for the scores and their weighted sum.
-    Backward computes two gradients for every product. `causal=False` counts the full S x S square, as is usual for MFU
-    (PaLM, arXiv:2204.02311 appendix B; Megatron's 72·B·s·L·h²(1 + s/6h + V/12Lh)). `causal=True` counts the half that
-    is computed.
+    Backward computes two gradients for every matrix product. `causal=False` counts the full S x S square, as is usual
+    for MFU (PaLM, arXiv:2204.02311 appendix B; Megatron's 72·B·s·L·h²(1 + s/6h + V/12Lh)). `causal=True` counts the
+    half that is computed.
     """
     unpadded = model.model_copy(update={"vocab_multiple": 1})
     return hardware_flops_per_token(unpadded, Layout(), causal)

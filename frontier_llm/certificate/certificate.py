@@ -23,7 +23,7 @@ class Entry:
 
     name: str
     check: Callable[[Subject], CertificateSection]
-    needs_layout: bool = True  # it can only be checked if the layout is legal
+    needs_layout: bool = True  # True: the section can only be checked if the layout is legal
 
 
 @cache

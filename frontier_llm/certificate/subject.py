@@ -35,7 +35,7 @@ class Subject:
     request: JobRequest | None = None
     elsewhere: str = ""
     position: Position = START  # position in the data at the newest checkpoint
-    allowed_changes: tuple[str, ...] = ()  # keys that may differ from those of the newest checkpoint
+    allowed_changes: tuple[str, ...] = ()  # keys whose values may differ from the newest checkpoint
 
     @property
     def directory(self) -> Path:

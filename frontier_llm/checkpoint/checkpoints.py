@@ -57,7 +57,7 @@ class Checkpoints:
         """
         self.directory = checkpoints_folder(train)
         self.keep = train.keep_checkpoints
-        # steps that training may run after the copy; then it waits for the commit
+        # number of steps that training may run after the copy; then training waits for the commit
         self.lag_steps = max(1, train.save_interval // 10)
         if train.save_lag_steps is not None:
             self.lag_steps = train.save_lag_steps
@@ -228,7 +228,7 @@ class Checkpoints:
                 self.uploads.continued_at(progress.step)
             self.uploads.start()
         if progress is None and damage:
-            fix = "restore one from a copy, or start a new run with another train.run_dir"
+            fix = "restore a checkpoint from a copy, or start a new run with another train.run_dir"
             raise CheckpointError([*damage, Problem(str(self.directory), "no checkpoint is intact", fix)])
         if progress is None:
             log.info(f"no checkpoint in {self.directory}: starting from step 0")
@@ -250,7 +250,7 @@ class Checkpoints:
         progress = self._load_first(self._at_most(before), [])
         if progress is not None:
             from_rank_0(partial(self._delete_newer, progress), self.world, self.device)
-            self.newest_step = -1  # a later save of this step may have another data position
+            self.newest_step = -1  # a later save of the same step may have another position in the data
         return progress
 
     def load(self, path: Path) -> Progress:

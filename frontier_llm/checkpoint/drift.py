@@ -64,7 +64,7 @@ class Change:
     current: Any
     mathematics: bool
     note: str = ""
-    allowable: bool = True  # False if no flag can allow it, for example other shapes of weights
+    allowable: bool = True  # False if no flag can allow the change, for example other shapes of weights
     remedy: str = ""  # an override (key=value) that keeps the mathematics although the key changes
 
     def __str__(self) -> str:
@@ -244,7 +244,7 @@ def config_changes(
     """
     before = dict(flattened(saved))
     after = dict(flattened(current))
-    # compare durations in steps, because they may be set in tokens
+    # compare durations in steps, because a run file may give them in tokens
     steps_before = dict(flattened(in_steps(saved, done)))
     steps_after = dict(flattened(in_steps(current, done)))
     contents = by_content(saved, saved_data or {}), by_content(current, data or {})

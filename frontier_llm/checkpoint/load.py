@@ -28,9 +28,9 @@ from frontier_llm.topology.rectangles import (
     spans,
 )
 
-# If the gap between two needed byte ranges is smaller than this, they are read together. On parallel file systems a
-# random read of 4 KiB to 64 KiB takes about as long as a sequential read of 64 KiB. A read call in Python takes about
-# 2 us.
+# If the gap between two needed byte ranges is smaller than this number, both ranges are read together. On parallel file
+# systems a random read of 4 KiB to 64 KiB takes about as long as a sequential read of 64 KiB. A read call in Python
+# takes about 2 us.
 MERGE_GAP_BYTES = 64 << 10
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
@@ -164,7 +164,7 @@ def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int,
     if same_optimizer and (other := [part.name for part in needed if kinds[part.name] != tuple(part.tensors)]):
         what = (
             f"its states of {other[0]} are {', '.join(kinds[other[0]])}; this version of {manifest.optimizer} has "
-            f"others"
+            "other states"
         )
         raise CheckpointError(what, "use the version of the optimizer that wrote the checkpoint", str(path))
     for number in range(len(manifest.shards)):

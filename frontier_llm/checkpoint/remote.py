@@ -36,7 +36,8 @@ from frontier_llm.run.threads import in_daemon
 
 STALL_S = 600.0  # a transfer in which no byte moves for this time has failed
 POLL_S = 0.2
-FILES_AT_ONCE = 4  # number of files that one process transfers at the same time; s3fs needs a buffer of 50 MiB for each
+# number of files that one process transfers at the same time; s3fs needs a buffer of 50 MiB for each file
+FILES_AT_ONCE = 4
 SENT_BYTES = 8 << 20  # bytes that are sent between two pauses of the rate limit
 # Function that is called with the number of bytes that were sent or received since the last call. The number is 0 if a
 # local file was read and compared with its digest.
@@ -215,7 +216,7 @@ class Pushed:
     step: int
     sent_files: int
     sent_bytes: int
-    kept_files: int  # shards that were there already
+    kept_files: int  # number of shards that the URL had already
 
 
 def push(

@@ -47,7 +47,7 @@ class Writer:
     run_dir: str  # absolute path
     host: str
     renewed_unix_s: float
-    is_released: bool = False  # True if its last job has ended without an error
+    is_released: bool = False  # True if the last job of this run directory has ended without an error
 
     def describe(self) -> str:
         """Return text such as '/scratch/a on n0 (last sign 5 min ago)'."""

@@ -52,7 +52,7 @@ class Snapshot:
         return shard_layout(self.pieces, self.dtype, step, self.file)
 
     def take(self) -> None:
-        """Copy the current state. After the return, the state may change."""
+        """Copy the current state. After this method has returned, training may change the state."""
         layout = self.layout(step=0)
         item = self._dtype.itemsize
         devices = {values.device for part in self.saved for values in part.tensors.values()}

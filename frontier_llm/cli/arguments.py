@@ -52,20 +52,29 @@ class Parser(argparse.ArgumentParser):
             near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
             fix = f"write {near} instead of {choice[1]}" if near else ""
         if missing := re.search(r"arguments are required: (.*)", message):
-            fix = fix or self._add(missing[1].split(", "))
+            fix = fix or self._add(missing[1].split(", "), "; ")
+        if missing := re.search(r"one of the arguments (.*) is required", message):
+            fix = self._add(missing[1].split(" "), ", or ")
+        if wrong := re.match(r"argument ([^:]+): ", message):
+            fix = fix or self._add([wrong[1]], "").removeprefix("add ")
         self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix or f'{self.prog} --help'}\n")
 
-    def _add(self, missing: list[str]) -> str:
+    def _add(self, missing: list[str], separator: str) -> str:
         """Return the `fix` text for missing arguments. It lists each argument with its help text. '' if an argument has
         no help text.
         """
+        formatter = self._get_formatter()
         words = []
         for action in self._actions:
-            name = "/".join(action.option_strings) or action.metavar
+            name = "/".join(action.option_strings) or action.metavar or action.dest
             if name in missing and action.help:
-                value = f" {action.metavar}" if action.option_strings else ""
-                words.append(f"add {name}{value} ({action.help})")
-        return "; ".join(words) if len(words) == len(missing) else ""
+                has_value = action.option_strings and action.nargs != 0
+                value = f" {action.metavar or action.dest.upper()}" if has_value else ""
+                about = formatter._expand_help(action)
+                if action.choices:
+                    about += f": {', '.join(action.choices)}"
+                words.append(f"add {name}{value} ({about})")
+        return separator.join(words) if len(words) == len(missing) else ""
 
     def refuse(self, words: list[str], typed: list[str]) -> NoReturn:
         """Exit with 2 because of words of `typed` that no argument accepts.
@@ -221,7 +230,7 @@ def run_options(about: str = "", default: str | None = None) -> tuple[Option, Op
     )
 
 
-# this flag has the same meaning in all commands
+# options that have the same meaning in all commands
 JSON = option("--json", action="store_true", help="machine-readable result on stdout")
 # the only way to import code for a checkpoint that is not in the user's own run directory
 PLUGIN = option(
@@ -244,7 +253,7 @@ ALLOW_CHANGE = option(
     metavar="KEY",
     help="let this key (e.g. train.steps) differ from the checkpoint's although it changes the mathematics; repeatable",
 )
-# behaviour for a newest checkpoint that is damaged or was made with other settings
+# options for the case that the newest checkpoint is damaged or was made with other settings
 RESUME = (
     option(
         "--strict",
@@ -282,6 +291,14 @@ def _number(text: str, pattern: str, what: str) -> re.Match[str]:
     if match is None or (match.re.groups and not float(match[1])):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return match
+
+
+def yaml_file(text: str) -> Path:
+    """Return the path of a YAML file that a command writes. Other endings are refused before the command starts."""
+    path = Path(text)
+    if path.suffix not in (".yaml", ".yml"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .yaml: write {path.with_suffix('.yaml')}")
+    return path
 
 
 def positive(text: str) -> int:

@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import JSON, command, option, positive, positive_amount, run_options, show, size_of
+from frontier_llm.cli.arguments import (
+    JSON,
+    command,
+    option,
+    positive,
+    positive_amount,
+    run_options,
+    show,
+    size_of,
+    yaml_file,
+)
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_bytes, format_seconds
 
@@ -44,7 +54,7 @@ if TYPE_CHECKING:
     ),
     option(
         "--emit-machine",
-        type=Path,
+        type=yaml_file,
         metavar="FILE",
         help="write a machine file with the measured values, for `plan` and for runs",
     ),
@@ -98,7 +108,7 @@ def comm(args: argparse.Namespace) -> int:
 
         if place is None:
             raise LayoutError(
-                "a layout of one rank communicates nothing",
+                "a layout of one rank has no communication",
                 "add e.g. parallel.tensor=2, or start the command with srun",
                 "bench comm",
             )

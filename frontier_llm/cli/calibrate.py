@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import JSON, command, option, positive, positive_amount, run_options, show
+from frontier_llm.cli.arguments import JSON, command, option, positive, positive_amount, run_options, show, yaml_file
 from frontier_llm.cli.settings import refuse_settings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     ),
     option(
         "--emit-machine",
-        type=Path,
+        type=yaml_file,
         default=Path("calibrated.yaml"),
         metavar="FILE",
         help="machine file to write (default: %(default)s)",
@@ -67,21 +67,15 @@ if TYPE_CHECKING:
 )
 def calibrate(args: argparse.Namespace) -> int:
     """Run the measurements on a launcher's ranks or on local ranks. Rank 0 writes the machine file."""
+    from frontier_llm.cli.checks import require_data
     from frontier_llm.cli.ranks import start_local_ranks
     from frontier_llm.config.schema import ParallelConfig
-    from frontier_llm.errors import ConfigError
     from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import load_resolved
     from frontier_llm.planner.candidates import tensor_degrees
     from frontier_llm.run.rank_env import discover
     from frontier_llm.topology.rank_variables import set_rank_variables
 
-    if args.emit_machine.suffix not in (".yaml", ".yml"):
-        raise ConfigError(
-            f"{args.emit_machine} is not the name of a machine file",
-            f"--emit-machine {args.emit_machine.with_suffix('.yaml')}",
-            "--emit-machine",
-        )
     if args.memory_from is not None:
         _write_memory(args)
         return 0
@@ -98,6 +92,8 @@ def calibrate(args: argparse.Namespace) -> int:
     tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
     batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})
+    if place is None:
+        require_data(config)
     if place is None and ranks > 1:
         return start_local_ranks(config, ranks, args.typed)
     if place is None:

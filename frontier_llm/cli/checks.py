@@ -47,6 +47,14 @@ def check(config: RunConfig, world_size: int, saves: bool = True, position: Posi
         log.warn(note)
 
 
+def require_data(config: RunConfig) -> None:
+    """Raise ConfigError with the problems of the run's data and tokenizer, before a command starts ranks."""
+    from frontier_llm.data.loader import data_problems
+
+    if problems := data_problems(config):
+        raise ConfigError(problems)
+
+
 def check_start(config: RunConfig, world_size: int) -> None:
     """Check that ranks can start on this computer.
 
@@ -58,7 +66,7 @@ def check_start(config: RunConfig, world_size: int) -> None:
     from frontier_llm.blueprint.parameters import total_parameters
 
     stop = Path(config.train.run_dir) / STOP_FILE
-    if stop.exists():  # only checked here: in a job, the supervisor handles the file
+    if stop.exists():  # STOP is checked only here; in a job, the supervisor handles the file
         raise ConfigError(
             "exists, so the run would end after its next step",
             f"rm {stop}",

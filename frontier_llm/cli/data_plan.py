@@ -45,11 +45,13 @@ if TYPE_CHECKING:
 def show_step(args: argparse.Namespace) -> int:
     """Print the samples of one step."""
     from frontier_llm.cluster.recorded import before_step
+    from frontier_llm.cluster.status import require_run_dir
     from frontier_llm.config import RunConfig, build
     from frontier_llm.config.load import read_yaml
     from frontier_llm.data.inspect import samples_of_step
 
     directory = Path(args.run)
+    require_run_dir(directory)
     config = build(RunConfig, read_yaml(directory / "config.yaml"), str(directory / "config.yaml"))
     position, global_batch = before_step(directory, args.step)
     samples = list(samples_of_step(config, position, global_batch, args.samples, args.characters))

@@ -161,7 +161,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     option(
         "--in-job",
         action="store_true",
-        help="in a job's batch shell: every node of the job tokenizes a share of the parts (slurm/tokenize.sbatch)",
+        help="in a job's batch shell: every node of the job tokenizes some of the parts (slurm/tokenize.sbatch)",
     ),
     option("--job-step", choices=("plan", "share"), help=argparse.SUPPRESS),  # the steps of --in-job
     JSON,

@@ -39,6 +39,15 @@ from frontier_llm.cli.settings import refuse_settings
         metavar="SECONDS",
         help="a node that does not answer within this time is bad (default: 45)",
     ),
+    option(
+        "--emit-machine",
+        type=Path,
+        metavar="FILE",
+        help=(
+            "machine file to write for plan: the site's machine with the ranks' method of adding weight gradients, "
+            "which is tested on a GPU of this node"
+        ),
+    ),
     option("--system-root", default="/", help=argparse.SUPPRESS),
     JSON,
     about="Check GCDs and their memory, cores, network interfaces, libfabric, RCCL's network plugin, clocks, "
@@ -49,6 +58,7 @@ from frontier_llm.cli.settings import refuse_settings
     examples=(
         "frontier-llm doctor --site frontier --this-node",
         "frontier-llm doctor --site lumi --run train_175b --json",
+        "frontier-llm doctor --site frontier --installation --emit-machine mine.yaml",
     ),
 )
 def doctor(args: argparse.Namespace) -> int:
@@ -84,15 +94,35 @@ def doctor(args: argparse.Namespace) -> int:
     if note := requeue_note():
         log.warn(note)
     if args.installation:
+        is_healthy = not installed.problems
         show(args, asdict(installed), installed.render)
-        return 1 if installed.problems else 0
-    nodelist = None if args.this_node else environ("SLURM_JOB_NODELIST")
-    if nodelist is None and not args.this_node:
-        log.info("not inside an allocation (salloc, sbatch): only this machine is examined")
-    settings = Settings(site=site, run_dir=str(directory.resolve()), system_root=args.system_root)
-    report = examine(settings, hostlist.expand(nodelist or ""), checkpoint_bytes, args.timeout)
-    nodes = len(report.hosts)
-    wanted = run_variables(config, nodes) if config else environment(environment_name(site.machine), nodes)
-    report = replace(report, variables=tuple(expected_settings(wanted, site)), installation=installed.problems)
-    show(args, report.as_dict(), report.render)
-    return 0 if report.healthy else 1
+    else:
+        nodelist = None if args.this_node else environ("SLURM_JOB_NODELIST")
+        if nodelist is None and not args.this_node:
+            log.info("not inside an allocation (salloc, sbatch): only this machine is examined")
+        settings = Settings(site=site, run_dir=str(directory.resolve()), system_root=args.system_root)
+        report = examine(settings, hostlist.expand(nodelist or ""), checkpoint_bytes, args.timeout)
+        nodes = len(report.hosts)
+        wanted = run_variables(config, nodes) if config else environment(environment_name(site.machine), nodes)
+        report = replace(report, variables=tuple(expected_settings(wanted, site)), installation=installed)
+        is_healthy = report.healthy
+        show(args, report.as_dict(), report.render)
+    if args.emit_machine is not None:
+        _write_machine(args.emit_machine, site.machine, installed.weight_gradients)
+    return 0 if is_healthy else 1
+
+
+def _write_machine(path: Path, machine: str, method: str) -> None:
+    """Write a machine file with the method of adding weight gradients. Raises FrontierError if it is not known."""
+    from frontier_llm import log
+    from frontier_llm.errors import FrontierError
+    from frontier_llm.experiments.measure.machine_file import weight_gradients_content, write_machine
+
+    if not method:
+        raise FrontierError(
+            "the method of adding weight gradients is not known, because the ranks' torch sees no GPU here",
+            "run doctor in a step with a GPU, for example srun -n1 --gpus-per-node=8 frontier-llm doctor …",
+            "--emit-machine",
+        )
+    write_machine(path, weight_gradients_content(machine, method))
+    log.info(f"wrote {path}; use it with `frontier-llm plan MODEL --machine {path}`")

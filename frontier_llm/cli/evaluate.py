@@ -89,7 +89,7 @@ if TYPE_CHECKING:
         type=natural,
         default=0,
         metavar="N",
-        help="hide N needles of random tokens at each of 5 depths and ask for them",
+        help="hide N needles of random tokens at each of 5 depths, and count those that the model can repeat",
     ),
     option(
         "--output",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, as_typed, command, natural, option, positive
 from frontier_llm.cli.ranks import MODEL_OPTIONS, degrees, inference_model, on_ranks, verification
-from frontier_llm.errors import ConfigError, LayoutError
+from frontier_llm.errors import ConfigError, LayoutError, unreadable
 from frontier_llm.units import printable, strict_json
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         type=float,
         default=0.95,
         metavar="P",
-        help="keep the most likely tokens with mass P (default: 0.95)",
+        help="keep the fewest most likely tokens whose probabilities sum to at least P (default: 0.95)",
     ),
     option(
         "--min-p",
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
         help="prompts continued at once (default: 8)",
     ),
     option("--no-cache", action="store_true", help="recompute every position for every token, to check the cache"),
-    about="Continue one or several prompts. Text goes to stdout as it is made; everything else to stderr.",
+    about="Continue one or several prompts. Text is printed to stdout while it is generated, messages to stderr.",
     examples=(
         'frontier-llm generate runs/quickstart --prompt "def main("',
         "frontier-llm generate runs/train_22b parallel.tensor=8 --prompt-file prompts.txt",
@@ -101,6 +101,8 @@ if TYPE_CHECKING:
 def generate(args: argparse.Namespace) -> int:
     """Return exit code 0 if every prompt was continued."""
     _sampling(args), _prompts(args)  # invalid values are refused here, in one process, before ranks start
+    if loose := [word for word in args.overrides if "=" not in word]:
+        raise ConfigError(f"{loose[0]!r} has no option", f"write --prompt {' '.join(loose)!r}")
     return on_ranks(args, _generate)
 
 
@@ -119,12 +121,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             prompts += [
                 line for line in Path(args.prompt_file).read_text(encoding="utf-8").splitlines() if line.strip()
             ]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot be read: {error}",
-                where=args.prompt_file,
-                fix="give a UTF-8 text file",
-            ) from error
+        except OSError as error:
+            raise unreadable(args.prompt_file, error) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"is not UTF-8: {error}", "give a UTF-8 text file", args.prompt_file) from error
     return prompts or [""]
 
 
@@ -135,7 +135,8 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
     sampling = _sampling(args)
     opened = open_model(args.model, plugins=args.plugin)
-    tokenizer = open_tokenizer(opened, args.tokenizer)  # open it before reading the weights: it can be missing
+    # open the tokenizer before reading the weights, because it can be missing
+    tokenizer = open_tokenizer(opened, args.tokenizer)
     with inference_model(args, opened) as (model, prints):
         if model.mesh.dp.size > 1:
             layout = degrees(args)

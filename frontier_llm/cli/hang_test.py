@@ -48,7 +48,7 @@ def hang_test(args: argparse.Namespace) -> int:
             "the hang test starts its own ranks, but a launcher has started this process", fix, "--hang-test"
         )
     if world_size < 2:
-        raise LayoutError("a layout of one rank communicates nothing", "add e.g. parallel.pipeline=2", "--hang-test")
+        raise LayoutError("a layout of one rank has no communication", "add e.g. parallel.pipeline=2", "--hang-test")
 
     many = load_resolved(args.run, [*args.overrides, *hang.settings_of(config, "many")])
     check(many, world_size, saves=False)

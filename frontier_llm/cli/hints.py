@@ -10,11 +10,66 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from frontier_llm.config.foreign import SIMILAR
+from frontier_llm.errors import SYNONYMS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frontier_llm.cli.arguments import Parser
+
+
+# Words that users type for things with another name here → the possible meanings, in the order in which they are tried.
+# A meaning is an option, an argument without an option, a setting of a run ({} stands for the typed value), a usage of
+# the command, or a sentence. The first meaning that the command has is suggested.
+OTHER_WORDS = {
+    "--batch": ("--batch-size", "--batch-per-replica", "batch.global_batch={}"),
+    "--bf16": ("precision.dtype=bf16",),
+    "--checkpoint": ("CHECKPOINT",),
+    "--ckpt": ("CHECKPOINT",),
+    "--config": ("RUN", "--run"),
+    "--epochs": ("train.steps={}epochs",),
+    "--figures": ("--html",),
+    "--file": ("INPUT", "RUN"),
+    "--fp16": ("precision.dtype=fp16",),
+    "--gpus": ("--nodes",),
+    "--hours": ("--max-node-hours", "--time"),
+    "--html": ("--figures",),
+    "--input": ("INPUT",),
+    "--model": ("MODEL", "CHECKPOINT", "model={}"),
+    "--num-nodes": ("--nodes",),
+    "--output": ("--emit", "--emit-machine", "--html", "frontier-llm checkpoint export-hf CHECKPOINT DIR"),
+    "--output-prefix": ("--output",),
+    "--ranks": ("the number of ranks is parallel.tensor x parallel.pipeline x parallel.data",),
+    "--run": ("RUN",),
+    "--text": ("--prompt",),
+    "--walltime": ("--time",),
+}
+
+
+def other_word(word: str, following: str, parser: Parser) -> str:
+    """Return what this command has instead of a word of OTHER_WORDS, or ''."""
+    flag, _, value = word.partition("=")
+    value = value or (following if following and not following.startswith("-") else "VALUE")
+    arguments = {action.metavar for action in parser._actions if not action.option_strings}
+    for meaning in OTHER_WORDS.get(flag, ()):
+        if meaning in parser._option_string_actions:
+            return f"{meaning} instead of {flag}"
+        if meaning in arguments:
+            return f"give {meaning} without an option: {parser.prog} {value}"
+        if meaning.startswith(f"{parser.prog} "):
+            return meaning
+        if " x " in meaning and takes_settings(parser):
+            return meaning
+        if "=" in meaning and takes_settings(parser):
+            return f"{meaning.format(value)} instead of {flag}"
+    return ""
+
+
+def takes_settings(parser: Parser) -> bool:
+    """Whether the command takes all settings of a run. Commands of a checkpoint only take `parallel` settings."""
+    actions = parser._actions
+    is_of_checkpoint = any(action.dest == "model" and action.metavar == "CHECKPOINT" for action in actions)
+    return any(action.dest == "overrides" for action in actions) and not is_of_checkpoint
 
 
 def near_option(word: str, parser: Parser) -> str:
@@ -33,11 +88,11 @@ def setting_for(word: str, following: str, parser: Parser, is_mistyped: bool = F
 
     If `is_mistyped` is true, take the key that is spelled most similarly.
     """
-    takes_settings = any(action.dest == "overrides" for action in parser._actions)
-    if not takes_settings:
+    if not any(action.dest == "overrides" for action in parser._actions):
         return ""
     flag, _, value = word.partition("=")
     leaf = flag.strip("-").replace("-", "_")
+    leaf = SYNONYMS.get(leaf, leaf)
     value = value or (following if following and not following.startswith("-") else "VALUE")
     if "." in leaf:
         return f"{leaf}={value}"
@@ -46,7 +101,7 @@ def setting_for(word: str, following: str, parser: Parser, is_mistyped: bool = F
     keys = [key for key in _keys() if key.rpartition(".")[2] == leaf]
     if "--fix" in parser._option_string_actions and any(key.startswith("parallel.") for key in keys):
         return f"--fix {leaf}={value}"
-    if any(action.dest == "model" and action.metavar == "CHECKPOINT" for action in parser._actions):
+    if not takes_settings(parser):
         keys = [key for key in keys if key.startswith("parallel.")]
     return " or ".join(f"{key}={value}" for key in keys)
 
@@ -120,11 +175,13 @@ def fix_for(word: str, typed: Sequence[str], parser: Parser) -> str:
     if not word.startswith("-"):
         is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word)
         return f"settings of a run are words of the form key=value, e.g. {word}=VALUE" if is_key else ""
+    if other := other_word(word, following, parser):
+        return other
     if setting := setting_for(word, following, parser):
         return f"{setting} instead of {word.partition('=')[0]}"
     if flag := near_option(word, parser):
         return f"{flag} instead of {word.partition('=')[0]}"
-    if meaning := name_here(word):
+    if takes_settings(parser) and (meaning := name_here(word)):
         return f"here: {meaning} ({PAGE})"
     if setting := setting_for(word, following, parser, is_mistyped=True):
         return f"{setting} instead of {word.partition('=')[0]}"

@@ -16,7 +16,7 @@ from frontier_llm import __version__
 from frontier_llm.cli.arguments import Parser
 from frontier_llm.cli.needs import check_installed
 from frontier_llm.cli.vocabulary import with_new_names
-from frontier_llm.errors import PEER_HEADING, FrontierError, RankFailure, not_installed, suggest
+from frontier_llm.errors import PEER_HEADING, FrontierError, RankFailure, not_installed, suggest, unreadable
 
 CLOSED_PIPE = 141  # exit code of a program that SIGPIPE ends, as a shell reports it
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` reads only this table, because it must
@@ -147,11 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # a failed write does not name its file
         if (error.filename is None and not full) or name == "train":  # a training rank's log needs the traceback
             raise
-        what = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-        if full:
-            fix = "free space or raise the quota, then run the same command again"
-        else:
-            fix = "check the path and its permissions"
+        what = str(error.strerror)
+        fix = "free space or raise the quota, then run the same command again"
+        if error.filename is not None:
+            named = unreadable(os.fsdecode(error.filename), error).problems[0]
+            what = f"{named.where}: {named.what}"
+            fix = fix if full else named.fix
         print(f"{called}: error\n{what}\n    fix: {fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

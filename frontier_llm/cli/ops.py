@@ -186,7 +186,7 @@ def _tune(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_model
 
     model = load_model(args.model)
-    import torch  # after the model's name is checked, because this import is slow
+    import torch  # imported after the model's name is checked, because this import is slow
 
     from frontier_llm.errors import BackendError
     from frontier_llm.experiments.measure.attention_choice import tune

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import JSON, PLUGIN, command, count_of, option, positive, show
+from frontier_llm.cli.arguments import JSON, PLUGIN, command, count_of, option, positive, show, yaml_file
 from frontier_llm.cli.settings import machine_of, refuse_layout, refuse_settings
 from frontier_llm.errors import ConfigError
 
@@ -103,7 +103,7 @@ _DEFAULT_MACHINE = "frontier"
     JSON,
     option(
         "--emit",
-        type=Path,
+        type=yaml_file,
         metavar="FILE",
         help="write a run config with this layout",
     ),
@@ -368,7 +368,7 @@ def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> ModelConfig
     try:
         return load_model(args.model, settings.get("model"))
     except ConfigError as error:
-        if "no model file" in str(error):
+        if "no model file" in str(error) and not args.model.endswith((".yaml", ".yml")):
             raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None
         raise
 

@@ -165,7 +165,9 @@ def _chosen(found: list[RemoteCheckpoint], step: int | None, url: str) -> Remote
     for one in found:
         if step is None or one.step == step:
             return one
-    fix = f"complete there: {', '.join(one.name for one in found) or 'none'}"
+    fix = "give the URL that `checkpoint push` or train.remote has written to"
+    if found:
+        fix = f"complete there: {', '.join(one.name for one in found)}"
     what = "contains no complete checkpoint" + ("" if step is None else f" of step {step}")
     raise CheckpointError(what, fix, without_secrets(url))
 

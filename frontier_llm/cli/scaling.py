@@ -117,6 +117,9 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.experiments.scaling.series import find_run, make_series
     from frontier_llm.machine.precision import load_resolved
 
+    if more := [word for word in args.overrides if word.isdecimal()]:
+        typed = ",".join([args.nodes, *more])
+        raise ConfigError(f"{more[0]} has no option", f"separate node counts by commas: --nodes {typed}", "--nodes")
     overrides = [*BARE, *args.overrides]
     run = args.run or find_run(args.model)
     root = Path(args.output or "runs/scaling").resolve()
@@ -181,6 +184,7 @@ def _run_here(
 ) -> int:
     """Run the series with srun steps of this allocation (`--in-job`), and write its report."""
     from frontier_llm import log
+    from frontier_llm.cli.checks import require_data
     from frontier_llm.cluster.admission import written
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.figure import write_report
@@ -196,6 +200,7 @@ def _run_here(
             "not spares"
         )
         raise ConfigError(what, f"sbatch --nodes={points[-1].nodes + args.spares}", "--nodes")
+    require_data(points[-1].config)
     priced = forecasts([(steps_of(point, _own_steps(args, point.config)), None) for point in points])
     hours = sum(row.hours for row in priced)
     print(as_text(priced, [None] * len(priced)))

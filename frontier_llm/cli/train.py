@@ -55,7 +55,7 @@ def train(args: argparse.Namespace) -> int:
     from frontier_llm.run.signals import BEFORE_RANKS, held
 
     if discover() is not None:
-        # the signals stay pending while the rank reads and imports, which takes seconds, until it can save
+        # Signals stay pending until the rank can save. Reading files and importing modules takes seconds.
         with held():
             return _run(args)
     with held(BEFORE_RANKS):  # until ranks start, SIGTERM ends the command at once, because nothing can be lost
@@ -92,7 +92,8 @@ def _run(args: argparse.Namespace) -> int:
         refuse_second_start(Path(config.train.run_dir))
     if args.dry_run:
         return _dry_run(args, overrides, as_it_stands(config), world_size) if place is None or place.rank == 0 else 0
-    if place is None or (place.rank == 0 and place.launcher != "local"):  # local ranks: their parent has checked
+    # for local ranks, the parent process has checked the run
+    if place is None or (place.rank == 0 and place.launcher != "local"):
         check(as_it_stands(config), world_size, position=recorded_position(Path(config.train.run_dir)) or START)
         if problems := list(resume_problems(config, args.allow_change)):
             raise CheckpointError(problems)

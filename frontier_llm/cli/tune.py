@@ -18,6 +18,7 @@ from frontier_llm.cli.arguments import (
     positive_amount,
     run_options,
     show,
+    yaml_file,
 )
 from frontier_llm.cli.settings import refuse_layout
 from frontier_llm.tables import aligned
@@ -107,13 +108,13 @@ DIRECTORY = "runs/tune"
     ),
     option(
         "--emit",
-        type=Path,
+        type=yaml_file,
         metavar="FILE",
         help="write the fastest layout as a run file (default: best.yaml in the output)",
     ),
     option(
         "--emit-machine",
-        type=Path,
+        type=yaml_file,
         metavar="FILE",
         help="write a machine file with the constants that the trials have changed",
     ),
@@ -132,6 +133,7 @@ DIRECTORY = "runs/tune"
 def tune(args: argparse.Namespace) -> int:
     """Return exit code 0 if a layout was measured."""
     from frontier_llm import log
+    from frontier_llm.cli.checks import require_data
     from frontier_llm.experiments.tuning.measure import Bench
     from frontier_llm.experiments.tuning.search import Limits, run_search
     from frontier_llm.experiments.tuning.trials import TRIALS_FILE, write_trials
@@ -150,14 +152,18 @@ def tune(args: argparse.Namespace) -> int:
     search = _search(args, overrides, launcher, root)
     log.info(_cost(search, launcher.nodes, args, root))
     if args.dry_run:
+        from frontier_llm.data.loader import data_problems
         from frontier_llm.planner.choice import not_by_time
 
+        for problem in data_problems(search.space.config):
+            log.warn(f"the trials would be refused: {problem}")
         rows = _plan_rows(search)
         seconds = [plan.step_s for plan in search.space.plans]
         if seconds != sorted(seconds):
             log.info(not_by_time())
         show(args, rows, lambda: aligned((">step_s", ">gib", "layout"), (row.values() for row in rows)))
         return 0
+    require_data(search.space.config)
     if tool is not None:
         tool.record()
     if args.preflight:

@@ -326,8 +326,9 @@ def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
     if quota_tb is None or not request.saves or saves_nothing(train):
         return ""
     forever = train.steps // train.keep_every if train.keep_every else 0
-    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # + 1: the one being written
-    if held_tb <= 0.8 * quota_tb:  # 20 % stay for data, logs and other runs
+    # + 1: the checkpoint that is being written
+    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12
+    if held_tb <= 0.8 * quota_tb:  # 20 % of the quota are left for data, logs and other runs
         return ""
     return (
         f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB exist at the "

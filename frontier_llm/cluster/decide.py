@@ -19,7 +19,7 @@ from frontier_llm.run.run_dir import STOP_FILE, Attempt, crashed_twice, is_finis
 CRASH_LOOP = 3  # starts in a row without a new saved step, after which the supervisor gives up
 LOCK_STALE_S = STALE_AFTER_S + 5.0
 RESERVE_S = 20.0  # part of the walltime that is kept for the requeue
-SLURM_EARLY_S = 60.0  # Slurm may send the signal of --signal up to this much early (sbatch manual)
+SLURM_EARLY_S = 60.0  # Slurm may send the signal of --signal this number of seconds too early (sbatch manual)
 
 
 # Overrides of a plan, and the number of nodes of the start. The same layout on more nodes needs less memory.
@@ -41,7 +41,7 @@ class History:
     node_hours: float = 0.0  # total of all jobs, as Slurm charges them: nodes of the allocation times its time.
     allocated_nodes: int = 0  # nodes of this allocation; 0: the nodes and spares of the job.
     last: Attempt | None = None  # the newest start.
-    is_own: bool = False  # whether `last` belongs to this start of the supervisor.
+    is_own: bool = False  # True if `last` belongs to this start of the supervisor.
     # the newest CRASH_LOOP starts with the plan of `last`, without node failures and failed starts.
     recent: tuple[Attempt, ...] = ()
     failed_starts: tuple[Attempt, ...] = ()  # starts without a finished step, since the last step that finished.

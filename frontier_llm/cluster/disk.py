@@ -77,8 +77,8 @@ def _existing(directory: Path) -> Path:
 
 
 def run_dir_problems(run_dir: Path) -> list[Problem]:
-    """Return a problem if the run directory cannot be created and written, or if it contains other files than those of
-    a run.
+    """Return a problem if the run directory cannot be created and written, or if it holds a config.yaml that belongs to
+    no run.
     """
     others = run_dir / "config.yaml"
     if others.is_file() and not any((run_dir / name).exists() for name in ("plan.json", "checkpoints")):

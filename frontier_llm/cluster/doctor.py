@@ -18,8 +18,9 @@ from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.node_errors import ErrorCounts, new_errors, read_history, record_counts
 from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, probe
+from frontier_llm.cluster.readiness import Readiness
 from frontier_llm.cluster.sites import Site
-from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.errors import FrontierError
 from frontier_llm.machine.env import CK_ATTENTION, Setting
 from frontier_llm.machine.load import load_machine
 from frontier_llm.run import hostlist
@@ -27,7 +28,7 @@ from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.units import GIB, format_bytes, plural
 
 MAX_SKEW_S = 2.0  # largest allowed clock difference; srun's own delay is below 0.3 s, and locks compare seconds.
-MIN_GCD_GIB = 60.0  # a GCD has 64 GiB; one with less has lost memory or is in use.
+MIN_GCD_GIB = 60.0  # a GCD has 64 GiB; a GCD with less has lost memory or is in use.
 MAX_USED_GIB = 1.0  # memory in use before a start; the driver itself takes less.
 SLOW_WRITE_S = 5.0  # a longer time to write 1 MiB gives a warning.
 TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
@@ -49,7 +50,7 @@ class NodeFinding:
     hosts: tuple[str, ...]
     what: str
     remedy: str
-    fatal: bool = True  # False: a warning, with which the run can start
+    fatal: bool = True  # False: the finding is a warning, and the run can start
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Report:
     hosts: tuple[str, ...]
     findings: tuple[NodeFinding, ...]
     seconds: float
-    installation: tuple[Problem, ...] = ()  # problems of the ranks' interpreter, data and run directory
+    installation: Readiness = field(default_factory=Readiness)  # the ranks' interpreter, data and run directory
     variables: tuple[Setting, ...] = ()  # environment variables that the ranks would get
     counts: Mapping[str, ErrorCounts] = field(default_factory=dict)  # memory errors by host
 
@@ -85,7 +86,7 @@ class Report:
     @property
     def healthy(self) -> bool:
         """True if there is no fatal finding and no problem of the installation."""
-        return not self.installation and not any(finding.fatal for finding in self.findings)
+        return not self.installation.problems and not any(finding.fatal for finding in self.findings)
 
     def as_dict(self) -> dict[str, object]:
         """Return the report for --json."""
@@ -95,7 +96,8 @@ class Report:
             "exclude": hostlist.compress(self.bad_hosts),
             "seconds": round(self.seconds, 2),
             "findings": [asdict(finding) for finding in self.findings],
-            "installation": [asdict(problem) for problem in self.installation],
+            "installation": [asdict(problem) for problem in self.installation.problems],
+            "weight_gradients": self.installation.weight_gradients,
             "variables": [asdict(variable) for variable in self.variables],
         }
 
@@ -113,7 +115,8 @@ class Report:
                 f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}",
                 f"    fix: {finding.remedy}",
             ]
-        lines += [f"error: {problem}" for problem in self.installation]
+        lines += [f"error: {problem}" for problem in self.installation.problems]
+        lines += self.installation.notes()
         if self.bad_hosts:
             lines.append(f"exclude the bad nodes: --exclude={hostlist.compress(self.bad_hosts)}")
         return "\n".join(lines)
@@ -210,7 +213,8 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         message = complaints.read().strip()[-500:]
     if not facts:
         raise FrontierError(f"no node responded: {message}", f"try srun {python} -V on the nodes", "doctor")
-    middle = statistics.median(offsets.values())  # part of all offsets: output delay, this host's clock error
+    # error that all offsets have in common: the delay of the output, and the clock error of this host
+    middle = statistics.median(offsets.values())
     return facts, {host: offset - middle for host, offset in offsets.items()}
 
 

@@ -78,9 +78,9 @@ class Follower:
         self._directory = directory
         self._results = results
         self._evaluator = evaluator
-        self._failed: list[int] = []  # steps; they are not tried again by this process
-        self._longest_s = 0.0  # longest evaluation so far
-        self._is_first = True  # no evaluation and no wait so far
+        self._failed: list[int] = []  # steps whose evaluation failed; this process does not try them again
+        self._longest_s = 0.0  # seconds of the longest evaluation so far
+        self._is_first = True  # True until the first evaluation or the first wait
 
     def run(self, poll_s: float = POLL_S) -> None:
         """Wait for the start of the run. Evaluate each checkpoint that has no result, newest first, until it has ended.
@@ -92,7 +92,8 @@ class Follower:
         share_with_group(self._directory)
         self._results.mkdir(parents=True, exist_ok=True)
         while True:
-            is_last_look = not is_running(self._directory)  # asked first, so that the look includes the last checkpoint
+            # called before the checkpoints are listed, so that the list includes the last checkpoint
+            is_last_look = not is_running(self._directory)
             while (step := next_step(self._directory, self._results, self._failed)) is not None:
                 self._evaluate(step)
             if self._failed and is_last_look:
@@ -112,7 +113,8 @@ class Follower:
         checkpoints = self._directory / "checkpoints"
         began_s = time.monotonic()
         while True:
-            is_expected = is_running(self._directory)  # asked first, so that the look includes the last files
+            # called before the files are listed, so that the list includes the last files
+            is_expected = is_running(self._directory)
             if checkpoints.is_dir() and (self._directory / "config.yaml").is_file():
                 return
             is_over = time.monotonic() - began_s >= START_LIMIT_S

@@ -38,7 +38,7 @@ class Loaded:
 
     libfabric: str  # version such as 2.3; '' if the plugin loads no libfabric
     rccl_management: tuple[str, ...]  # paths of GPU management libraries that RCCL loads
-    plugin_management: tuple[str, ...]  # paths of others that the plugin and hwloc load
+    plugin_management: tuple[str, ...]  # paths of other GPU management libraries that the plugin and hwloc load
 
 
 def load(plugin: str, rccl: str) -> Loaded:

@@ -60,8 +60,8 @@ class Facts:
     run_dir_free_bytes: int
     node_local_error: str
     node_local_free_bytes: int
-    gcd_used_gib: tuple[float, ...] = ()  # memory in use, one entry per GCD; empty: the driver does not tell
-    library_conflicts: tuple[str, ...] = ()  # network libraries that do not fit each other
+    gcd_used_gib: tuple[float, ...] = ()  # memory in use, one entry per GCD; empty: the driver does not report it
+    library_conflicts: tuple[str, ...] = ()  # descriptions of incompatible network libraries
     errors: tuple[int, int] | None = None  # (corrected, uncorrected) since the node's start; None: not counted
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from frontier_llm.cluster import slurm
@@ -48,12 +48,22 @@ class Readiness:
     problems: tuple[Problem, ...] = ()
     open_points: tuple[str, ...] = ()  # checks that are not possible here, and the command that makes them
     is_checkable: bool = True  # False on a machine that is not the site
+    weight_gradients: str = ""  # how the ranks' torch adds weight gradients (`Installation.weight_gradients`)
 
     def render(self) -> str:
         """Return the result for a terminal."""
         if not self.is_checkable:
             return "nothing was checked"
-        return "\n".join(f"error: {problem}" for problem in self.problems) or "everything that ranks need is installed"
+        lines = [f"error: {problem}" for problem in self.problems] or ["everything that ranks need is installed"]
+        return "\n".join([*lines, *self.notes()])
+
+    def notes(self) -> Iterator[str]:
+        """Yield facts about the installation that the planner can use."""
+        if self.weight_gradients:
+            yield (
+                f"torch adds weight gradients with the method {self.weight_gradients}; doctor --emit-machine FILE "
+                "writes it to a machine file for plan"
+            )
 
     def refuse(self) -> None:
         """Raise NotReadyError if the job must not be queued."""
@@ -98,7 +108,7 @@ def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: 
                     ),
                 )
             )
-    return Readiness(_problems_as_rank(site, config, directory, variables), tuple(open_points))
+    return replace(_readiness_as_rank(site, config, directory, variables), open_points=tuple(open_points))
 
 
 def installation_problems(site: Site, config: RunConfig | None, directory: Path) -> Readiness:
@@ -109,12 +119,17 @@ def installation_problems(site: Site, config: RunConfig | None, directory: Path)
     if gone := tuple(site_problems(site)):
         return Readiness(gone)
     if environ("FRONTIER_LLM_SITE") != site.name or environ("FRONTIER_LLM_ROOT") is None:
-        return Readiness(_problems_as_rank(site, config, directory, {"FRONTIER_LLM_PYTHON": rank_python()}))
+        return _readiness_as_rank(site, config, directory, {"FRONTIER_LLM_PYTHON": rank_python()})
     try:
         facts = _ask_here(site, config)
     except FrontierError as error:
         return Readiness(error.problems)
-    return Readiness(tuple(problems_of(facts, site, config, directory)))
+    return _judged(facts, site, config, directory)
+
+
+def _judged(facts: Installation, site: Site, config: RunConfig | None, directory: Path) -> Readiness:
+    problems = tuple(problems_of(facts, site, config, directory))
+    return Readiness(problems, weight_gradients=facts.weight_gradients)
 
 
 def _ask_here(site: Site, config: RunConfig | None) -> Installation:
@@ -123,9 +138,9 @@ def _ask_here(site: Site, config: RunConfig | None) -> Installation:
     return ask((rank_python(), "-P", "-m"), environment(), architecture, None if config is None else dump(config))
 
 
-def _problems_as_rank(
+def _readiness_as_rank(
     site: Site, config: RunConfig | None, directory: Path, variables: Mapping[str, str]
-) -> tuple[Problem, ...]:
+) -> Readiness:
     """Collect and judge facts from the interpreter that launch/job.sh chooses. job.sh runs in a copy of the code."""
     architecture = load_machine(site.machine).device.architecture
     with tempfile.TemporaryDirectory(prefix="frontier-llm-check-") as folder:
@@ -135,10 +150,10 @@ def _problems_as_rank(
         command = (str(root / "launch" / "job.sh"), site.name, "--as-rank")
         try:
             facts = ask(command, environment_of_job, architecture, None if config is None else dump(config))
-            problems = tuple(problems_of(facts, site, config, directory))
+            readiness = _judged(facts, site, config, directory)
         except FrontierError as error:
-            problems = error.problems
-    return tuple(_without_copy(problem, root) for problem in problems)
+            readiness = Readiness(error.problems)
+    return replace(readiness, problems=tuple(_without_copy(problem, root) for problem in readiness.problems))
 
 
 def _without_copy(problem: Problem, copy: Path) -> Problem:

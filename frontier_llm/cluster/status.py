@@ -120,9 +120,22 @@ class RunParts:
 
     def _relative(self, problem: Problem) -> str:
         """Return the problem on one line, with its path relative to the run directory."""
-        where = problem.where.removeprefix(f"{self.directory}/").removeprefix(str(self.directory))
+        where = problem.where
+        for directory in (self.directory.absolute(), self.directory):
+            where = where.removeprefix(f"{directory}/").removeprefix(str(directory))
         text = f"{where}: {problem.what}" if where else problem.what
         return printable(f"{text}; {problem.fix}" if problem.fix else text)
+
+
+def require_run_dir(directory: Path) -> None:
+    """Raise FrontierError if `directory` is not a run directory."""
+    if not directory.is_dir():
+        fix = "give the path of a run directory (frontier-llm status lists those under runs/)"
+        raise FrontierError("no such run directory", fix, str(directory.absolute()))
+    if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
+        raise FrontierError(
+            "is not a run directory", f"a run directory has one of {', '.join(RUN_MARKS)}", str(directory.absolute())
+        )
 
 
 def read_status(directory: Path) -> Status:
@@ -130,13 +143,7 @@ def read_status(directory: Path) -> Status:
 
     Raises FrontierError if `directory` is not a run directory.
     """
-    if not directory.is_dir():
-        fix = "give the path of a run directory, or no path for all under runs/"
-        raise FrontierError("no such run directory", fix, str(directory.absolute()))
-    if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
-        raise FrontierError(
-            "is not a run directory", f"a run directory has one of {', '.join(RUN_MARKS)}", str(directory.absolute())
-        )
+    require_run_dir(directory)
     parts = RunParts(directory)
     rows = parts.read(run_dir.steps, list[dict[str, Any]]())
     last = rows[-1] if rows else {}
@@ -152,7 +159,7 @@ def read_status(directory: Path) -> Status:
     length = parts.value(config, "model", "sequence_length", is_count)
     checkpoint, saved_unix_s = _checkpoint(parts)
     job_id, fields = _job(_job_ids(parts))
-    living = parts.read(living_holder, None)  # a run without a job can have a holder too
+    living = parts.read(living_holder, None)  # a process outside of a job can also train in the directory
     _note_clock(parts, living)
     step = int(last.get("step", checkpoint))
     times = [float(row["step_time_s"]) for row in rows[-RECENT:] if row.get("step_time_s") is not None]

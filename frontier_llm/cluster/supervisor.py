@@ -50,7 +50,7 @@ OLD_WARNING_VARIABLE = "FRONTIER_LLM_SIGNAL_LEAD_S"
 def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: None) -> int:
     """Start the ranks until the run is finished, stopped, or continued by another job.
 
-    `admit` can refuse the rest of the run by an error. Return the exit code of the batch script.
+    `admit` raises an error if the run must not continue. Return the exit code of the batch script.
     """
     run_dir.share_with_group(run.directory)  # srun passes the mask to the ranks
     refuse_second_holder(run)
@@ -304,7 +304,7 @@ def main(
     continuation: str | None = None,
     admit: Callable[[BatchRun], None] = lambda run: None,
 ) -> int:
-    """Run the command line of the batch shell. `admit` can refuse the rest of the run by an error."""
+    """Run the command line of the batch shell. `admit` raises an error if the run must not continue."""
     if not words:
         print("usage: python -m frontier_llm.cli.job RUN [key=value ...], or --run-dir=DIR", file=sys.stderr)
         return 2

@@ -34,7 +34,9 @@ class Rule(Section):
 
 
 class AlgorithmTable(Section):
-    """Rules in increasing order of priority. The last rule that applies is used. If no rule applies, use 'flat'."""
+    """Rules in increasing order of priority. The last rule that applies is used. If no rule applies, the algorithm is
+    'flat'.
+    """
 
     title: str = ""
     rules: tuple[Rule, ...]

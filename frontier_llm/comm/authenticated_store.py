@@ -26,7 +26,7 @@ import torch.distributed as dist
 from frontier_llm.comm.handshake import UnauthenticatedPeer, exactly, give_proof, same_user
 from frontier_llm.libraries import load_library
 
-# Time limit for answers that the server can give at once. After this time the server is taken for stopped or gone.
+# Time limit for replies that the server can send at once. After this time the server counts as stopped or gone.
 ANSWER_S = 30.0
 CONNECT_S = 10.0  # Time limit for one attempt to connect.
 # Limits of a message, as in csrc/store_server.cpp. The largest requests have some hundred parts: RCCL reads the ids of
@@ -132,16 +132,16 @@ class AuthenticatedStore(dist.Store):
                 time.sleep(0.01)
 
     def _ask(self, operation: str, *arguments: bytes, within_s: float = 0.0) -> Parts:
-        """Send a request and return the values of its answer. The server has `within_s` seconds longer than usual to
-        answer.
+        """Send a request and return the values in the reply. The server has `within_s` seconds longer than usual to
+        reply.
         """
         with self._room:
             try:
                 connection = self._idle.pop() if self._idle else self._connect()
                 connection.settimeout(within_s + ANSWER_S)
                 send_parts(connection, operation.encode(), *arguments)
-                # A connection that fails is not used again, because a late answer would be read as the answer to the
-                # next request.
+                # A connection that fails is not used again, because a late reply would be read as the reply to the next
+                # request.
                 status, *values = receive_parts(connection)
             except (OSError, UnauthenticatedPeer) as error:
                 raise dist.DistStoreError(f"lost the connection to the job's store: {error}") from error
@@ -217,14 +217,14 @@ def _library() -> ctypes.CDLL:
 
 
 class NativeServer:
-    """The authenticated store's server: answers requests on its connections until `close` is called."""
+    """The server of the authenticated store. It replies to requests on its connections until `close` is called."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._server = library.fl_store_open()
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer all requests on this connection from now on."""
+        """Reply to all requests on this connection from now on."""
         if self._server is None:
             connection.close()
         else:

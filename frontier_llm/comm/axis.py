@@ -28,7 +28,7 @@ class Axis:
     """
 
     name: str
-    rank: int  # this rank's number within the axis
+    rank: int  # number of this rank within the axis
     size: int
     ranks: tuple[int, ...]  # global ranks in axis order
     group: Group | None = field(default=None, compare=False, repr=False)
@@ -105,9 +105,9 @@ class Started:
     ) -> None:
         """Start the communication by calling `begin`.
 
-        A `staged` collective consists of other communications. Only these communications count as in flight, and the
-        collective itself does not. Some transports transfer the data in `begin` and others in `wait`, so both times
-        count as blocked.
+        A `staged` collective consists of other communications. Only these other communications count as in flight, and
+        the staged collective itself does not. Some transports transfer the data in `begin` and others in `wait`, so
+        both times count as blocked.
         """
         self._axis = axis
         self._in_flight = not staged

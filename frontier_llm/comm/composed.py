@@ -1,4 +1,5 @@
-"""Operations built from collectives: sums with 16-bit summands, collectives in an autograd graph, and JSON values.
+"""Operations built from collectives: sums with 16-bit summands, collectives in an autograd graph, and the exchange of
+JSON values.
 
 A sum of fp32 tensors with 16-bit summands moves half the bytes of an fp32 reduce-scatter. The bf16 reduce-scatter of a
 library (RCCL) rounds the running sum at every hop of the ring. Here each summand is rounded once, and an all-to-all

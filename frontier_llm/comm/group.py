@@ -24,7 +24,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return ranks, and in brackets their number, as text: for example 'global ranks 0, 8, 16 … 3064 (384)'."""
+    """Return a text with the ranks, and their number in brackets: for example 'global ranks 0, 8, 16 … 3064 (384)'."""
     few = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:3]))} … {ranks[-1]}"
     return f"global ranks {few} ({len(ranks)})"
 
@@ -53,7 +53,7 @@ class Sending(Pending, Protocol):
 
 class _Done:
     def wait(self) -> None:
-        """Return at once, because nothing was started."""
+        """Return at once, because no communication was started."""
 
     def is_done(self) -> bool:
         return True
@@ -116,7 +116,7 @@ class _Watched:
         self._explain = explain
 
     def wait(self) -> None:
-        """Wait for all parts. Raises RankFailure."""
+        """Wait for all torch operations of this communication. Raises RankFailure."""
         try:
             for part in self._parts:
                 part.wait()

@@ -36,5 +36,7 @@ class GroupMemory:
         self.by_group[name] = self._probe() - before
 
     def now_bytes(self) -> int:
-        """Return the bytes in use now. A communicator takes more memory at its first large or new kind of message."""
+        """Return the bytes in use now. A communicator allocates more memory at its first large message, and at its
+        first message of a new kind.
+        """
         return self._probe()

@@ -49,8 +49,8 @@ def connect(
     """Connect to the job's store, then create torch's default process group.
 
     `agree` is called between these two steps. If `agree` raises an exception, this rank ends before it waits for other
-    ranks in a collective. With MPI there is no store, and `agree` is not called. MPI has its own rendezvous, and its
-    launcher numbers the ranks.
+    ranks in a collective. With MPI there is no store, and `agree` is not called. MPI connects the ranks itself, and its
+    launcher numbers them.
 
     Raises BackendError if torch was built without the back-end. Raises RankFailure with rank and address if the other
     ranks do not join within `timeout_s`.
@@ -344,8 +344,8 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
 def end_communication(mesh: Mesh, device: torch.device) -> None:
     """With one communication in flight, wait until all communication that this rank has queued has ended.
 
-    FSDP and DeepSpeed have communicators of their own. This function is called between communication of FSDP or
-    DeepSpeed and communication of this package. On a CPU each communication ends before the next begins anyway.
+    FSDP and DeepSpeed use separate communicators. This function is called between communication of FSDP or DeepSpeed
+    and communication of this package. On a CPU each communication ends before the next begins anyway.
     """
     if mesh.one_in_flight and device.type == "cuda":
         torch.cuda.synchronize(device)

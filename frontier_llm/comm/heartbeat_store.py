@@ -22,7 +22,7 @@ FIRST_HEARTBEAT_S = 5.0  # time limit for reading back the first heartbeat
 class HeartbeatStore:
     """One rank's access to the heartbeats and failure records of all ranks.
 
-    Every method raises RuntimeError (torch's DistStoreError) if the store is gone or does not answer.
+    Every method raises RuntimeError (torch's DistStoreError) if the store is gone or does not reply.
     """
 
     def __init__(self, timeout_s: float = 5.0, period_s: float = 0.25) -> None:
@@ -98,6 +98,6 @@ class HeartbeatStore:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def close(self) -> None:
-        """Send no more heartbeats."""
+        """Stop sending heartbeats."""
         if self._heartbeats is not None:
             self._heartbeats.close()

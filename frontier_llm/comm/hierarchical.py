@@ -142,7 +142,7 @@ class HierarchicalGroup:
         return self._side
 
     def _chunks(self, elements: int, width: int) -> list[slice]:
-        """Divide one rank's share of `elements` into chunks, so that a rank transfers about `chunk_bytes` per chunk.
+        """Divide the `elements` of one rank into chunks, so that a rank transfers about `chunk_bytes` per chunk.
 
         A rank exchanges each chunk with every node of the rail. `width` is the size of an element in bytes.
         """

@@ -63,7 +63,8 @@ def library() -> ctypes.CDLL:
 
 
 def host_identity() -> bytes:
-    """Return 32 bytes that identify the host. They are equal for two processes only if these can share memory.
+    """Return 32 bytes that identify the host. The bytes are equal for two processes only if these processes can share
+    memory.
 
     The bytes depend on the boot of the kernel, on /dev/shm, and on the namespace of process ids.
     """

@@ -1,4 +1,5 @@
-"""Interleaves two computations of a rank, called halves: the forward of one microbatch and the backward of another.
+"""Interleaves two computations of a rank, called halves: the forward of one microbatch and the backward of another
+microbatch.
 
 Only one half runs at a time. When the running half has to wait for communication, the other half runs.
 """
@@ -20,7 +21,7 @@ class _Dropped(BaseException):
 
 
 class Interleaving:
-    """Runs two halves in turn, so that only one of them runs at any time. A rank has one object.
+    """Runs two halves in turn, so that only one of them runs at any time. A rank has one object of this class.
 
     Each half is a function call in its own thread. The other half continues when the running half calls `switch_halves`
     or ends. So the order does not depend on timing, and all ranks that run the same two halves have the same order.

@@ -93,7 +93,7 @@ class Ledger:
     _depth: int = field(default=0, repr=False)
 
     def add(self, axis: str, operation: str, size_bytes: int) -> Call:
-        """Record the start of a call. Pass the result to `blocked` when waiting for the call."""
+        """Record the start of a call. Pass the returned object to `blocked` when waiting for the call."""
         self.calls[axis, operation] += 1
         self.bytes[axis, operation] += size_bytes
         call = Call(axis, operation, self.calls[axis, operation], size_bytes, time.time())

@@ -29,9 +29,9 @@ class Receive:
 class Sends:
     """Running sends of a rank. Each send keeps its tensor alive until the peer's posted receive has taken the message.
 
-    The next send on the channel releases finished sends. At most `limit` sends per channel are unfinished. Another send
-    first waits for the oldest unfinished one. No limit can cause a deadlock, because all ranks follow one order of
-    communication (schedule/order.py).
+    The next send on the channel releases finished sends. At most `limit` sends per channel are unfinished. A further
+    send first waits for the oldest unfinished send. No limit can cause a deadlock, because all ranks follow one order
+    of communication (schedule/order.py).
     """
 
     def __init__(self, limit: int) -> None:

@@ -65,7 +65,8 @@ class Meeting:
 class _Joined:
     """The store to which this rank is connected.
 
-    The object keeps a store that is written in Python alive, because torch keeps only the C++ part of such a store.
+    The object holds a reference to a store that is written in Python, because torch holds a reference only to the C++
+    part of such a store.
     """
 
     store: dist.Store
@@ -137,9 +138,10 @@ def forget_stores() -> None:
 
 
 def limit_answer_time() -> None:
-    """Set a time limit for answers on all of this process's TCPStore connections, including those that torch opened.
+    """Set a time limit for replies on all TCPStore connections of this process, including connections that torch
+    opened.
 
-    torch has no time limit for requests that the server answers at once. This function sets a socket option for
+    torch has no time limit for requests to which the server replies at once. This function sets a socket option for
     time-outs, so that such a request fails with "Socket Timeout".
     """
     address = store_address()
@@ -212,7 +214,7 @@ def _store_address(world_size: int, meeting: Meeting) -> tuple[str, int]:
 
 
 def _connect_torch(address: tuple[str, int], timeout_s: float) -> dist.Store:
-    """Return a client of TCPStore. Raises DistStoreError if the server does not answer within `timeout_s`."""
+    """Return a client of TCPStore. Raises DistStoreError if the server does not reply within `timeout_s`."""
     host, port = address
     timeout = timedelta(seconds=timeout_s)
     connecting = in_daemon(

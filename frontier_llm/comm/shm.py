@@ -21,7 +21,8 @@ from frontier_llm.comm.group import DONE, Pending, Sending, listed, named
 from frontier_llm.comm.host_memory import MEMORY_DIR, library
 from frontier_llm.errors import BackendError, RankFailure
 
-# Bytes that one step of a collective moves. The four slots of a rank fit into a core's share of the cache.
+# Bytes that one step of a collective moves. The four slots of a rank fit into the part of the cache that a core can
+# use.
 SLOT_BYTES = 512 * 1024
 # Address space for messages in flight between two ranks. Memory is committed only when it is used.
 ARENA_BYTES = 1 << 30
@@ -57,7 +58,7 @@ class _Collective:
         self._tensors = tensors
 
     def wait(self) -> None:
-        """Complete this rank's part of this collective, and of all collectives that were started earlier."""
+        """Complete the part of this rank in this collective, and in all collectives that were started earlier."""
         self._group.finish(self._number, self._what)
 
 
@@ -243,7 +244,7 @@ class ShmGroup:
         return self._started[-1]
 
     def _until_done(self, what: str, function: Callable[..., int], *arguments: int) -> None:
-        """Repeat a call of the C++ library until it reports the end of the work, or until the time-out.
+        """Repeat a call of the C++ library until it reports that the operation has ended, or until the time-out.
 
         Each call returns after at most SLICE_NS, so that Python can handle signals.
         """

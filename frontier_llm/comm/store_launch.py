@@ -33,7 +33,7 @@ class StoreProcess:
         The process ends at most `longest_s` after rank 0 has ended.
         """
         self._address = listener.getsockname()[:2]
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit this option
         for option, value in KEEPALIVE.items():
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
         host, port = self._address
@@ -82,7 +82,7 @@ class StoreProcess:
         return int(answer["port"])
 
     def _read_answer(self, timeout_s: float) -> str:
-        """Return the output of the process: its answer, or if it ends early, everything that it has printed."""
+        """Return the output of the process: its JSON line, or if it ends early, everything that it has printed."""
         deadline_s = time.monotonic() + timeout_s
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
@@ -95,7 +95,7 @@ class StoreProcess:
                 raise dist.DistStoreError(f"the store's process did not start within {timeout_s:g} s")
             piece = os.read(descriptor, 65536)
             said += piece
-            if not piece:  # the pipe is closed: the answer is complete, or the process has ended
+            if not piece:  # the pipe is closed: the JSON line is complete, or the process has ended
                 return said.decode(errors="replace")
 
     def let_go(self) -> None:

@@ -2,7 +2,7 @@
 
 Rank 0 runs this file by its path (`python -P store_process.py`). The file imports only torch and the standard library.
 Standard input contains one line of JSON, the request, and stays open until rank 0 ends.
-Standard output contains one line of JSON, the answer: {"port": 21234}, or {"problem": "…"} if the store cannot be
+Standard output contains one line of JSON, the reply: {"port": 21234}, or {"problem": "…"} if the store cannot be
 served. The process ends after rank 0 has ended and all other ranks have closed their connections.
 """
 
@@ -44,7 +44,7 @@ def raise_open_file_limit(connections: int) -> str | None:
 def _answer(values: dict[str, int | str]) -> None:
     print(json.dumps(values), flush=True)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # closes the pipe to rank 0, which reads the answer up to the pipe's end
+    os.dup2(nowhere, 1)  # closes the pipe to rank 0, which reads the reply up to the pipe's end
     os.dup2(nowhere, 2)
     os.close(nowhere)
 
@@ -92,7 +92,7 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     store.set(JOB_KEY, request["token"])
-    store.get(JOB_KEY)  # waits until the key is stored, because set() does not wait for an answer
+    store.get(JOB_KEY)  # waits until the key is stored, because set() does not wait for a reply
     _answer({"port": store.port})
     _wait_until_left(0, _open_files(), request["longest_s"])
     os._exit(0)  # skips the destructors of torch's threads

@@ -31,8 +31,8 @@ LATE_INTERVALS = 2
 MIN_PAST = 3
 MAX_PAST = 16
 MIN_PEERS = 4  # Smallest number of ranks in a stage for a comparison with each other.
-# A rank is slow if its busy time exceeds the usual busy time by more than all three limits. MIN_SHARE is a share of the
-# usual busy time; a smaller excess is not worth a report. SPREADS is a multiple of the usual spread (median absolute
+# A rank is slow if its busy time exceeds the usual busy time by more than all three limits. MIN_SHARE is a fraction of
+# the usual busy time; a smaller excess is not reported. SPREADS is a multiple of the usual spread (median absolute
 # deviation).
 MIN_SHARE = 0.10
 MIN_EXCESS_S = 0.02  # A smaller excess can come from other programs of the operating system.

@@ -76,7 +76,8 @@ DenseLayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=65_536)
 HeadCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
 ExpertCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
 Width = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]
-OptionalWidth = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1 << 24)]  # 0 = the layer has no such part
+# 0 = the layer does not have the part that this width describes
+OptionalWidth = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1 << 24)]
 VocabularySize = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=(1 << 31) - 1)]  # token ids are int32
 SequenceLength = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 30)]  # number of tokens
 GlobalBatch = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]  # sequences

@@ -78,7 +78,8 @@ def unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]
         return suggest(key, names)
     if not elsewhere and (near := meaning_of_near_name(key)):
         return f"here: {near} ({PAGE})"
-    return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
+    is_in_list = any(isinstance(part, int) for part in location)  # for example a key of data.train.0
+    return f"did you mean {elsewhere[0]!r}?" if elsewhere and not is_in_list else suggest(key, names)
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:

@@ -28,7 +28,7 @@ from frontier_llm.config.places import configs_dir
 from frontier_llm.config.plugins import import_plugins, plugin_paths
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.config.urls import without_secrets
-from frontier_llm.errors import ConfigError, Problem, closest, suggest
+from frontier_llm.errors import ConfigError, Problem, closest, suggest, unreadable
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -107,11 +107,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
     # ValueError: not UTF-8, or an invalid date.
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        if isinstance(error, OSError):
+            raise unreadable(path, error) from error
         reason = str(error).replace('in "<unicode string>", ', "")
         raise ConfigError(
             f"cannot read: {reason}",
-            where=str(path),
-            fix="check that the file is UTF-8 YAML and readable",
+            where=os.path.abspath(path),
+            fix="check that the file is UTF-8 YAML",
         ) from error
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"contains a {type(content).__name__}"
@@ -245,8 +247,13 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, separator, text = word.partition("=")
         if not separator or not key or any(not part for part in key.split(".")):
-            following = next(words, "") if "." in word and not separator else ""
-            fix = f"write {word}={following}" if following and "=" not in following else "write e.g. train.steps=100"
+            setting, _, following = word.partition(":")  # train.steps:100
+            if "." in word and not separator and not following:
+                following = next(words, "")
+            if following == "=":  # train.steps = 100
+                following = next(words, "")
+            is_pair = "." in setting and following and "=" not in following
+            fix = f"write {setting}={following}" if is_pair else "write e.g. train.steps=100"
             problems.append(Problem(where=word, what="is not of the form key=value", fix=fix))
             continue
         try:
@@ -257,7 +264,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         *parents, leaf = key.split(".")
         target = nested
         for parent in parents:
-            if isinstance(target.get(parent), str):  # such as model=NAME followed by model.layers=2
+            if isinstance(target.get(parent), str):  # for example model=NAME followed by model.layers=2
                 target[parent] = {"base": target[parent]}
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
@@ -266,7 +273,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 target = {}
         earlier = target.get(leaf)
         if isinstance(earlier, dict) and value is not None and any(other.startswith(f"{key}.") for other in typed):
-            if isinstance(value, str):  # such as model.layers=2 followed by model=NAME
+            if isinstance(value, str):  # for example model.layers=2 followed by model=NAME
                 value = {"base": value}
             if isinstance(value, dict):
                 value = merge(earlier, value)

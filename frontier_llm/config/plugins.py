@@ -207,6 +207,8 @@ def _not_importable(name: str, error: Exception) -> ConfigError:
     fix = "give the path of a .py file, or a module that this Python can import" + (
         f", or one of {installed}" if installed else ""
     )
+    if isinstance(error, FileNotFoundError) and name.endswith(".py"):
+        return ConfigError(f"no plugin file {_file_path(name)}", "check the path", "plugins")
     return ConfigError(f"{name} cannot be imported: {error}", fix, "plugins")
 
 

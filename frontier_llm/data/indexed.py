@@ -347,6 +347,12 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     )
 
 
+def _maker(prefix: str) -> str:
+    """Return the command that makes a dataset of this name."""
+    folder = Path(prefix).parent
+    return f"frontier-llm data stdlib {folder}" if folder.name == "stdlib" else "frontier-llm data tokenize"
+
+
 def _require_files(prefix: str) -> None:
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not os.path.isfile(path)]
     if not missing:
@@ -361,12 +367,12 @@ def _require_files(prefix: str) -> None:
     if near:
         fix = f"did you mean {near!r}?"
     else:
-        fix = "give the path without .bin/.idx, or create the dataset with `frontier-llm data tokenize`"
+        fix = f"give the path without .bin/.idx, or create the dataset with `{_maker(prefix)}`"
     if prefix.endswith((".bin", ".idx")):
         fix = f"give the path without its ending: {prefix[:-4]}"
     raise DataError(
         "no such file" + "".join(f", nor {path.name}" for path in missing[1:]),
-        where=str(missing[0]),
+        where=str(missing[0].absolute()),
         fix=fix,
     )
 

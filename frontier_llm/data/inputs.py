@@ -17,7 +17,7 @@ from typing import Any, Literal
 from frontier_llm import log
 from frontier_llm.config.urls import is_url
 from frontier_llm.data.remote import RemoteFile, located, remote_files
-from frontier_llm.errors import BackendError, DataError, Problem, suggest
+from frontier_llm.errors import BackendError, DataError, Problem, closest
 from frontier_llm.units import plural
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
@@ -71,7 +71,8 @@ def find_inputs(
         files = _files(path)
         if not files and not is_url(path) and not Path(path).is_dir():
             siblings = [child.name for child in Path(path).parent.iterdir()] if Path(path).parent.is_dir() else []
-            fix = suggest(Path(path).name, siblings[:20]) if siblings else "check the path"
+            near = closest(Path(path).name, siblings)
+            fix = f"did you mean {Path(path).with_name(near)}?" if near else "check the path"
             problems.append(Problem(where=str(Path(path).absolute()), what="no such file or directory", fix=fix))
             continue
         # index.json beside MDS shards only repeats their headers

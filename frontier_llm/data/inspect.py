@@ -195,7 +195,7 @@ class ReadSample:
     index: int  # index of the sample in its stream
     sequence_length: int
     documents: tuple[int, ...]
-    text: str | None  # its first characters; None without the tokenizer that made the data
+    text: str | None  # first characters of the sample; None without the tokenizer that made the data
 
 
 def samples_of_step(

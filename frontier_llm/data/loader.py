@@ -314,6 +314,11 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
         if re.match(r"[\d.]+ \S", path):
             fix = f"{_key(split)}=[{{path: PREFIX, weight: {path.split()[0]}}}, …]"
             return Problem(where=_key(split), what=f"{path!r} is a blend in Megatron's notation", fix=fix)
+        if "," in path and not idx_path(path).exists():
+            what = f"there is no dataset {path!r}"
+            return Problem(
+                where=_key(split), what=what, fix=f"write several datasets as a list: {_key(split)}=[{path}]"
+            )
         if closest(path.lower(), ["synthetic"]) and not idx_path(path).exists():
             return Problem(
                 where=_key(split),

@@ -83,7 +83,7 @@ class Stream(_Record):
     """One dataset in samples of one length, in one order, and the number of samples that the run took from it."""
 
     dataset: Annotated[str, Field(pattern=r"^([0-9a-f]{64}|synthetic)$")]  # identity of its tokens
-    path: Annotated[str, Field(max_length=4096)]  # its path when it was last used
+    path: Annotated[str, Field(max_length=4096)]  # path of the dataset when it was last used
     dataset_tokens: Count  # 0 if synthetic or not known
     sequence_length: Size
     packing: Packing

@@ -46,7 +46,7 @@ from frontier_llm.units import format_bytes, format_count, strict_json
 
 EXAMPLES = 100  # number of damaged inputs that a record lists by name
 REPEAT = "check space and permissions, then run the same command again: finished parts are kept"
-VERSION = 2  # version of this module's output; parts of another version are not reused
+VERSION = 2  # version of the files that this module writes; parts of another version are not reused
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ START = "import frontier_llm.training.loop"  # the imports of a rank
 TEXTS_PER_DATA = 8.0  # `data stdlib`, in times of `count_words`
 STARTS_PER_PLAN = 0.4  # the planner imports no torch
 STARTS_PER_TRAINING = 1.4  # the launcher's checks, and the start of the ranks
-STARTS_PER_REPORT = 0.7  # three commands on one rank: comparison, sample and report
+STARTS_PER_REPORT = 0.7  # three commands on one rank: loss comparison, text sample and report
 FORWARD_SHARE = 1 / 3  # time of an evaluation relative to a step: no backward pass
 SAVE_S = 1.5
 
@@ -144,7 +144,7 @@ def training_s(config: RunConfig, state: State) -> float:
         return state.training_start_s
     step_s = predict(config, RANKS, str(MACHINE)).step_time_s
     evaluation_s = FORWARD_SHARE * step_s * config.train.eval_samples / config.batch.global_batch
-    evaluations = 2  # one before the first step, one after the last step
+    evaluations = 2  # one evaluation before the first step, and one after the last step
     saves = steps // config.train.save_interval + 1
     work_s = steps * step_s + evaluations * evaluation_s + saves * SAVE_S
     return state.training_start_s + work_s * state.step_error()

@@ -1,3 +1,3 @@
-"""Generates text and scores tokens with a trained model on any layout. To generate, the stages of training run once per
-token.
+"""Generates text and scores tokens with a trained model on any layout. Generation uses the pipeline stages of training,
+and runs them once per token.
 """

@@ -2,7 +2,7 @@
 
 `RememberingAttention` replaces the attention op of the model (`Ops.attention`), so the transformer is the same as in
 training. Slot t of a row holds the token at position t. Prompts of unequal length are padded on the right. The causal
-mask hides a padded slot from all earlier positions. When the generation of its row reaches the slot, the slot is
+mask hides a padded slot from all earlier positions. When the row's generated text reaches a padded slot, the slot is
 overwritten before a query may read it. Padding therefore needs no mask.
 """
 
@@ -29,7 +29,7 @@ class KeyValueCache:
 
     @property
     def is_empty(self) -> bool:
-        """True before the first pass."""
+        """True before the first forward pass."""
         return self._length == 0
 
     def begin(self, positions_SB: Tensor) -> None:

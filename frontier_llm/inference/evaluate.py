@@ -52,7 +52,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 
 @dataclass(frozen=True)
 class Asked:
-    """Task in the form in which a model scores it: each option of each question as tokens."""
+    """Task as tokens, which a model can score: each option of each question."""
 
     task: Task
     shots: int
@@ -106,7 +106,9 @@ def evaluate_task(
 
 
 def _accuracy(task: Task, asked: Sequence[TaskOption], values: Sequence[float]) -> float:
-    """Return the share of questions whose first option with the highest value is correct."""
+    """Return the fraction of questions for which the option with the highest value is correct. If several options have
+    this value, the first one is used.
+    """
     right = 0
     for item, group in groupby(zip(asked, values, strict=True), key=lambda pair: pair[0].item):
         options = [value for _, value in group]

@@ -18,7 +18,7 @@ from frontier_llm.inference.score import outside, score
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Means over the dataset's targets."""
+    """Losses on a dataset, as means over its targets."""
 
     dataset: str
     tokens: int  # number of scored targets
@@ -40,7 +40,8 @@ def held_out(
     on_batch: Callable[[int], object] = lambda done: None,
     positions: int = 1,
 ) -> HeldOut:
-    """Score a dataset's tokens in order, in windows of S targets. A target's context is its own window.
+    """Score a dataset's tokens in order, in windows of S targets. The context of a target is the part of its window
+    before it.
 
     `windows` is the number of windows (0: all). Fewer windows are evenly spaced over the dataset. The loss is also
     returned for `positions` equal parts of the windows. Collective over the world. Raises DataError if the dataset has

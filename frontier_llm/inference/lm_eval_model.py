@@ -1,8 +1,8 @@
 """A model class for lm-evaluation-harness: `lm_eval run --model frontier-llm --model_args path=runs/mine --tasks …`.
 
 Releases of lm_eval after 0.4.13 find the class by the entry point `lm_eval.models` that this package declares. Releases
-up to 0.4.13 only have their own table. For these, the command `frontier-lm-eval` (`cli/lm_eval.py`) runs lm_eval's
-command line, with all its options and models, in a process that has registered this class.
+up to 0.4.13 accept only the models in lm_eval's own table. For these, the command `frontier-lm-eval` (`cli/lm_eval.py`)
+runs lm_eval's command line, with all its options and models, in a process that has registered this class.
 
 Arguments: path (run directory, checkpoint or Hugging Face directory), tokenizer, dtype, device, batch_size, plugin. In
 Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
@@ -126,7 +126,7 @@ class FrontierLM(TemplateLM):
         return texts
 
     def _fitting(self, context: str, new_tokens: int) -> str:
-        """Return the end of a context that leaves room for the requested new tokens."""
+        """Return the last tokens of a context, so many that the requested new tokens still fit."""
         room = self.max_length - min(new_tokens, self.max_length - 1)
         ids = self.tok_encode(context)
         return context if len(ids) <= room else self.tokens.decode(ids[-room:])

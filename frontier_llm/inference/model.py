@@ -53,7 +53,7 @@ def inference_plan(model: ModelConfig, tensor: int, pipeline: int, world_size: i
 
 @dataclass
 class InferenceModel:
-    """One rank's stage and the objects that it needs.
+    """The pipeline stage of one rank, and the objects that the stage needs.
 
     Every method is collective over tp and pp. Each dp replica works independently.
     """

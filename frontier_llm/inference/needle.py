@@ -1,8 +1,8 @@
 """Tests how well a model recalls earlier text: random tokens, the needle, are hidden in held-out text.
 
 The needle's first half is repeated at the end of the text, and the model predicts the second half. The test needs no
-tokenizer and no language. The answer cannot be guessed. A correct answer therefore shows that the model attended to the
-needle.
+tokenizer and no language. The second half cannot be guessed. A correct prediction therefore shows that the model
+attended to the needle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.score import score
 
 HALF = 4  # tokens of a needle's key and of its value
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: at the beginning of the text, 1: directly before the question
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: at the beginning of the text, 1: directly before the repeated half
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class OpenedModel:
 
 
 def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] = ()) -> OpenedModel:
-    """Open the model at `path`. A run directory stands for its newest checkpoint.
+    """Open the model at `path`. For a run directory, open the newest checkpoint.
 
     If `verified`, every shard is read completely and compared with its digest. The plugins that a checkpoint was
     trained with are imported if `plugins` or the user's own run directory names them. Raises CheckpointError if `path`
@@ -99,7 +99,9 @@ def open_tokenizer(opened: OpenedModel, given: str | None, otherwise: str = "") 
 
 
 def _tokenizer_of_data(opened: OpenedModel) -> Tokenizer | None:
-    """Return the tokenizer in the record of the run's first dataset, or None if that is not available here."""
+    """Return the tokenizer in the record of the run's first dataset, or None if this tokenizer is not available
+    here.
+    """
     data = None if opened.run is None else opened.run.data.train
     if data is None or isinstance(data, str):
         return None

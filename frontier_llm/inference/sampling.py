@@ -113,10 +113,10 @@ def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
 def keep_likely(ordered_BK: Tensor, top_k: int, top_p: float, min_p: float, log_total_B1: Tensor) -> Tensor:
     """Return probabilities, highest first, with 0 for the dropped tokens.
 
-    The first filter keeps the top k tokens. The second keeps the fewest tokens whose mass reaches top_p
-    (arXiv:1904.09751). The third keeps tokens at least min_p times as likely as the first (arXiv:2407.01082).
-    `ordered_BK` holds the highest logits in order.
-    `log_total_B1` is the logsumexp of all logits.
+    The first filter keeps the top k tokens. The second filter keeps the fewest tokens whose probabilities add up to
+    top_p (arXiv:1904.09751). The third filter keeps tokens that are at least min_p times as likely as the most likely
+    token (arXiv:2407.01082). `ordered_BK` holds the highest logits in order. `log_total_B1` is the logsumexp of all
+    logits.
     """
     if top_k:
         ordered_BK = ordered_BK.clone()

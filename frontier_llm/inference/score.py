@@ -22,7 +22,7 @@ class Likelihood:
     log_probability: float  # sum over the continuation's tokens, in nats
     greedy: bool  # True if each token of the continuation is the most likely one
     tokens: int
-    parts: tuple[float, ...]  # log_probability of equal parts of the continuation
+    parts: tuple[float, ...]  # log_probability of each of several equal parts of the continuation
 
 
 Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a context and of its continuation

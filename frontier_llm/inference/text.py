@@ -1,4 +1,4 @@
-"""Complete text: encode prompts, decode tokens as they arrive, and end at stop strings."""
+"""Completes text: encodes prompts, decodes tokens as they are generated, and ends at stop strings."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def complete(
 
 
 class _Row:
-    """Growing text of one prompt."""
+    """Text of one prompt so far, to which tokens are added."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: str) -> None:
         self.prompt = prompt

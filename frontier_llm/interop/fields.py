@@ -57,18 +57,20 @@ class Fields:
         return value
 
     def fixed(self, **values: Any) -> None:
-        """Record a problem for each key that has another value. A missing key is taken to have the given value."""
+        """Record a problem for each key that has another value. A missing key counts as having the given value."""
         for key, value in values.items():
             self.only(key, value, default=value)
 
     def section(self, key: str, content: dict[str, Any] | None = None) -> Self:
-        """Return a part of the configuration, by default the value of `key`. Problems of the part are recorded here."""
+        """Return a section of the configuration, by default the value of `key`. Problems of the section are recorded in
+        this object.
+        """
         part = type(self)(self.get(key, {}) if content is None else content, f"{self.where}: {key}")
         part.problems = self.problems
         return part
 
     def refuse(self, key: str, value: Any, supported: str) -> None:
-        """Record a value that has no counterpart."""
+        """Record a problem for a value that has no counterpart in ModelConfig."""
         self.problems.append(Problem(f"{self.where}: {key}", f"{value!r} is not supported", f"supported: {supported}"))
 
     def model(self, **values: Any) -> ModelConfig:

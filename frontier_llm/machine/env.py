@@ -47,7 +47,7 @@ PRIVATE = "{private folder of the job}"  # placeholder; the folder is on the nod
 LOCAL_RANK = "{local rank}"
 THIS_FILE = "frontier_llm/machine/env.py"
 EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell.
-AMD_DRIVER = Path("/dev/kfd")  # exists if this computer has an AMD GPU and its driver
+AMD_DRIVER = Path("/dev/kfd")  # this file exists if the computer has an AMD GPU and its driver
 # Variables with these prefixes are shown with their origin even if no machine needs them.
 SHOWN_PREFIXES = ("FI_", "GLOO_", "HIP_", "HSA_", "MIOPEN_", "NCCL_", "RCCL_", "ROCR_")
 

@@ -83,7 +83,7 @@ class Rates(Software):
     contention: tuple[tuple[int, float], ...] = ()
     host_executes: bool = False  # the device is a CPU: the host cannot dispatch operations while earlier ones run
     meeting_s: float = 0.0  # seconds that ranks wait for the slowest rank at each collective in a layer
-    spread: float = 0.0  # additional waiting time, as a share of the compute between two such collectives
+    spread: float = 0.0  # additional waiting time, as a fraction of the compute between two collectives in a layer
     one_in_flight: bool = False  # each communication of a rank ends before the next begins (comm.in_flight)
     # time of the collectives of sharded weights, which torch executes, relative to the times in the tables
     sharded_slowdown: float = 1.0

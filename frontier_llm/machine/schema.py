@@ -60,7 +60,7 @@ class Device(Section):
     )
     flushes_fp16: bool = False  # its fp16 matrix products read and write 0 for numbers below 6.1e-5 (MI200)
     gemm_shapes: GemmShapes | None = None
-    host_executes: bool = False  # a CPU: the same cores dispatch operations and execute them
+    host_executes: bool = False  # True for a CPU, whose cores both dispatch operations and execute them
 
     @model_validator(mode="after")
     def _architecture_is_the_vendors(self) -> Device:

@@ -27,9 +27,10 @@ class AttentionShape:
 
 
 class AttentionRule(Section):
-    """Order in which `auto` tries attention back-ends for an architecture ("cpu" is one), head dim and kind.
+    """Order in which `auto` tries attention back-ends, for one architecture (or "cpu"), head dims, and attention with
+    or without extras.
 
-    A rule applies to head dims up to its own head dim, if no rule with a smaller head dim covers them.
+    A rule applies to head dims up to `head_dim` for which no rule with a smaller `head_dim` exists.
     """
 
     model_config = ConfigDict(strict=True)

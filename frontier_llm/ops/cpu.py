@@ -155,7 +155,7 @@ class CpuOps(DifferentiableOps):
         """Return x @ weightᵀ + bias.
 
         `linear_input_gradient` describes which types use the kernel of csrc/cpu. With up to FEW_ROWS rows torch is
-        used, because the kernel first packs its operands, which costs too much for a few rows.
+        used, because the kernel first packs its operands, which takes too long for a few rows.
         """
         if x.dtype not in self._own_products or x.shape[:-1].numel() <= FEW_ROWS[x.dtype]:
             return F.linear(x, weight_ok, bias_o)

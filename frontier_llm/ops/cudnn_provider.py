@@ -1,7 +1,7 @@
 """Attention back-end: torch's scaled_dot_product_attention with cuDNN as first choice.
 
-It differs from `sdpa`, for which torch chooses the kernel: in torch 2.11 that is cuDNN on some GPUs and FlashAttention
-on others. On an H200 cuDNN takes half the time of FlashAttention (docs/benchmarks/h200.md).
+With the back-end `sdpa`, torch chooses the kernel instead: torch 2.11 chooses cuDNN on some GPUs and FlashAttention on
+others. On an H200 cuDNN takes half the time of FlashAttention (docs/benchmarks/h200.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Connects a back-end's forward and backward functions to autograd, for the C++ ops and for the prebuilt GPU kernels.
 
-A back-end derives from `DifferentiableOps` and implements the abstract methods. These are called without an autograd
-graph and must not use autograd.
+A back-end derives from `DifferentiableOps` and implements the abstract methods. The abstract methods are called without
+an autograd graph and must not use autograd.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Normed(NamedTuple):
 
     total: Tensor  # the input, or input + residual if there was a residual
     weight: Tensor
-    mean: Tensor  # one per row; empty unless centred
-    scale: Tensor  # one per row: 1 / sqrt(variance + eps)
+    mean: Tensor  # one number per row; empty unless the norm is centred
+    scale: Tensor  # one number per row: 1 / sqrt(variance + eps)
     kind: NormKind
     has_bias: bool
 
@@ -102,7 +102,7 @@ class DifferentiableOps(ABC):
 
     @abstractmethod
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
-        """Return the output, and the further tensors that the backward needs."""
+        """Return the output and the other tensors that the backward needs."""
 
     @abstractmethod
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +195,9 @@ def _taker_of_rows(parameter: Tensor | None) -> Any:
 
 
 def _gradient(taker: Any, rows_RC: Tensor) -> Tensor | None:
-    """Return the sum of the rows. With a taker, pass it the rows instead: the sum then needs no launch of its own."""
+    """Return the sum of the rows. If `taker` is given, pass the rows to it instead: the sum then needs no separate
+    launch.
+    """
     if taker is None:
         return sum_of_rows(rows_RC)
     taker.take_gradient_rows(taker, rows_RC)

@@ -50,7 +50,7 @@ class Code:
 
 
 class Driver(Protocol):
-    """Interface for running code objects, on a GPU or on a simulator of one."""
+    """Interface for running code objects, on a GPU or on a simulated GPU."""
 
     def device(self) -> int:
         """Return the index of the device whose memory the kernels read; -1 for the CPU."""

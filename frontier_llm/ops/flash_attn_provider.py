@@ -11,7 +11,9 @@ from .reference import Scores
 
 
 class FlashAttention:
-    """Attention of flash-attn. Without `deterministic`, its backward sums the query gradient with atomics."""
+    """Attention by the flash-attn package. Without `deterministic`, the backward sums the query gradient with
+    atomics.
+    """
 
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic

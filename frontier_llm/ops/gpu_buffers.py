@@ -11,7 +11,7 @@ from frontier_llm.ops.reference import AdamWUpdate
 
 
 class GpuBuffers:
-    """Implements the optimizer's and accumulation's ops of `ops.reference` with one set of GPU kernels."""
+    """Implements the ops of `ops.reference` for optimizers and gradient accumulation with one set of GPU kernels."""
 
     kernels: Kernels
 

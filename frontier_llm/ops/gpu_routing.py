@@ -1,4 +1,4 @@
-"""MoE on the GPU: routing, the products of experts, and gathered rows.
+"""MoE on the GPU: routing, the matrix products of experts, and gathered rows.
 
 A program of the router processes a few tokens, and keeps all their logits in registers.
 """
@@ -27,7 +27,7 @@ def _variant(experts: int, top_k: int) -> str:
 
 
 class GpuRouting(DifferentiableOps):
-    """Implements the ops of experts of `ops.reference` with one set of GPU kernels."""
+    """Implements the ops for experts in `ops.reference` with one set of GPU kernels."""
 
     kernels: Kernels
 

@@ -1,8 +1,8 @@
 """Table of all GPU kernels: their variants, and the block sizes for each architecture.
 
 Argument names and types are parsed from the kernels' sources. The build compiles from this table, and the runtime
-launches from it. Neither of them tunes. A variant is identified by (kernel, dtype, variant name). `T` in an argument
-type stands for the dtype. This module imports neither torch nor Triton.
+launches from it. Neither the build nor the runtime tunes block sizes. A variant is identified by (kernel, dtype,
+variant name). `T` in an argument type stands for the dtype. This module imports neither torch nor Triton.
 """
 
 from __future__ import annotations

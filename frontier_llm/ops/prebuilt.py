@@ -83,7 +83,9 @@ def address_or_number(name: str, pointed: torch.dtype | None, value: Argument, d
 
 
 class PrebuiltKernels:
-    """Implements `Kernels` with the code objects of one architecture. Each is loaded at its first use on a device."""
+    """Implements `Kernels` with the code objects of one architecture. A code object is loaded at its first use on a
+    device.
+    """
 
     def __init__(self, architecture: str, folder: Path | None = None, driver: Driver | None = None) -> None:
         folder = folder or GPU_DIR / architecture

@@ -1,6 +1,6 @@
 """Interface and reference implementation of the fused ops, in plain torch.
 
-These functions define the meaning of each op. Every other back-end is tested against them in float64.
+These functions define the result of each op. Every other back-end is compared with them in float64.
 
 Statistics and sums are computed in fp32 (fp64 for fp64 inputs), and the result is rounded once to the input's type. The
 fused back-ends do the same. Autograd computes the backward of differentiable ops.
@@ -419,7 +419,7 @@ class Ops:
         vars(self).update(functions)
 
     def gated(self, x_2f: Tensor, activation: str, weights: Tensor | None = None) -> Tensor:
-        """Return the gated activation: swiglu or geglu_tanh (arXiv:2002.05202). geglu_tanh has no kernel of its own."""
+        """Return the gated activation: swiglu or geglu_tanh (arXiv:2002.05202). geglu_tanh has no separate kernel."""
         if activation == "swiglu":
             return self.swiglu(x_2f, weights)
         gate, up = x_2f.unbind(-2)

@@ -4,8 +4,8 @@ SDPA uses torch's own flash kernel on CPUs, AOTriton on ROCm, and flash-attentio
 
 Attention over parts of a sequence calls torch's flash kernels directly, because these return the log-sum-exp. The
 kernels support rectangular blocks of scores without a mask, and square blocks with the causal mask. They do not support
-documents, ALiBi or windows. The functions for parts were compared with the reference on a CPU. They have never run on a
-GPU.
+documents, ALiBi or windows. The functions for parts of a sequence were compared with the reference on a CPU. These
+functions have never run on a GPU.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def choose(
 ) -> ChosenBackend | Problem:
     """Return the provider for one group of ops, or a Problem.
 
-    A Problem is returned if an explicitly chosen back-end is not available. Without `allow_fallback` it is also
+    A Problem is returned if an explicitly chosen back-end is not available. Without `allow_fallback`, a Problem is also
     returned in two cases of `auto`: this package's own kernels are not available, so that a slower back-end would be
     used, or only the reference could compute attention on a GPU. The Problem gives the flag and the fix.
 
@@ -136,7 +136,8 @@ def select_ops(
     """Choose the ops for a device and a working type. Each choice is logged. ops.no_jit also sets the no-JIT guard.
 
     `needs` are the options of attention, and `attention` is its shape, for which ops.attention_table has an order.
-    `deterministic`: two runs must have equal bits. By default ops.deterministic decides, of which `auto` means no.
+    `deterministic`: two runs must have equal bits. By default the value of ops.deterministic is used, in which `auto`
+    means no.
 
     Raises one BackendError for all explicitly chosen back-ends that are not available, and for a GPU's prebuilt kernels
     that `auto` cannot use (unless ops.allow_fallback). The error gives flags and build commands.

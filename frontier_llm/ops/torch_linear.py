@@ -31,7 +31,8 @@ def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
     shape = x.shape[:-1]
     step = -(-width // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     strides = torch.empty(*shape, step, device="meta").stride()
-    out = x.new_empty_strided(shape + weight_ok.shape[:1], strides)  # not a view, so an autograd function can return it
+    # `out` is not a view, so an autograd function can return it
+    out = x.new_empty_strided(shape + weight_ok.shape[:1], strides)
     torch.mm(x.reshape(-1, x.shape[-1]), weight_ok.t(), out=out.view(-1, width))
     return out
 

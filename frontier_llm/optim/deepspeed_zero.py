@@ -99,7 +99,7 @@ class DeepSpeedZero:
     def finish(self) -> None:
         """Pass the accumulated gradients to DeepSpeed, which reduces all of them at once."""
         self._sync.finish()
-        end_communication(self._mesh, self.device)  # DeepSpeed's communicators follow this package's
+        end_communication(self._mesh, self.device)  # DeepSpeed communicates next, after this package
         name = "grad_accum" if self._zero.use_grad_accum_attribute else "grad"
         with self._engine.coalesce_grad_reduction():
             for parameter in self._parameters:

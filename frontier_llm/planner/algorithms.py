@@ -1,7 +1,7 @@
 """Comparison of two algorithms for the gradient collectives: one ring over all ranks, or two stages.
 
-Instead of the ring, RCCL may use its tree. The two stages are one inside each node and one between nodes. Which
-algorithm is faster depends on the message size and on the number of nodes.
+RCCL may use a tree instead of the ring. With two stages, one stage runs inside each node and the other between nodes.
+Which algorithm is faster depends on the message size and on the number of nodes.
 """
 
 from __future__ import annotations

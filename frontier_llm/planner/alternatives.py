@@ -1,4 +1,4 @@
-"""Best plans of the common alternatives to a choice: tensor parallelism over a whole node, and FSDP."""
+"""Best plans of common kinds of layouts that were not chosen: tensor parallelism over a whole node, and FSDP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _alternatives(outcome: Search, rates: Rates) -> Iterator[Alternative]:
 
 
 def _best(name: str, outcome: Search, rates: Rates, kind: dict[str, object]) -> Alternative:
-    """Return the fastest plan of a kind in closed form, simulated."""
+    """Return the simulated plan of the layout of this kind with the shortest closed-form step."""
     chosen = outcome.best.layout
     layouts = runnable_layouts(
         outcome.model,

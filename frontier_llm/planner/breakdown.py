@@ -63,7 +63,7 @@ NEUTRAL = {"network_share": 1.0}
 def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     """Return cause → seconds of the step. The values add up to the step time.
 
-    Compute times are those of the pipeline rank with the most compute. The rest of the pipeline's time is the cause
+    Compute times are those of the pipeline rank with the most compute. The remaining time of the pipeline has the cause
     "bubble and messages".
     """
     model = plan.model

@@ -45,7 +45,7 @@ BY_STAGE = dict(zip("0123", SHARDING, strict=False))  # parallel.zero → shardi
 MEANINGS: dict[str, Mapping[str, Any]] = {
     "expert_all_to_all": _choices(ParallelConfig, "expert_all_to_all"),
     "sequence_parallel": {"true": True, "false": False, "1": True, "0": False},
-    "recompute": dict.fromkeys(RECOMPUTE),  # also a list of these modes
+    "recompute": dict.fromkeys(RECOMPUTE),  # a list of these modes is also accepted
     "zero": BY_STAGE,
     "data_mode": {"zero": "optimizer", "fsdp": "weights"},
     "axis_order": {name: name for name in AXIS_ORDERS},
@@ -229,7 +229,7 @@ def _options(
     node: int,
     fixed: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
-    """Return the columns of all layouts that have the parallel degrees of `degrees` and the values of `fixed`."""
+    """Return all layouts that have the parallel degrees of `degrees` and the values of `fixed`, as columns."""
     tp = degrees.tp
     cp = degrees.cp
     pp = degrees.pp
@@ -287,6 +287,9 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
         if not separator or name not in FIXABLE:
             problems.append(Problem(where=word, what="is not a choice that can be fixed", fix=suggest(name, FIXABLE)))
             continue
+        if FIXABLE[name] in fixed:
+            problems.append(Problem(where=word, what=f"{name} is fixed twice", fix=f"give --fix {name}=VALUE once"))
+            continue
         meanings = MEANINGS.get(name, {})
         readers: dict[str, Callable[[str], Any]] = {
             "recompute": recompute_modes,
@@ -322,10 +325,12 @@ def fixed_words(fixed: Mapping[str, Any]) -> str:
 
 
 def _schedule(text: str) -> str:
-    """Return the name of a schedule, of a plugin too. Raises LayoutError with the closest name if it is unknown."""
+    """Return the name of a schedule, which a plugin may have registered. Raises LayoutError with the closest name if it
+    is unknown.
+    """
     known = {name.lower(): name for name in (*names(), SEARCHED)}
     if text not in known:
-        rule(text)  # a member of a family, such as v:2,2,2,2
+        rule(text)  # the name may be a member of a family of schedules, such as v:2,2,2,2
     return known.get(text, text)
 
 

@@ -1,8 +1,8 @@
 """Choice of one plan among the simulated finalists of a search.
 
 The chosen plan must be good with the predicted constants and with the slow constants (`Rates.slow`). Among nearly equal
-plans the simplest is chosen. If it needs more memory than any plan that has run, the best plan within that memory is
-reported too.
+plans the simplest is chosen. If the choice needs more memory than any plan that has run, the best plan within that
+memory is reported too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def preference(plan: Plan) -> float:
     """Return the sort key of a plan: the seconds of its step, times 1 + RESOLUTION if the plan is risky.
 
     FSDP is risky because the overlap of its communication is estimated and not simulated. A plan within 5 % of the
-    device's memory is risky because it runs out of memory if the allocator needs more than estimated.
+    device's memory is risky, because the allocator may need more memory than estimated.
     """
     return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)
 
@@ -44,8 +44,8 @@ def not_by_time() -> str:
 def complexity(layout: Layout) -> tuple[int, int, int]:
     """Return the numbers of parallel axes besides dp, of virtual stages per rank, and of special settings.
 
-    A special setting is a schedule other than 1F1B, an axis order or gradient wire other than the default, products cut
-    into pieces, or recomputation that differs between layers.
+    A special setting is a schedule other than 1F1B, an axis order or gradient wire other than the default, matrix
+    products that are split into pieces, or recomputation that differs between layers.
     """
     axes = sum(degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp))
     plain = Layout()
@@ -77,9 +77,9 @@ def with_slow_step(plan: Plan, rates: Rates) -> Plan:
 
 
 def losses(plans: Sequence[Plan]) -> list[float]:
-    """Return by which share each plan is slower than the best of all plans, in the worse case.
+    """Return for each plan the relative excess of its step time over the best plan's.
 
-    The two cases are the predicted and the slow constants.
+    It is computed with the predicted constants and with the slow constants, and the larger excess is returned.
     """
     fastest_s = min(map(preference, plans))
     fastest_slow_s = min(map(_slow_preference, plans))

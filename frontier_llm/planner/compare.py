@@ -1,4 +1,4 @@
-"""Comparison of the chosen plan with the best plans that have certain values given by the user (`plan --what-if`)."""
+"""Comparison of the chosen plan with the best plans that have the values given by the user (`plan --what-if`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import choices_of, parse_fixed
+from frontier_llm.planner.refusal import broken_rules
 from frontier_llm.planner.report import WIDTH, layout_words, step_words, table, wrapped
 from frontier_llm.planner.search import Plan, Search, search
 from frontier_llm.units import GIB
@@ -35,7 +36,8 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
     lines = [f"what if {' '.join(words)}"]
     for title, other in (("all other values as in the chosen layout", exact), ("all other values chosen again", free)):
         if not other.legal:
-            lines.append(f"  {title}: no legal layout")
+            reasons = [f"{problem.where}: {problem.what}" for problem in broken_rules(other, numbers.node_devices)]
+            lines.append(f"  {title}: {'; '.join(['no legal layout', *reasons])}")
         elif not other.plans:
             lines.append(
                 f"  {title}: does not fit: needs {other.smallest_bytes / GIB:.1f} of "

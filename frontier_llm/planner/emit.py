@@ -1,4 +1,4 @@
-"""Conversion of a plan to a run file that lacks only the data, and to the command that submits the run."""
+"""Writes a plan as a run file, in which only the data is missing, and the command that submits the run."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
     """Return axis → description of its link, for axes with more than one rank: {'tensor': …, 'pipeline': …, 'data': …}.
 
     Bandwidths are in GB/s per direction. Tensor parallelism is the innermost axis, so all groups of an axis are placed
-    alike. The first group is described.
+    on nodes in the same way. The description is of the first group.
     """
     layout = plan.layout
     place = ranks_per_node(plan.layout, rates)
@@ -102,7 +102,7 @@ def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:
 
 
 def cost_of_one(plan: Plan, rates: Rates) -> float | None:
-    """Return by which share a step is longer if a rank may have only one communication in flight.
+    """Return the relative increase of the step time if a rank may have only one communication in flight.
 
     Both step times are simulated. Returns None if the machine allows many communications in flight, or for one device.
     """

@@ -1,4 +1,6 @@
-"""Campaign: duration of a complete training run by a plan, its checkpoint interval and the time lost to failures."""
+"""Duration of a complete training run with a plan (a campaign), its checkpoint interval, and the time lost to
+failures.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Campaign:
     save_s: float  # time to write one checkpoint
     interval_s: float  # time between checkpoints (Young/Daly)
     interval_steps: int
-    effective: float  # share of the wall clock that advances training
+    effective: float  # fraction of the wall-clock time in which training advances
     calendar_days: float  # days / effective, without the time in the queue
     queue: QueueBin | None
 

@@ -2,8 +2,8 @@
 
 Only a part of a long schedule is simulated. After its warm-up, every stage repeats one pattern of actions with each
 microbatch (interleaved schedules: with each round). Each further microbatch then adds exactly one period.
-`simulate_step` simulates more and more microbatches until the pattern repeats. A test compares the result with a
-simulation of all actions.
+`simulate_step` increases the number of simulated microbatches until the pattern repeats. A test compares the result
+with a simulation of all actions.
 """
 
 from __future__ import annotations

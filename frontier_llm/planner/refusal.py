@@ -1,4 +1,6 @@
-"""Errors of `frontier-llm plan` if its search has found no plan. They give the reason and the change that helps."""
+"""Errors of `frontier-llm plan` if its search has found no plan. An error states the reason, and a change with which a
+plan exists.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from frontier_llm.units import GIB, plural
 
 
 def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
-    """Raise LayoutError if no layout is legal or none fits into memory. The error names the change that helps."""
+    """Raise LayoutError if no layout is legal or none fits into memory. The error names a change with which a plan
+    exists.
+    """
     if outcome.plans:
         return
     if not outcome.legal:
@@ -71,19 +75,20 @@ def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
         + (f" with {fixed}" if fixed else ""),
         fix=f"use {counts} nodes{batch}" + (", or fix fewer choices" if fixed else ""),
     )
-    return LayoutError([*_broken_rules(outcome, machine), refused])
+    return LayoutError([*broken_rules(outcome, machine.devices_per_node), refused])
 
 
-def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
+def broken_rules(outcome: Search, node_devices: int) -> list[Problem]:
     """Return the problems that the user's fixed values cause. A run without these values does not have these problems.
 
     The list is empty if the values are legal but outside of the bounds of the search.
     """
-    devices = outcome.nodes * machine.devices_per_node
+    devices = outcome.nodes * node_devices
     given = {
         "model": outcome.model.model_dump(),
         "batch": {"global_batch": outcome.global_batch},
-        "parallel": {"cross_node_tensor": True},  # the search prices such layouts if they are fixed
+        # the search also prices layouts with tensor parallelism across nodes if the user fixes them
+        "parallel": {"cross_node_tensor": True},
     }
 
     def problems(fixed: Mapping[str, Any]) -> list[Problem]:

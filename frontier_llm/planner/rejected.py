@@ -13,7 +13,9 @@ from frontier_llm.units import GIB
 
 
 def rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: Rates) -> list[str]:
-    """Return lines with the groups of layouts that exceed the device's memory, and how many layouts each group has."""
+    """Return text lines, one for each group of layouts that exceed the device's memory, with the number of layouts in
+    the group.
+    """
     lines = []
     for axis in ("tp", "cp"):
         for degree in np.unique(getattr(layouts, axis)):

@@ -100,7 +100,9 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
 
 
 def _adding_words(plan: Plan, rates: Rates) -> Iterator[str]:
-    """Yield how the installed torch is assumed to add weight gradients, and the step with each method."""
+    """Yield text lines: the method by which torch is assumed to add weight gradients, and the step time with each
+    method.
+    """
     if rates.weight_gradients:
         assumed = f"{rates.weight_gradients} (weight_gradients of the machine file)"
     else:
@@ -110,7 +112,7 @@ def _adding_words(plan: Plan, rates: Rates) -> Iterator[str]:
         change = 100 * (seconds / plan.step_s - 1)
         yield f"  {method:28s} {step_words(seconds):>10s}  {change:+5.1f} %"
     if not rates.weight_gradients:
-        yield "  `frontier-llm calibrate` on the machine writes the method of its torch"
+        yield "  `frontier-llm doctor --emit-machine FILE` on a node with a GPU writes the method of its torch"
 
 
 _COLUMNS = (
@@ -321,7 +323,7 @@ def _node_hours(value: float) -> str:
 
 
 def _why(best: Plan, other: Plan) -> str:
-    """Return the largest loss of time of `other`."""
+    """Return the cause that loses most time in the plan `other`."""
     a = best.simulated
     b = other.simulated
     if abs(best.step_s - other.step_s) < 1e-3 * best.step_s:

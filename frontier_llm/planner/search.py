@@ -341,7 +341,9 @@ def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
 
 
 def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
-    """Return the limits of a plan: a tp or cp degree that memory requires, and the largest cost besides arithmetic."""
+    """Return the limits of a plan as text: a tp or cp degree that memory requires, and the largest cost besides
+    arithmetic.
+    """
     reasons = []
     for axis in ("tp", "cp"):
         degree = getattr(plan.layout, axis)
@@ -356,7 +358,7 @@ def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
 
 
 def overheads(plan: Plan) -> dict[str, float]:
-    """Return cause → share of the step, for the causes that are not the model's arithmetic."""
+    """Return cause → fraction of the step time, for the causes that are not the model's arithmetic."""
     simulated = plan.simulated
     layout = plan.layout
     messages = 2 * simulated.message_s * layout.microbatches * layout.chunks if layout.pp > 1 else 0.0

@@ -185,7 +185,9 @@ class _Walk:
         return " ".join(f"{key}={value}" for key, value in values.items())
 
     def combined(self) -> list[Step]:
-        """Return the changes. Small changes of constants are combined into one. The first and the last change stay."""
+        """Return the changes with small changes of constants combined into one. The first and the last change are not
+        combined.
+        """
         first, *middle, last = self.steps
         kept = [first]
         small_s = 0.0

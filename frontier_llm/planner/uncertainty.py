@@ -142,7 +142,8 @@ class Uncertainty:
     device: str  # The family of the device.
     best_alike: BestRun | None  # Best published run of a model of this size on such devices.
     best: BestRun | None  # Best published run of any model on such devices.
-    # Step time with full recomputation, divided by the plan's step time, if its memory exceeds `safe_gib`; otherwise 1.
+    # Step time with full recomputation, divided by the plan's step time, if the plan's memory exceeds `safe_gib`;
+    # otherwise 1.
     recompute_factor: float = 1.0
 
     @property

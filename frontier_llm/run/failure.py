@@ -78,7 +78,7 @@ class Failure:
     step: int | None = None  # None: training had not begun, or the step is unknown
     section: str = ""  # part of the program: train, evaluate, save …
     host_suspect: bool = False  # the host may have caused the failure; after two such failures the run avoids the host
-    fix: str = ""  # how to repair it, if a comparison of the ranks shows it
+    fix: str = ""  # the repair of the failure, if a comparison of the ranks shows one
     message: tuple[str, ...] = ()  # the rank's traceback or last lines of output
     suspects: tuple[Suspect, ...] = ()  # set only if results were wrong
     excluded_hosts: tuple[str, ...] = ()  # hosts that the run no longer uses because of this failure

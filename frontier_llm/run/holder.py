@@ -124,7 +124,7 @@ def take(run_dir: Path, job_id: str, host: str) -> int:
 
     Rank 0 of the start takes the checkpoint lock with this number. The lock keeps ranks of older starts from writing.
     """
-    # This folder also counts starts without a supervisor. incarnation.json does not.
+    # The folder also has the starts without a supervisor, which incarnation.json does not count.
     folder = run_dir / LOCKS
     newest = max(incarnations(folder), default=0)
     number = start_after(folder, newest, last_start(run_dir).get("incarnation", 0) + 1)

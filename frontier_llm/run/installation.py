@@ -89,6 +89,8 @@ class Installation:
     built_for: str  # torch version that TORCH_OPS was built for; '' if the library does not load.
     kernels: KernelFacts | None  # None if no architecture was requested, or if torch cannot be used.
     providers: Mapping[str, str]  # op back-end (except triton, see `kernels`) -> why it cannot be used, or ''.
+    # how torch adds bf16 weight gradients to fp32 (blueprint.items.WeightGradients); '' if not tested on a GPU.
+    weight_gradients: str = ""
     ops_error: str = ""  # why frontier_llm.ops cannot be imported with this torch.
     inputs: InputFacts | None = None  # None if no run was given, or if the run file cannot be read in this interpreter.
     seconds: float = field(default=0.0, compare=False)  # time that the collection took.

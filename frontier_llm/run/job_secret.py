@@ -63,7 +63,8 @@ class JobSecret:
             status = os.fstat(descriptor)
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise PermissionError(f"{self._path} belongs to another user or is accessible to others: delete it")
-            return file.read(1024)  # can be the secret of an earlier start, so each new connection reads it again
+            # the file can contain the secret of an earlier start, so each new connection reads the file again
+            return file.read(1024)
 
     def wait(self, timeout_s: float) -> bytes:
         """Return the secret. Raises FrontierError if this rank cannot read it within that time."""

@@ -23,7 +23,8 @@ class StageMemory:
     # Memory in use on the device, also by other processes. On a CPU: the peak of the rank's resident memory.
     used_bytes: int
     predicted_bytes: int | None = None  # the planner's prediction; None: no prediction for this run
-    allocated_bytes: int | None = None  # peak of the tensors in torch's allocator; None on a CPU, which counts none
+    # peak of the tensors in torch's allocator; None on a CPU, for which torch does not count memory
+    allocated_bytes: int | None = None
     reserved_bytes: int | None = None  # peak that torch's allocator took from the device; None on a CPU
 
     @property

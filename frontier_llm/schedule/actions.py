@@ -9,7 +9,7 @@ Vocabulary: a `stage` or `rank` is a pipeline rank (0 … pp-1). A `position` is
 Pairs: a rank may execute the forward of one microbatch and the backward of another together. The all-to-alls to experts
 of the forward then overlap with the compute of the backward, and the reverse. Both actions begin when both have their
 inputs. Their messages are sent when both have ended. In the order of communication a pair is one event, because all
-ranks that share its collectives execute the same pair.
+ranks that take part in its collectives execute the same pair.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class Placement:
     def streams(self) -> dict[Channel, list[tuple[int, int]]]:
         """Return channel → pairs (sender, receiver) of ranks, for every channel in use.
 
-        Pairs whose lower rank is even come first. Among pairs of consecutive ranks, no two of them share a rank, so
-        that their connections can be opened in parallel.
+        Pairs whose lower rank is even come first. Consecutive ranks form pairs without a common rank, so that these
+        connections can be opened in parallel.
         """
         pairs: dict[Channel, set[tuple[int, int]]] = {}
         for position, rank in enumerate(self.rank_of):
@@ -215,7 +215,7 @@ class Schedule:
         return sum(map(len, self.compute)) + 2 * crossings * self.microbatches
 
     def label(self, action: Action) -> str:
-        """Return the action's text in figures: 'F3', or 'F3.1' for a rank's second virtual stage."""
+        """Return the label of an action in figures: 'F3', or 'F3.1' for the second virtual stage of a rank."""
         chunk = self.placement.rank_of[: action.position].count(self.placement.rank_of[action.position])
         return f"{action.kind.value}{action.microbatch}" + (f".{chunk}" if chunk else "")
 

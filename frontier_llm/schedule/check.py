@@ -14,7 +14,8 @@ SPLIT_BACKWARD = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def check(schedule: Schedule, rank: int) -> None:
-    """Raise ScheduleError unless a pipeline rank's list of actions is legal. The check is cheap enough for every start.
+    """Raise ScheduleError unless the list of actions of a pipeline rank is legal. The check is cheap enough for every
+    start.
 
     In a legal list each microbatch has exactly one forward on each position of the rank, and later one backward (B, or
     I and then W). Each message is sent once, after the compute action that produces it. Each receive is posted before
@@ -30,7 +31,7 @@ def check(schedule: Schedule, rank: int) -> None:
 
 
 def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
-    """Return the problems of one stage's list. The lists of other stages are not needed."""
+    """Return the problems in the list of actions of one stage. The lists of other stages are not needed."""
     where = f"stage {stage}"
     problems = []
     placement = schedule.placement

@@ -38,7 +38,9 @@ class CollectiveLists:
 
 
 class ListEntry(NamedTuple):
-    """One entry of a rank's list: a communication, or (if `ranks` is empty) compute that waits for communications."""
+    """One entry of the list that a rank executes: a communication, or (if `ranks` is empty) compute that waits for
+    communications.
+    """
 
     what: str  # text that is equal on all ranks of the communication
     stream: str = ""  # communications of a stream are matched in the order in which they are issued
@@ -62,7 +64,7 @@ def steps(
         return tuple((s * dp + a) * tp + b for s in stages for a in ds for b in ts)
 
     def message(stage: int, d: int, t: int, kind: Kind, position: int) -> tuple[str, int, str, tuple[int, ...]]:
-        """Return the letter, sending position, channel and ranks of a send or receive."""
+        """Return the letter, sending position, channel and ranks of a send or receive action."""
         peer = placement.peer(kind, position)
         sender = position if kind.sends else placement.other_end(kind, position)
         ends = tuple((rank * dp + d) * tp + t for rank in ((stage, peer) if kind.sends else (peer, stage)))

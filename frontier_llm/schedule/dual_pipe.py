@@ -72,7 +72,9 @@ class _Rank:
 
 
 def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Action]:
-    """Return the compute order. For fewer than 2p microbatches, drop the excess ones from the order for 2p."""
+    """Return the compute order. With fewer than 2p microbatches, build the order for 2p and drop the excess
+    microbatches.
+    """
     behind = placement.ranks - 1 - rank
     before = rank + 1  # number of ranks up to and including this rank
     program = _Rank(placement.positions_of(rank))
@@ -115,7 +117,8 @@ def _peak_waiting(stages: Number, microbatches: Number, chunks: Number, stage: N
 
 
 def _split_share(stages: Number, microbatches: Number) -> Number:
-    """Return the mean share of split backwards over the ranks. Rank r splits 2p - 1 - r of its 2m backwards.
+    """Return the fraction of backwards that are split, as a mean over the ranks. Rank r splits 2p - 1 - r of its 2m
+    backwards.
 
     With fewer microbatches than positions the result is an estimate with an error of at most a quarter.
     """

@@ -60,7 +60,7 @@ def _peak(
 def counted_peaks(schedule: ScheduleRule, stages: int, chunks: int, microbatches: int) -> Peaks:
     """Return the peaks of every rank, counted on the lists of actions.
 
-    If a further round of microbatches does not change them, the result of fewer microbatches is returned.
+    If a further round of microbatches does not change the peaks, the peaks of fewer microbatches are returned.
     """
     steady = STEADY_ROUNDS * stages + stages % 2
     if microbatches > steady + stages:

@@ -178,12 +178,14 @@ def one_end(name: str) -> bool:
 
 
 def idle_share(name: str, chunks: Number) -> Number:
-    """Return bubble / bubble of 1F1B. Except for a V, it is inversely proportional to the number of chunks."""
+    """Return the bubble divided by the bubble of 1F1B. Except for a V, this ratio is inversely proportional to the
+    number of chunks.
+    """
     return rule(name).idle / (1 if one_end(name) else chunks)
 
 
 def split_share(name: str, stages: Number, microbatches: Number) -> Number:
-    """Return the share of a step's backwards that are I and W instead of B."""
+    """Return the fraction of a step's backwards that are split into I and W."""
     some = rule(name).split_share
     if some is None:
         return float(rule(name).splits_backward) + 0 * microbatches

@@ -80,12 +80,13 @@ def simulate_one_in_flight(schedule: Schedule, duration: Duration, send_s: Trans
 class _Meeting:
     """Messages of one kind between neighbouring positions.
 
-    A message begins when its sender and its receiver have reached it.
+    A message begins when its sender and its receiver have both reached the message in their lists.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.came: dict[int, tuple[int, float]] = {}  # microbatch → the rank that reached it first, and when
+        # microbatch → the rank that reached its message first, and the time
+        self.came: dict[int, tuple[int, float]] = {}
         self.ended_s: dict[int, float] = {}
 
 

@@ -34,8 +34,8 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
     """Return the order of interleaved 1F1B: rounds of pp microbatches pass through a rank's chunks.
 
     Each rank has 2 warm-up forwards more than the next rank (1F1B: 1 more). An incomplete last round is built as a
-    complete one, and the excess microbatches are dropped. Without some of its microbatches a legal order remains legal,
-    so no number of microbatches causes a deadlock. If the last round were instead shortened to fewer than pp
+    complete round, and the excess microbatches are dropped. Without some of its microbatches a legal order remains
+    legal, so no number of microbatches causes a deadlock. If the last round were instead shortened to fewer than pp
     microbatches, ranks would deadlock.
     """
     stages = placement.ranks

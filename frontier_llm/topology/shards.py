@@ -37,10 +37,10 @@ class ShardSpec:
 
     @property
     def counted(self) -> bool:
-        """True if this rank's copy counts in the gradient norm and is saved in checkpoints. This is true for one copy
-        of each part.
+        """True if this rank's copy counts in the gradient norm and is saved in checkpoints. A parameter that is
+        replicated over several ranks therefore counts once.
 
-        This copy has index 0 on every axis that does not split the parameter.
+        The copy that counts has index 0 on every axis that does not split the parameter.
         """
         return not any(self.coordinates[axis] for axis in self.coordinates if not self.splits_over(axis))
 

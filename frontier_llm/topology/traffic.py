@@ -125,7 +125,7 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
                         traffic.add(item.work.axis, operation, item.work.size_bytes // pieces, calls)
         if layout.tp > 1 and any(layer in model.routed_layers for layer in stage.layers):
             wide = max(8, DTYPE_BYTES[layout.dtype])
-            traffic.add("tp", "all_reduce", 2 * wide, plan.microbatches)  # both losses of the routers, fp64
+            traffic.add("tp", "all_reduce", 2 * wide, plan.microbatches)  # both losses of the routers, as fp64 numbers
         if stage.head and layout.sequence_parallel:
             further = len(config.train.loss_weights.keys() - {OUTPUT_Z})
             traffic.add("tp", "all_reduce", 8, plan.microbatches * further)  # fp64

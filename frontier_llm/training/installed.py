@@ -42,10 +42,13 @@ def installation(architecture: str | None = None, run_text: str | None = None) -
     built_for = ""
     providers = {}
     kernels = None
+    weight_gradients = ""
     if not ops_error:
         libraries[TORCH_OPS], built_for = _torch_ops()
         providers = provider_facts()
-        kernels = kernel_facts(architecture) if architecture else None
+        if architecture:
+            kernels = kernel_facts(architecture)
+            weight_gradients = weight_gradient_facts()
     inputs_error = _import_error("frontier_llm.data.loader")
     return Installation(
         host=node_name(),
@@ -59,6 +62,7 @@ def installation(architecture: str | None = None, run_text: str | None = None) -
         built_for=built_for,
         kernels=kernels,
         providers=providers,
+        weight_gradients=weight_gradients,
         ops_error="" if torch.error else ops_error,
         inputs=None if run_text is None or inputs_error else input_facts(run_text),
         seconds=time.monotonic() - started_s,
@@ -93,6 +97,21 @@ def kernel_facts(architecture: str) -> KernelFacts:
         problems = error.problems
     built = tuple(name for name in ARCHITECTURES if (GPU_DIR / name / "manifest.json").is_file())
     return KernelFacts(architecture=architecture, digest=manifest_digest(architecture), problems=problems, built=built)
+
+
+def weight_gradient_facts() -> str:
+    """Return how torch adds bf16 weight gradients to fp32 on a GPU of this node. '' without a usable GPU.
+
+    Requires torch. The method depends on the GPU and on the version of torch, and only a test on the GPU finds it.
+    """
+    import torch
+
+    from frontier_llm.ops.torch_linear import weight_gradient_method
+
+    try:
+        return weight_gradient_method(torch.bfloat16, torch.device("cuda")) if torch.cuda.is_available() else ""
+    except RuntimeError:  # a broken GPU, which the checks of the node report
+        return ""
 
 
 def provider_facts() -> dict[str, str]:

@@ -57,7 +57,7 @@ def joined(
     """
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
-    limit_instruction_set()  # the command line does this earlier; other callers do not
+    limit_instruction_set()  # the command line has called this function already, other callers have not
     with _known(config, place) as job:
         sockets_forbidden = _set_environment(config, job)
         _start_store(config, job)
@@ -128,7 +128,7 @@ def _set_environment(config: RunConfig, job: _Job | None) -> bool:
     Returns True if collectives must not use sockets.
     """
     if job is None:
-        if environ(THREADS) is None:  # the commands set it; a program that uses this package may not
+        if environ(THREADS) is None:  # the commands set this variable; another program that uses this package may not
             torch.set_num_threads(choose_threads(1).threads)
         return False
     had_threads = environ("OMP_NUM_THREADS") is not None
@@ -146,7 +146,7 @@ def _set_environment(config: RunConfig, job: _Job | None) -> bool:
 
 def _check_network(mesh: Mesh, job: _Job) -> None:
     """Raise BackendError if this node's collectives use sockets, according to RCCL's log."""
-    barrier(mesh.world)  # creates the communicator whose transport RCCL logs
+    barrier(mesh.world)  # the first collective creates a communicator, and RCCL then logs its transport
     if job.place.local_rank != 0:
         return
     path = Path(environ(RCCL_LOG) or "")

@@ -34,7 +34,7 @@ class Throughput:
     step_time_s: float
     tokens_per_s: float  # tokens per second of all ranks together
     model_tflops: float  # TFLOP/s per device; counts the model's FLOPs without recomputation
-    mfu: float | None  # model_tflops as a share of the device's peak; None if the peak is not known
+    mfu: float | None  # model_tflops divided by the device's peak; None if the peak is not known
 
 
 class Metrics:
@@ -133,7 +133,7 @@ class Metrics:
             "consumed_tokens": position.tokens,
             "skipped_steps": skipped_steps,
             "memory_gib": memory_gib(),
-            "phases_s": phases_s,  # seconds per step, of this rank
+            "phases_s": phases_s,  # seconds per step that this rank spent in each phase
         }
         self._write("step", step + 1, values)
         per_step_s = (now - self._started) / (step + 1 - self._first_step)

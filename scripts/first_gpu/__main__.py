@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage. `limit_s` is its share of nine minutes, and scales with --minutes."""
+    """A stage of the program. `limit_s` is its time limit if all stages take nine minutes, and scales with
+    --minutes.
+    """
 
     name: str
     limit_s: float
@@ -93,7 +95,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_stage(stage: Stage, limit_s: float, out: Path, python: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Run one stage. A fault becomes its result, together with the results that it wrote before."""
+    """Run one stage. If it fails, the fault is added to the results that it has written before."""
     result_path = out / f"{stage.name}.json"
     log = out / "logs" / f"{stage.name}.log"
     result_path.unlink(missing_ok=True)

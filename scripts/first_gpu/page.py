@@ -10,7 +10,8 @@ from typing import Any
 
 TERA = 1e12
 GIB = 2**30
-# Shares of the copy bandwidth, of SDPA's best back-end, and of the measured product rate.
+# Goals as fractions of the copy bandwidth, of the speed of SDPA's best back-end, and of the measured rate of matrix
+# products.
 GOALS = {"memory": 0.85, "attention": 0.9, "mfu": 0.6}
 _BASES = {"gfx90a": "frontier", "gfx942": "mi300x", "sm_80": "a100"}
 
@@ -68,6 +69,7 @@ def _machine_lines(machine: dict[str, Any]) -> Iterator[str]:
         f"Python {machine.get('python')}, {packages}; CUDA {machine.get('cuda')}, HIP {machine.get('hip')}; "
         f"{machine.get('cores')} cores"
     )
+    yield f"torch adds weight gradients to fp32 with the method {machine.get('weight_gradients')}"
 
 
 def _stage_lines(summary: dict[str, Any]) -> Iterator[str]:
@@ -87,7 +89,9 @@ def _stage_lines(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _op_lines(timings: list[dict[str, Any]], copy: float, gemm: float) -> Iterator[str]:
-    """Yield one table row per op: all implementations, and this project's as a share of the ceiling."""
+    """Yield one table row per op: the times of all implementations, and the speed of this project's as a fraction of
+    the ceiling.
+    """
     by_op: dict[str, dict[str, dict[str, Any]]] = {}
     for timing in timings:
         by_op.setdefault(timing["op"], {})[timing["way"]] = timing
@@ -190,6 +194,8 @@ def _machine_file(machine: dict[str, Any], results: dict[str, Any], timings: lis
         *([f"  memory_gib: {number(machine['memory_gib'])}"] if machine.get("memory_gib") else []),
     ]
     stack = ["    gemm_efficiency: " + number(1.0)]
+    if method := machine.get("weight_gradients"):
+        stack.append(f"    weight_gradients: {method}")
     if measured := results.get("products", {}).get("products"):
         devices = results["products"]["devices"]
         source = json.dumps(f"{where}, {devices} device(s) busy for {results['products']['measured_for_s']:.0f} s")

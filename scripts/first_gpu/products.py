@@ -1,8 +1,8 @@
 """Times the matrix products of the models, forward and both gradients, on all devices of the node at the same time.
 
-The two GCDs of an MI250X share the power of their package, and clocks fall under load. Products of one device that is
-busy for a moment are therefore faster than those of a step. `measure` first times one device alone for ten seconds,
-then all devices for a minute, and keeps the median of the second half of each.
+The two GCDs of an MI250X share the power of their package, and clocks fall under load. Matrix products on one device
+that is busy for a moment are therefore faster than in a training step. `measure` first times one device alone for ten
+seconds, then all devices for a minute, and keeps the median of the second half of each.
 
     products.py SECONDS    # one device: waits for a line on stdin, and prints its times as JSON
 """
@@ -34,7 +34,7 @@ DIRECTIONS = ("forward", "input gradient", "weight gradient")
 
 @dataclass
 class Timed:
-    """One product of a model: its call, and the samples (seconds since the start, seconds of one call)."""
+    """One matrix product of a model: its call, and the samples (seconds since the start, seconds of one call)."""
 
     label: str
     shape: tuple[int, int, int]  # M, N, K as the planner counts them
@@ -44,7 +44,7 @@ class Timed:
 
 
 def products() -> Iterator[Timed]:
-    """Yield the products of both models. Each shape is yielded once."""
+    """Yield the matrix products of both models. Each shape is yielded once."""
     from frontier_llm.config.schema import OpsConfig
     from frontier_llm.experiments.measure.op_cases import gemm_shapes, operands, product_calls
     from frontier_llm.ops import select_ops, working_dtype
@@ -140,7 +140,7 @@ def _on_devices(count: int, limit_s: float) -> list[list[dict[str, Any]]]:
 
 
 def measure() -> dict[str, Any]:
-    """Return the time of every product on the slowest device, while all devices are busy."""
+    """Return the time of every matrix product on the slowest device, while all devices are busy."""
     count = 2 if REHEARSAL else torch.cuda.device_count()
     alone = _on_devices(1, ALONE_S)[0]
     together = _on_devices(count, SECONDS)

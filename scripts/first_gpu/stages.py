@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Skipped(Exception):
-    """The stage has nothing to do here. The text contains the reason."""
+    """The stage does not apply to this machine. The text contains the reason."""
 
 
 def machine(_out: Path) -> dict[str, Any]:
@@ -62,6 +62,8 @@ def machine(_out: Path) -> dict[str, Any]:
         name: shutil.which(name)
         for name in ("nvidia-smi", "rocm-smi", "nvcc", "hipcc", "ptxas", "compute-sanitizer", "c++")
     }
+    from frontier_llm.ops.torch_linear import weight_gradient_method
+
     count = torch.cuda.device_count()
     packages = {name: _version(name) for name in ("torch", "triton", "numpy", "pydantic", "flash_attn", "apex")}
     return {
@@ -74,6 +76,7 @@ def machine(_out: Path) -> dict[str, Any]:
         "tools": {name: path for name, path in tools.items() if path},
         "device": torch.cuda.get_device_name() if count else "cpu",
         "architecture": _architecture(),
+        "weight_gradients": weight_gradient_method(torch.bfloat16, torch.device(DEVICE)),
         "devices": count,
         "memory_gib": torch.cuda.get_device_properties(0).total_memory / 2**30 if count else None,
         "driver": _driver(tools),
@@ -189,12 +192,10 @@ def _rehearsed_build() -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        compiled = [
-            compile_one(Build("sm_90", *kind, True), Path(folder)).symbol for kind in (("accumulate", "bf16", "any"),)
-        ]
+        compiled = compile_one(Build("sm_90", "accumulate", "bf16", "any", True), Path(folder)).symbol
         with fake_gpu("sm_90", Path(folder)) as (kernels, *_):
             kernels.load_any()
-    return {"kernels": len(kernels._variants), "compiled": compiled, "triton": _version("triton"), "spilled_bf16": []}
+    return {"kernels": len(kernels._variants), "compiled": [compiled], "triton": _version("triton"), "spilled_bf16": []}
 
 
 def checks(_out: Path) -> dict[str, Any]:
@@ -234,19 +235,8 @@ def addresses(out: Path) -> dict[str, Any]:
             "python -m tests.harness.check_gfx90a (simulated)"
         )
     log = out / "logs" / "compute-sanitizer.log"
-    command = [
-        checker,
-        "--tool",
-        "memcheck",
-        "--error-exitcode",
-        "86",
-        "--log-file",
-        str(log),
-        *CLI,
-        "ops",
-        "check",
-        "--json",
-    ]
+    options = ["--tool", "memcheck", "--error-exitcode", "86", "--log-file", str(log)]
+    command = [checker, *options, *CLI, "ops", "check", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.is_file() else []
     last = found[-1] if found else done.stderr.strip()[-300:]
@@ -272,7 +262,6 @@ def _fake_addresses() -> dict[str, Any]:
 
 def ceilings(_out: Path) -> dict[str, Any]:
     """Measure the copy bandwidth and bf16 product rate of this device with torch."""
-
     from frontier_llm.experiments.measure.ops import copy_bandwidth
 
     sizes = (128,) if REHEARSAL else (4096, 8192, 16384)
@@ -356,7 +345,7 @@ def step_1b(out: Path) -> dict[str, Any]:
 
 
 def step_3b(out: Path) -> dict[str, Any]:
-    """Measure the same for a larger model."""
+    """Measure the same values for a larger model."""
     import steps
 
     return steps.speed("3b", out, twice=False)
@@ -391,7 +380,7 @@ def waits(_out: Path) -> dict[str, Any]:
 
 
 def restart(out: Path) -> dict[str, Any]:
-    """Compare a run that was stopped and resumed with one that was not."""
+    """Compare a run that was stopped and resumed with an uninterrupted run."""
     import families
 
     return families.restart(out)
@@ -405,7 +394,7 @@ def hang_test(out: Path) -> dict[str, Any]:
 
 
 def layout(out: Path) -> dict[str, Any]:
-    """Compare the same run on one device and on several."""
+    """Compare the same run on one device and on several devices."""
     import steps
 
     return steps.layout(out)

@@ -1,7 +1,7 @@
 """The stages of first_gpu.sh that train.
 
-They measure speed and time by kernel of a step, and compare losses on the CPU with this device, and several devices
-with one.
+They measure the speed of a step and its time by kernel. They compare losses on this device with the CPU, and losses on
+several devices with one device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KERNELS_SHOWN = 25
 WARM_UP = 1 if REHEARSAL else 3
 _MEASURED = Path(sys.argv[2]) / "attention.yaml"  # written by an earlier stage
 TABLE = str(_MEASURED) if _MEASURED.is_file() else "shipped"
-# (microbatch, recomputation); the first that fits is used.
+# (microbatch, recomputation); the first pair that fits into memory is used.
 SIZES = ((8, "none"), (4, "none"), (2, "none"), (1, "none"), (1, "full"))
 
 
@@ -177,7 +177,7 @@ def measured(state: TrainState, out: Path) -> tuple[dict[str, Any], list[float]]
 
 
 def kernel_rows(profiler: Any) -> list[dict[str, Any]]:
-    """Return the time on the device by kernel, longest first. A rehearsal lists the CPU's ops."""
+    """Return the time on the device of each kernel, longest first. A rehearsal lists the CPU's ops instead."""
     field = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
     events = [
         event

@@ -18,7 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SCRIPTS = 30
 FOLDERS = ("frontier_llm", "scripts", "benchmarks", "tests", "launch")
-# Helpers without tests of their own. Programs outside tests/ may import these, and nothing else of tests/.
+# Modules of tests/ that contain only helpers. Programs outside tests/ may import these modules, and no others of
+# tests/.
 HELPERS = ("tests.harness", "tests.cdna2")
 ALLOWED = {
     "frontier_llm": ("frontier_llm",),

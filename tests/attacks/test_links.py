@@ -81,7 +81,7 @@ def test_a_rank_of_srun_refuses_a_linked_log(run: Path, victim: Path) -> None:
 
 def test_the_lock_stays_below_the_checkpoints(run: Path, victim: Path, tmp_path: Path) -> None:
     (tmp_path / "fast").mkdir()
-    (run / "checkpoints").symlink_to(tmp_path / "fast")  # such a link of the user is allowed
+    (run / "checkpoints").symlink_to(tmp_path / "fast")  # the user may make this link
     (tmp_path / "fast" / "incarnations").symlink_to(victim)
     with pytest.raises(FrontierError, match=r"incarnations: is a link to .*victim"):
         RunLock(run / "checkpoints", this_process("1"))

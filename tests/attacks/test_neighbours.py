@@ -150,7 +150,8 @@ def test_one_that_says_nothing_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 3.0)
     silent = [socket.create_connection((meeting.address, meeting.port)) for _ in range(50)]
-    rank = join_store(1, 2, replace(meeting, first=1), 60.0)  # one after the other they would take 150 s
+    # handled one after the other, the idle peers would take 150 s
+    rank = join_store(1, 2, replace(meeting, first=1), 60.0)
     assert rank.get("step") == b"1"
     _until(capfd, "the peer sent nothing; further ones are refused without a message")
     for connection in silent:

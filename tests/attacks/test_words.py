@@ -1,4 +1,6 @@
-"""Gives readers of words, numbers and host lists unsuitable text. Each soon raises a typed error."""
+"""Gives unsuitable text to functions that parse words, numbers and host lists. Each function raises a typed error
+within a short time.
+"""
 
 from __future__ import annotations
 

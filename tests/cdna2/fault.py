@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SimulatorError(Exception):
-    """The simulator cannot execute a request. The message has the place, the problem and the repair."""
+    """The simulator cannot execute a request. The message states the place, the problem and the repair."""
 
     def __init__(self, what: str, fix: str = "", where: str = "") -> None:
         self.what = what

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Pages about other software, history, and generated text.
+# These pages are not checked: they are about other software, history, or generated.
 LEFT_OUT = (
     "CHANGELOG.md",
     "benchmarks/findability.md",

@@ -82,7 +82,7 @@ def test_dead_peer_is_named_and_all_others_leave(victim: int, store: str, tmp_pa
     assert process.returncode == 137
     failure = run.failure()
     assert failure["rank"] == victim and not any(map(alive, pids))
-    if store != "authenticated":  # TCPStore, and with it the heartbeats, ends with rank 0
+    if store != "authenticated":  # the authenticated store, and with it the heartbeats, ends with rank 0
         assert int(str(failure["step"])) > 0 and failure["host"] == os.uname().nodename
         assert "it died or was stopped" in str(failure["what"])
 

@@ -101,8 +101,8 @@ def train_on_hosts(hosts: list[str], tmp_path: Path, variables: dict[str, str], 
 
 @pytest.mark.parametrize("cuda", ["", "12.8"], ids=["CPU torch", "CUDA torch"])
 def test_a_run_for_frontier_with_a_torch_without_rocm_is_refused_before_a_step(tmp_path: Path, cuda: str) -> None:
-    """The run is derived from train_22b, in a Slurm step. An earlier version trained it to its end with reference ops
-    on CPUs.
+    """The run is derived from train_22b, in a Slurm step. An earlier version of the package trained this run to its end
+    with reference ops on CPUs.
     """
     (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH)
     planted = {"PYTHONPATH": str(tmp_path), "PLANTED_ON": "frontier00001" if cuda else "", "PLANTED_CUDA": cuda}

@@ -118,8 +118,8 @@ class Outcome:
 
     fault: Fault
     is_right: bool  # the section refuses the run, and names the right line
-    line: str  # the line that the section names; '' if it finds nothing
-    difference: str  # the first difference that the parity tests find; '' if they find none
+    line: str  # the line that the section names; '' if the section finds nothing
+    difference: str  # the first difference that the parity tests find; '' if there is none
 
     def row(self) -> tuple[str, ...]:
         """Return the row of the page."""

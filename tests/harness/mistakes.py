@@ -284,7 +284,7 @@ class Outcome:
 
 
 def meet(cluster: LocalSlurm, mistake: Mistake, directory: Path) -> Outcome:
-    """Plant a mistake, and give it to `submit` and then to the shipped batch script.
+    """Plant a mistake, and run `submit` and then the shipped batch script with it.
 
     If only the ranks can refuse, `submit --dry-run` has to accept. Raises AssertionError if it does not.
     """

@@ -25,7 +25,7 @@ class Wire:
         return self.cut_after is not None and self.bytes_from_clients >= self.cut_after
 
     def cut(self, after: int) -> None:
-        """Cut the connection after this number of further bytes."""
+        """Let the proxy cut the connection after this number of further bytes."""
         self.bytes_from_clients = 0
         self.cut_after = after
 

@@ -44,7 +44,7 @@ class NodeShape:
 
     memory_mib: int
     features: str | None = None
-    cores: int = 64  # all on one socket
+    cores: int = 64  # number of cores, all on one socket
     threads_per_core: int = 2
     # Low-noise mode: the first core of each L3 region.
     reserved_cores: tuple[int, ...] = tuple(place.cores[0] for place in NODE)

@@ -68,7 +68,7 @@ def test_jobs_of_any_size_follow_each_other_in_the_same_processes(ranks: RankPoo
 
 
 def test_failures() -> None:
-    """A pool of three ranks meets all kinds of failure. It works again after each."""
+    """A pool of three ranks works again after each kind of failure."""
     pool = RankPool(3)
     try:
         with pytest.raises(RankError, match=r"rank 2 failed first:(.|\n)*ValueError: the real reason"):

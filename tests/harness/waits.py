@@ -17,7 +17,7 @@ class Waits(HostWaits):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        self._copies: list[Tensor] = []  # made by cpu()
+        self._copies: list[Tensor] = []  # tensors that cpu() has made
 
     @property
     def names(self) -> list[str]:
@@ -29,11 +29,11 @@ class Waits(HostWaits):
         self.record_calls(Tensor, "tolist", lambda args, _: not self._is_copy(args[0]))
         for name in ("to", "cuda"):
             self.record_calls(Tensor, name, _is_pageable)
-        self.replace(Tensor, "cpu", lambda tensor: self._cpu(tensor))
+        self.replace(Tensor, "cpu", lambda tensor: self._copied(tensor))
+        self.record_calls(Tensor, "cpu", lambda *_: True)
         return self
 
-    def _cpu(self, tensor: Tensor) -> Tensor:
-        self.wait("cpu")
+    def _copied(self, tensor: Tensor) -> Tensor:
         self._copies.append(tensor.detach().clone())
         return self._copies[-1]
 

@@ -18,7 +18,8 @@ LONGEST = (
     "tests/unit/inference/test_commands.py",
     "tests/unit/ops/test_build.py",
 )
-INDEPENDENT = "benchmarks/tests/test_smoke.py"  # its tests share no fixture, so each may run on another worker
+# the tests of this file share no fixture, so each test may run on another worker
+INDEPENDENT = "benchmarks/tests/test_smoke.py"
 
 
 def scope(nodeid: str) -> str:

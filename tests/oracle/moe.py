@@ -24,7 +24,7 @@ Config = Mapping[str, Any]
 
 
 class Said(NamedTuple):
-    """Output of one layer's router for one sequence."""
+    """Scores and chosen experts of one layer's router for one sequence."""
 
     logits_SE: Tensor
     scores_SE: Tensor  # normalised to a sum of 1

@@ -254,7 +254,7 @@ def test_padded_vocabulary_never_enters_a_logit() -> None:
 
 
 def test_adamw_equals_torch() -> None:
-    """Three updates with clipping and decay groups against torch.optim.AdamW and clip_grad_norm_."""
+    """Compare three updates, with clipping and decay groups, with torch.optim.AdamW and clip_grad_norm_."""
     _model, config, ours = gpt2()
     start = {name: value.detach().clone() for name, value in ours.items()}
     batches = [tokens(), tokens().roll(1, 1), tokens().roll(2, 1)]

@@ -40,7 +40,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", but_first(CASES, 2), ids=str)
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
-    """Also compares the traffic over dp and tp with the closed form."""
+    """The test also compares the calls and bytes over dp and tp with the closed form."""
     run = gather(ranks.run(case.world_size, train_case, case))
     optimizer = case.config().optimizer
     assert differences(run, witness(case, run.initial, adafactor(optimizer.betas, optimizer.eps))) == []

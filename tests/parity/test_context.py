@@ -1,6 +1,6 @@
 """Level 2 of context parallelism: a run equals one rank and the oracle for every distribution of tokens over ranks.
 
-Compared are losses, target counts, gradients and parameters.
+The tests compare losses, target counts, gradients and parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GATHER, RING = (Case("llama", cp=2, settings=(f"parallel.context_attention={way}
 @pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize(
     "family", [family if family in ("llama", "mpt") else thorough(family) for family in FAMILIES]
-)  # these families use rotations and ALiBi
+)  # the families that use rotations and ALiBi
 @pytest.mark.parametrize("cp", but_first([2, 4]))
 def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, family: str, documents: bool) -> None:
     case = Case(family, cp=cp, documents=documents, settings=LONGER)

@@ -24,7 +24,7 @@ DROPS = ("model.dropout=0.25", "model.sequence_length=16")
 
 @pytest.mark.parametrize("family", ["gpt", thorough("neox"), thorough("mixtral")])
 def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str) -> None:
-    """Includes the evaluation after the steps, in which no element is dropped."""
+    """The comparison includes the evaluation after the steps, in which no element is dropped."""
     case = Case(family, settings=DROPS)
     serial = run_case(case)
     assert differences(serial, witness(case, serial.initial)) == []

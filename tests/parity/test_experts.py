@@ -1,4 +1,6 @@
-"""Experts on several ranks compute the same as one rank, and one rank computes the formulas. All in float64."""
+"""Tests in float64 that experts on several ranks compute the same as one rank, and that one rank computes the
+formulas.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Level 1: every tensor-parallel mapping and layer equals the unsharded operation.
 
-Compared are value, input gradient and weight gradients in float64.
-Linear, norm, embedding and cross-entropy are compared with torch's own functions on the gathered weights.
-Attention, MLP and block are compared with themselves on one rank (tests/parity/test_layouts.py compares them with the
-oracle).
+The tests compare value, input gradient and weight gradients in float64. Linear, norm, embedding and cross-entropy are
+compared with torch's own functions on the gathered weights. Attention, MLP and block are compared with themselves on
+one rank (tests/parity/test_layouts.py compares them with the oracle).
 """
 
 from __future__ import annotations

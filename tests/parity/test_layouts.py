@@ -1,4 +1,6 @@
-"""Level 2: every layout computes the same as one rank, and one rank computes the formulas. All in float64."""
+"""Level 2: every layout computes the same as one rank, and one rank computes the formulas. All comparisons are in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ FOUND = [  # random runs found these cases; each showed a defect
     "case", [*FOUND, *islice(random_cases(seed=0), 2), *map(thorough, islice(random_cases(seed=0), 2, 12))], ids=str
 )
 def test_runs_of_no_pattern(run_case: RunCase, case: Case) -> None:
-    """Odd shapes, uneven stages and three ranks on an axis. Each model is also compared with the oracle.
+    """Runs have odd shapes, uneven stages and three ranks on an axis. Each model is also compared with the oracle.
 
     `scripts/parity_full.sh --random` runs more of them.
     """

@@ -46,7 +46,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", but_first(CASES[1:] + CASES[:1], 2), ids=str)
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
-    """Also compares the traffic over dp and tp with the closed form."""
+    """The test also compares the calls and bytes over dp and tp with the closed form."""
     run = gather(ranks.run(case.world_size, train_case, case))
     assert differences(run, serial_muon(case, run.initial)) == []
 

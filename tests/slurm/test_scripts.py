@@ -1,4 +1,4 @@
-"""Every committed script with the real sbatch."""
+"""Submits every committed script with the real sbatch."""
 
 from __future__ import annotations
 

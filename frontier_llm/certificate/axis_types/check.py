@@ -45,7 +45,7 @@ def check_axis_types(config: RunConfig, world_size: int) -> CertificateSection:
                 ranks = run_step(small)
             except Deadlock as error:
                 return judged(NAME, (), (Problem("the step on several ranks", str(error)),))
-            except Exception as error:  # it does not fail on one rank, so the layout is the cause
+            except Exception as error:  # the same step does not fail on one rank, so the layout is the cause
                 return judged(NAME, (), (_failed(error, "several ranks"),))
             counts = count_device_step(config, world_size)
     finally:

@@ -141,6 +141,16 @@ def memory_content(record: RunRecord, when: str) -> dict[str, Any]:
     }
 
 
+def weight_gradients_content(base: str, method: str) -> dict[str, Any]:
+    """Return the content of a machine file: the machine `base`, and how its torch adds weight gradients."""
+    machine = load_machine(base)
+    return {
+        "base": base,
+        "title": f"{machine.title}, torch tested",
+        "stacks": {own_stack(machine): {"weight_gradients": method}},
+    }
+
+
 def _together(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
     """Return the entries of the section `node` that depend on several ranks: contention, waiting and collectives."""
     node: dict[str, Any] = {

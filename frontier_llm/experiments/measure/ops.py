@@ -25,7 +25,7 @@ class Timing:
 
     op: str
     way: str  # "ours", "eager", "compiled", "sdpa-…"
-    seconds: float  # nan if it failed
+    seconds: float  # nan if the measurement failed
     bytes_moved: int  # least memory traffic of the op; 0 for matrix products
     flops: float  # 0 for memory-bound ops
     error: str = ""

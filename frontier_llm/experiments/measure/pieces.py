@@ -33,8 +33,8 @@ class PiecesTime:
 
     operation: str
     pieces: int
-    product_s: float  # of one piece
-    collective_s: float  # of one piece
+    product_s: float  # seconds of the product of one piece
+    collective_s: float  # seconds of the collective of one piece
     copy_s: float  # copy of all rows into their final order
     together_s: float
 

@@ -221,7 +221,7 @@ class _Bench:
         """
         config = steps_config(self.config, parallel, self.microbatch(share), m)
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-        if self.device.type == "cuda":  # the allocator's slack of this step only
+        if self.device.type == "cuda":  # resets the peak, so that it contains the allocator's slack of this step only
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)

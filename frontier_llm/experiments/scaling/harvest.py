@@ -110,7 +110,7 @@ def harvest(root: Path) -> list[Row]:
         raise DataError(
             "contains no runs of a scaling series",
             "run a series with: frontier-llm scaling weak|strong … --output DIR",
-            str(root),
+            str(root.absolute()),
         )
     groups: dict[tuple[Any, ...], list[Sample]] = {}
     for sample in samples:

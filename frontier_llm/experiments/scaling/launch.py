@@ -79,7 +79,7 @@ class RunEnd:
     seconds: float  # time from the start of the ranks to their end
     exit_code: int
     failure: Failure | None  # None if the run ended normally or was requested to stop
-    in_time: bool  # False if it was ended at its time limit
+    in_time: bool  # False if the run was ended at its time limit
 
     @property
     def interrupted(self) -> bool:

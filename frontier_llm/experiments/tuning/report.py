@@ -80,7 +80,7 @@ def write_report(search: Tuner, directory: Path) -> Path:
         f"{config.model.sequence_length} per step; "
         f"{facts['layouts']} of {search.space.legal} layouts that fit are searched."
     )
-    parts = [_tiles(facts), f"<h2>Predicted and measured</h2>{figures(charts(search))}"]
+    parts = [_tiles(facts), f"<h2>Search</h2>{figures(charts(search))}"]
     parts += [_importance(facts["importance"]), _constants(search), _trials(search)]
     return write_page(directory / "tune.html", f"{config.model.name}: measured search", subtitle, parts)
 

@@ -1,7 +1,7 @@
 """Reads and writes Hugging Face models tensor by tensor, in bounded memory and without GPUs.
 
-Reading gives a `WeightSource`: every rank of any layout reads from it its rectangles, the parts of tensors that the
-rank holds. Writing accepts any `WeightSource`, for example a training checkpoint of any layout.
+Reading gives a `WeightSource`, from which every rank of any layout reads the rectangles of tensors that it holds.
+Writing accepts any `WeightSource`, for example a training checkpoint of any layout.
 """
 
 from frontier_llm.interop.huggingface.export import Companions, HubRepository, export_huggingface, family_for

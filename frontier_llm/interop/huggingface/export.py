@@ -51,7 +51,7 @@ def family_for(model: ModelConfig) -> Family:
 
 @dataclass(frozen=True)
 class Companions:
-    """Files and facts that are exported with the weights."""
+    """Files that are exported with the weights, and facts for the model card."""
 
     # file name → text, or path of the file to copy
     tokenizer_files: Mapping[str, str | Path] = field(default_factory=dict)
@@ -120,7 +120,9 @@ def write_config(family: Family, model: ModelConfig, dtype: torch.dtype, eos_tok
 
 
 class HubRepository:
-    """Repository to which this user may write. It is created before the export, so that a refusal costs no time."""
+    """Repository to which this user may write. The repository is created before the export, so that a refusal wastes no
+    time.
+    """
 
     def __init__(self, name: str, private: bool = False) -> None:
         from huggingface_hub import HfApi

@@ -77,7 +77,7 @@ class Family:
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]  # returns the other keys of config.json
     ignored: tuple[str, ...]  # endings of tensors in older files that are buffers, not weights
-    prefix: str  # prefix of tensor names; files saved from the bare model lack it
+    prefix: str  # prefix of tensor names; files saved from the bare model do not have it
     # our fields for which the architecture supports only these values
     either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     grouped: bool = False  # supports fewer key/value heads than heads, and a head_dim of its own
@@ -86,7 +86,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # fields of `moe` that a family with experts fixes; None: the family has no experts
     routing: Mapping[str, Any] | None = None
-    moe_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # as `keys`, but for fields of `moe`
+    moe_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # same as `keys`, but for fields of `moe`
 
     def read_model(self, f: ConfigJson) -> ModelConfig:
         """Return our configuration of a config.json.
@@ -391,8 +391,8 @@ FAMILIES = [
 
 
 def register_family(family: Family) -> None:
-    """Add an architecture. Its models can then be read.
+    """Add an architecture. Models of this architecture can then be imported.
 
-    A model that no earlier family computes is written as this architecture, if this architecture computes the model.
+    An export uses this architecture if it computes the model and no earlier registered family does.
     """
     FAMILIES.append(family)

@@ -158,7 +158,8 @@ def write_sharded(
     tensors: Iterable[Tensor],
     shard_bytes: int,
 ) -> list[str]:
-    """Write `tensors` to files of at most `shard_bytes`. A larger tensor has its own file. Returns the files' names.
+    """Write `tensors` to files of at most `shard_bytes`. A tensor larger than `shard_bytes` has its own file. Returns
+    the files' names.
 
     `tensors` come in the order of `shapes`. The headers are computed from `shapes` alone, so only one tensor is in
     memory at a time.

@@ -2,9 +2,9 @@
 
 Such a file holds a pickle, `data.pkl`, which names classes and functions to call, and one uncompressed member per
 storage. Here every name in the pickle is replaced by an inert object of this module, and no name is ever imported.
-Tensors become descriptions that are mapped from the file when they are read. Plain containers are built as they are.
-Records of the packages that write training checkpoints become an `Opaque`, which only stores its arguments. Any other
-name is refused before anything is built.
+Tensors become descriptions that are mapped from the file when they are read. Plain containers (list, dict, tuple) are
+built unchanged. Records of the packages that write training checkpoints become an `Opaque`, which only stores its
+arguments. Any other name is refused before anything is built.
 """
 
 from __future__ import annotations
@@ -236,7 +236,8 @@ def _check_directory(path: Path) -> None:
 
 
 def _check_pickle(content: bytes) -> None:
-    """Read the operations without running them. Raises ValueError if a stated length or memo number is too large.
+    """Read the operations of the pickle without running them. Raises ValueError if a stated length or memo number is
+    too large.
 
     The unpickler allocates the sizes that a pickle states before it reads the data: frames, strings, and a table up to
     the highest memo number. Every stated length must therefore be in the file, and a memo number may not exceed the
@@ -269,7 +270,7 @@ class _Unpickler(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object for a name. Nothing is imported."""
+        """Return the inert object for a name, without importing anything."""
         full = f"{module.replace('__builtin__', 'builtins')}.{name}"
         if full in self._builders:
             return self._builders[full]

@@ -168,7 +168,9 @@ def _complete(
 
 
 def _expect_degree(key: str, arguments: Mapping[str, Any], count: int, folder: Path) -> None:
-    """Raise CheckpointError if the degree in the arguments is not `count`: the last ranks' files are missing then."""
+    """Raise CheckpointError if the degree in the arguments is not `count`: in this case the files of the last ranks are
+    missing.
+    """
     if arguments.get(key, count) != count:
         raise CheckpointError(
             f"was written with {key} {arguments[key]}, but the files of only {count} exist",

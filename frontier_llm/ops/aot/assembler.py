@@ -31,7 +31,7 @@ class Assembled:
 
     @property
     def is_clean(self) -> bool:
-        """True if ptxas names no lost speed, no stack frame and no spilled register."""
+        """True if ptxas reports no lost speed, no stack frame and no spilled register."""
         return not (self.warnings or self.stack_bytes or self.spill_store_bytes or self.spill_load_bytes)
 
 
@@ -67,7 +67,9 @@ def recorded_log() -> Iterator[io.StringIO]:
 
 
 def read_log(text: str) -> Assembled:
-    """Return the notes of ptxas in its output for one kernel. Raises BackendError if it does not name the stack."""
+    """Return the notes of ptxas in its output for one kernel. Raises BackendError if the output does not report the
+    size of the stack.
+    """
     frames = [match.groupdict() for match in _FRAME.finditer(text)]
     if not frames:
         raise BackendError(

@@ -1,4 +1,4 @@
-"""Parts that the forward and the gradients of attention share: scores, masks, and loads.
+"""Functions that the forward and the gradient kernels of attention both use: scores, masks, and loads.
 
 Scores are in base 2: log2(e) is part of the scale, because exp2 is one instruction on both vendors' hardware. EXTRAS
 adds ALiBi and documents. Without EXTRAS only the diagonal blocks are masked. SOFTCAP, which requires EXTRAS, adds a
@@ -24,7 +24,7 @@ _PAD = tl.constexpr(ROWS_PER_PAD)
 
 @triton.jit
 def log2_probability_factor(dtype: tl.constexpr):
-    """Return log2 of the factor of probabilities in products of this type."""
+    """Return log2 of the factor by which probabilities of this type are multiplied before a matrix product."""
     return 14.0 if dtype == tl.float16 else 0.0
 
 
@@ -36,7 +36,7 @@ def probability_factor(dtype: tl.constexpr):
 
 @triton.jit
 def to_product_type(x, dtype: tl.constexpr, SOFT_BF16: tl.constexpr):
-    """Return x converted to the type of a product.
+    """Return x converted to the operand type of a matrix product.
 
     CDNA2 has no instruction that converts to bf16. The compiler emits five instructions per number, half of them to
     keep NaN and to round ties to even. Neither is needed here, because a NaN also reaches the fp32 sums. With SOFT_BF16

@@ -12,9 +12,9 @@ import triton.language as tl
 def _group_of(slot, ends, groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """Return (group, its first row, the row after its last, the first row of this slot's block).
 
-    Group e has the slots from first_row // BLOCK_M + e to end // BLOCK_M + e. These are enough for its blocks of rows,
-    with at most one unused slot. This formula needs only the group's own ends. An exact numbering of the blocks would
-    need a sum over all earlier groups. Slots after the last group return an empty group.
+    Group e has the slots from first_row // BLOCK_M + e to end // BLOCK_M + e. These slots are enough for the group's
+    blocks of rows, with at most one unused slot. This formula needs only the group's own ends. An exact numbering of
+    the blocks would need a sum over all earlier groups. Slots after the last group return an empty group.
     """
     group = 0
     for first in range(0, groups, BLOCK_E):

@@ -1,6 +1,6 @@
 """Passes over flat fp32 buffers: AdamW, the gradient norm, and gradient sums.
 
-They are memory-bound, and each reads its inputs and writes its outputs once.
+The kernels are memory-bound, and each kernel reads its inputs and writes its outputs once.
 """
 
 import triton

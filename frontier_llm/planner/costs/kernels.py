@@ -68,7 +68,8 @@ def _measured_over_formula(product: Product, rates: Rates) -> float:
 
 
 def pace(devices: int, rates: Rates) -> float:
-    """Return the time of a product on the slowest of `devices`, relative to the slowest device of one node.
+    """Return the time of a matrix product on the slowest of `devices` devices, relative to the slowest device of one
+    node.
 
     Devices of one type differ in clock and power, and in every step all devices wait for the slowest. With more
     devices, the slowest device is slower. The reference is one node because efficiencies are measured on one node.

@@ -22,7 +22,7 @@ from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.layouts import Layouts, Number, by_schedule, cut, over_layouts, stage_length
-from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
+from frontier_llm.planner.costs.parameters import Size, by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.planner.costs.seconds import mean_of_layers
 from frontier_llm.planner.costs.time import p2p_bytes, stage_layers
 from frontier_llm.planner.costs.update import BUCKET_ELEMENTS, whole_update
@@ -121,107 +121,124 @@ def stage_memory(
 
     A rank holds `layers` layers in all its chunks, and the embedding or the head if the flags are true.
     """
-    dense = stage_numel(model, layouts.tp, layers, embedding, head)
-    experts = expert_numel(model, layouts, layers)
-    parameters = dense + experts
-    parts = held(model, layouts, rates)
-    if not isinstance(layouts, Layouts) and "," in layouts.recompute:  # shares of modes depend on a stage's layers
-        of_stages = [
-            held(model, layouts, rates, math.ceil(number / layouts.chunks)).block for number in np.ravel(layers)
-        ]
-        parts = parts._replace(block=np.reshape(of_stages, np.shape(layers)))
+    contents = _Contents(layers, embedding, head)
+    parameters = sum(_dense_and_experts(model, layouts, contents))
+    statistics = _statistics_bytes(model, layouts, contents)
+    parts = _held_by_stage(model, layouts, rates, layers)
     size = DTYPE_BYTES[layouts.dtype]
-    replicas = layouts.replicas
-    chunks = layouts.chunks
-    cut_weights = cut(layouts, 3)
-    cut_gradients = cut(layouts, 2)
-    # with a pipeline, ZeRO-2 keeps complete gradients of one chunk: the chunk whose backwards are accumulated
-    whole = np.where(cut_weights | (layouts.pp == 1), 0.0, 1 / chunks)
-    gradient_bytes = rates.gradient_bytes + rates.further_gradient_bytes
-    gradients = parameters * gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
-    # Buffers of sharded weights (FSDP): the gradients of one layer, and the gathered weights of this layer and the next
-    # layer. A rank keeps its own shard of the weights only as the fp32 master copy. With "weights-gathered-once" the
-    # gathered 16-bit weights exist from forward to backward.
-    twice = layouts.sharding == "weights"
-    gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))
-    wide = statistics_bytes(layouts.dtype)
-    rule = optimizer_rule(layouts.optimizer)
-    master = 0 if size < wide else wide  # fp32 and fp64 weights need no separate master copy
-
-    def of_state(without: int = 0) -> Number:
-        def kept(one: Parameter, degrees: Mapping[str, Number]) -> Number:
-            element_bytes = rates.optimizer_state_bytes or rule.bytes_per_element(one, wide)
-            return (element_bytes - without) * one.rank_numel(degrees)
-
-        dense = stage_numel(
-            model=model,
-            tp=layouts.tp,
-            layers=layers,
-            embedding=embedding,
-            head=head,
-            size=kept,
-        ) / np.where(cut(layouts, 1), layouts.shards, 1)
-        return (
-            dense + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1) + statistics
-        )
-
-    def of_statistics(one: Parameter, degrees: Mapping[str, Number]) -> Number:
-        return wide * sum(tensor.rank_numel(degrees) for tensor in rule.statistics(one))
-
-    dense_statistics = stage_numel(
-        model=model,
-        tp=layouts.tp,
-        layers=layers,
-        embedding=embedding,
-        head=head,
-        size=of_statistics,
-    )
-    statistics = dense_statistics + expert_numel(model, layouts, layers, of_statistics)
-    state = of_state(without=master)
     in_flight, waiting = (
-        by_schedule(
-            layouts,
-            of,
-            "pp",
-            "chunks",
-            "microbatches",
-            stage=stage,
-        )
-        for of in (peak_in_flight, peak_waiting)
+        by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting)
     )
-    activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
+    activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / layouts.chunks
     working = parts.block_working * rates.fragmentation
     logits = np.where(head, parts.logits + parts.logits_waiting * waiting, 0.0)
     sent = p2p_bytes(model, layouts, replace(rates, p2p_split=False))
-    lines = {
-        "weights": np.where(twice, 0.0, parameters * size),
-        "gradients": gradients,
-        "optimizer": state,
+    bucket = np.minimum(np.where(layouts.replicas > 1, BUCKET_BYTES, 0.0), parameters * size)
+    return {
+        # with sharded weights (FSDP), a rank keeps its own shard of the weights only as the fp32 master copy
+        "weights": np.where(layouts.sharding == "weights", 0.0, parameters * size),
+        "gradients": parameters * _gradient_element_bytes(layouts, rates),
+        "optimizer": _state_bytes(model, layouts, rates, contents) + statistics,
         "activations": activations * rates.fragmentation,
         "recompute working set": working,
         "logits": np.maximum(logits - working, 0.0),  # freed before the first layer is recomputed
         "gathered keys and values": parts.exchanged,
         "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),
-        "communication buffers": np.where(
-            cut_weights,
-            gathered,
-            np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size),
-        ),
+        "communication buffers": np.where(cut(layouts, 3), _gathered_weights_bytes(model, layouts, rates), bucket),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
-    }
-    if np.any(statistics > 0):
+    } | _update_lines(model, layouts, rates, layers, parameters, bool(np.any(statistics > 0)))
+
+
+class _Contents(NamedTuple):
+    """What a pipeline rank holds, or several ranks as arrays."""
+
+    layers: Number
+    embedding: Number
+    head: Number
+
+
+def _dense_and_experts(
+    model: ModelConfig, layouts: Layout, contents: _Contents, size: Size = Parameter.rank_numel
+) -> tuple[Number, Number]:
+    """Return the sums of `size` over the dense parameters of a rank, and over its experts."""
+    layers, embedding, head = contents
+    dense = stage_numel(model, layouts.tp, layers, embedding, head, size)
+    return dense, expert_numel(model, layouts, layers, size)
+
+
+def _held_by_stage(model: ModelConfig, layouts: Layout, rates: Rates, layers: Number) -> Held:
+    """Return `held`. If a layout mixes recompute modes, their shares depend on the number of layers of each stage."""
+    parts = held(model, layouts, rates)
+    if isinstance(layouts, Layouts) or "," not in layouts.recompute:
+        return parts
+    of_stages = [held(model, layouts, rates, math.ceil(number / layouts.chunks)).block for number in np.ravel(layers)]
+    return parts._replace(block=np.reshape(of_stages, np.shape(layers)))
+
+
+def _gradient_element_bytes(layouts: Layout, rates: Rates) -> Number:
+    """Return the bytes of gradients that a rank keeps for each element of its parameters."""
+    element_bytes = rates.gradient_bytes + rates.further_gradient_bytes
+    # with a pipeline, ZeRO-2 keeps complete gradients of one chunk: the chunk whose backwards are accumulated
+    complete = np.where(cut(layouts, 3) | (layouts.pp == 1), 0.0, 1 / layouts.chunks)
+    return element_bytes * np.where(cut(layouts, 2), np.minimum(1 / layouts.shards + complete, 1.0), 1.0)
+
+
+def _gathered_weights_bytes(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
+    """Return the buffers of sharded weights (FSDP): the gradients of one layer, and the gathered 16-bit weights of this
+    layer and the next. With "weights-gathered-once" the gathered weights are a rank's weights from forward to
+    backward.
+    """
+    two_layers = np.where(layouts.sharding == "weights", 2 * DTYPE_BYTES[layouts.dtype], 0)
+    return stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + two_layers)
+
+
+def _state_bytes(model: ModelConfig, layouts: Layout, rates: Rates, contents: _Contents) -> Number:
+    """Return the bytes of the optimizer's state that ZeRO-1 cuts, and of the master copy of the weights."""
+    wide = statistics_bytes(layouts.dtype)
+    rule = optimizer_rule(layouts.optimizer)
+    has_master = DTYPE_BYTES[layouts.dtype] < wide  # fp32 and fp64 weights need no separate master copy
+
+    def of_state(one: Parameter, degrees: Mapping[str, Number]) -> Number:
+        element_bytes = rates.optimizer_state_bytes or rule.bytes_per_element(one, wide)
+        return (element_bytes - (0 if has_master else wide)) * one.rank_numel(degrees)
+
+    dense, experts = _dense_and_experts(model, layouts, contents, of_state)
+    is_cut = cut(layouts, 1)
+    return dense / np.where(is_cut, layouts.shards, 1) + experts / np.where(is_cut, layouts.edp, 1)
+
+
+def _statistics_bytes(model: ModelConfig, layouts: Layout, contents: _Contents) -> Number:
+    """Return the bytes of the optimizer's statistics, which ZeRO-1 does not cut."""
+    wide = statistics_bytes(layouts.dtype)
+    rule = optimizer_rule(layouts.optimizer)
+
+    def of_statistics(one: Parameter, degrees: Mapping[str, Number]) -> Number:
+        return wide * sum(tensor.rank_numel(degrees) for tensor in rule.statistics(one))
+
+    return sum(_dense_and_experts(model, layouts, contents, of_statistics))
+
+
+def _update_lines(
+    model: ModelConfig, layouts: Layout, rates: Rates, layers: Number, parameters: Number, has_statistics: bool
+) -> Lines:
+    """Return purpose → bytes of the buffers of an optimizer whose update needs more than one element at a time."""
+    lines: Lines = {}
+    wide = statistics_bytes(layouts.dtype)
+    size = DTYPE_BYTES[layouts.dtype]
+    rule = optimizer_rule(layouts.optimizer)
+    owners = np.where(cut(layouts, 1), layouts.replicas, 1)
+    if has_statistics:
         # the update processes one bucket at a time, with two buffers: the scaled gradient, and squares or second
         # moments
         bucket = np.minimum(np.maximum(_largest_block_numel(model, layouts), BUCKET_ELEMENTS), parameters)
-        lines["update of a bucket"] = 2 * wide * bucket / np.where(cut(layouts, 1), replicas, 1)
+        lines["update of a bucket"] = 2 * wide * bucket / owners
     if rule.gathers:
         update = whole_update(model, layouts, rates, layers)
-        owned = np.where(cut(layouts, 1), replicas, 1)
         # Padding of buckets needs memory for weights, gradients and state too. In addition, one bucket at a time has
         # its gathered 16-bit tensors and its update direction in 32 bits.
-        padded = update.padding * (size + rates.gradient_bytes + 2 * wide / owned)
+        padded = update.padding * (size + rates.gradient_bytes + 2 * wide / owners)
         gathered = np.where(update.gathered > 0, update.largest * size, 0.0)
-        lines["whole matrices"] = padded + gathered + update.largest * wide / owned
+        lines["whole matrices"] = padded + gathered + update.largest * wide / owners
     return lines
 
 

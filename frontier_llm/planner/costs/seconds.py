@@ -112,12 +112,13 @@ def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
 
 
 def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates: Rates) -> float:
-    """Return the seconds that a collective adds to its product if both are cut in pieces (parallel/tensor/linear.py).
+    """Return the seconds that a collective adds to its matrix product if both are split into pieces
+    (parallel/tensor/linear.py).
 
     Each piece of the collective overlaps the next piece of the product, or the reverse. But n small products and n
-    small collectives take longer than one large product and one large collective. The share `chunk_overlap` of the
-    shorter of the two is hidden n - 1 times. In addition the rows are copied into their final order, for a
-    reduce-scatter before the product.
+    small collectives take longer than one large product and one large collective. Of the shorter one of a piece's two
+    times, the fraction `chunk_overlap` is hidden n - 1 times. In addition the rows are copied into their final order,
+    for a reduce-scatter before the product.
     """
     pieces = layout.tensor_chunks
     product_part_s = product_s(replace(product, m=product.m // pieces), rates)
@@ -276,7 +277,7 @@ class Times(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Times of the parts of which stages consist."""
+    """Times of a block, of the embedding and of the head, of which stages consist."""
 
     block: Times  # times with the schedule's share of split backwards
     split: Times  # times of a block if every backward is split
@@ -285,12 +286,14 @@ class Parts(NamedTuple):
 
 
 def added_share(microbatches: Number) -> Number:
-    """Return the share of a step's microbatches whose weight gradients are accumulated: all but the first."""
+    """Return the fraction of a step's microbatches whose weight gradients are accumulated: all but the first."""
     return 1 - 1 / np.maximum(microbatches, 1)
 
 
 def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Parts:
-    """Return the times of the parts of one layout, or of a table as columns. `layers` is passed to `mode_shares`."""
+    """Return the times of block, embedding and head for one layout, or as columns for a table. `layers` is passed to
+    `mode_shares`.
+    """
     prices: Prices = {}
 
     def fold(layout: Layout) -> Parts:

@@ -133,9 +133,9 @@ def tied_sum_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
 
 
 def overlap_windows(layouts: Layout) -> Number:
-    """Return how much backward work can hide the gradient sum: the work that follows the first complete gradients.
+    """Return the amount of backward work that can hide the gradient sum: the work after the first complete gradients.
 
-    The result is in backwards of one microbatch over all chunks of a rank. Without interleaving it is 1, the backward
+    The unit is the backward of one microbatch through all chunks of a rank. Without interleaving it is 1, the backward
     of the last microbatch. With interleaving it is the last round. This round has the backwards of pp microbatches
     through all chunks but one, and the backward of one microbatch through the chunk that was left out.
     """

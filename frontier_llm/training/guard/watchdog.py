@@ -30,8 +30,8 @@ from frontier_llm.run.rank_env import node_name
 from frontier_llm.training.guard.cause import Inquiry, period_s
 from frontier_llm.training.guard.suspects import WrongResults
 
-# The watchdog's timeout as a share of the timeout of collectives. The watchdog must act first, while it can still read
-# the heartbeats of other ranks.
+# The watchdog's timeout as a fraction of the timeout of collectives. The watchdog must act first, while it can still
+# read the heartbeats of other ranks.
 FIRES_AT = 0.9
 # Share of the watchdog's timeout after which the stacks of all threads are written. At this time no collective has
 # timed out, so the stacks still show the call that hangs.
@@ -61,7 +61,8 @@ class Watchdog:
         self._inquiry = Inquiry(heartbeat_store, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
         self._step = 0
         self._section = "start"
-        self._step_began_at = self._per_step = 0  # collectives before this step; collectives in the last step
+        # number of collectives before this step; number of collectives in the last step
+        self._step_began_at = self._per_step = 0
         self._moved_s = time.monotonic()
         self._stop = threading.Event()
         self._wake = threading.Event()

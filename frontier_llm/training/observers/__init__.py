@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import ConfigError, Problem, suggest
 
-if TYPE_CHECKING:  # both modules import `metrics`, which imports this package
+if TYPE_CHECKING:  # only for types: both modules import `metrics`, which imports this package
     from frontier_llm.training.build import TrainState
     from frontier_llm.training.step import StepResult
 

@@ -337,7 +337,7 @@ def test_two_histories_are_never_mixed(
         (tmp_path / "away").rename(store)
     assert read_uploads(tmp_path / "run").branched_at == 2
     again = started(tmp_path / "run", url)
-    again.check(4)  # its own history, although step 6 of the other one is higher
+    again.check(4)  # the run continues its own history, although step 6 of the other run directory is higher
     again.checkpoints.close()
     assert remote_steps(url) == [6, 2]
     assert "two histories" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_each_name_is_replaced_in_every_part_of_every_problem() -> None:
         ),
         (
             ["calibrate", "quickstart", "--emit-machine", "mine.txt"],
-            "--emit-machine: mine.txt is not the name of a machine file\n    fix: --emit-machine mine.yaml",
+            "argument --emit-machine: 'mine.txt' does not end in .yaml: write mine.yaml\n",
         ),
     ],
 )

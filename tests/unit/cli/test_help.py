@@ -56,7 +56,7 @@ def test_ctrl_c_while_a_command_is_being_imported_leaves_no_traceback(
 
 
 def test_a_full_disk_is_one_short_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt-tiny", "--machine", "local", "--emit", "/dev/full"]) == 2
+    assert main(["plan", "gpt-tiny", "--machine", "local", "--chrome-trace", "/dev/full"]) == 2
     assert capsys.readouterr().err.splitlines()[-3:] == [
         "frontier-llm plan: error",
         "No space left on device",

@@ -110,8 +110,9 @@ def test_a_former_name_means_the_new_one(row: OldName, capsys: pytest.CaptureFix
     for group in parser._mutually_exclusive_groups:
         needed += ["--model", "gpt-1t"] if group.required else []
     takes_value = row.is_key or parser._option_string_actions[row.new].nargs != 0
-    value = ["3"] if takes_value else []
-    new = [f"{row.new}={row.value.format('3')}"] if row.is_key else [row.new, *value]
+    typed = "3.yaml" if row.new == "--emit-machine" else "3"
+    value = [typed] if takes_value else []
+    new = [f"{row.new}={row.value.format(typed)}"] if row.is_key else [row.new, *value]
     words = [*row.command.split(), *needed]
 
     def parsed(*more: str) -> dict[str, object]:
@@ -122,7 +123,7 @@ def test_a_former_name_means_the_new_one(row: OldName, capsys: pytest.CaptureFix
     assert parsed(row.old, *value) == expected
     assert f"{row.old} is now called {row.new}" in capsys.readouterr().err
     if takes_value:
-        assert parsed(f"{row.old}=3")["overrides" if row.is_key else "command"] == (
+        assert parsed(f"{row.old}={typed}")["overrides" if row.is_key else "command"] == (
             expected["overrides"] if row.is_key else expected["command"]
         )
     assert main([*words, row.old, *value, *new]) == 2

@@ -16,7 +16,7 @@ from frontier_llm.cli.main import main
 from frontier_llm.cli.vocabulary import OLD_NAMES
 from tests.unit.cli.test_vocabulary import LEAVES, flags
 
-# wrong command → its answer
+# wrong command → text of its error message
 ANSWERS = {
     "tune train_small --machine frontier": "fix: machine=frontier instead of --machine",
     "plan gpt-tiny --tensor 8": "fix: --fix tensor=8 instead of --tensor",
@@ -45,6 +45,45 @@ ANSWERS = {
     "train quickstart --dry-run --allow-change lr": "'lr' is not a key of a run\n    fix: did you mean 'optimizer.lr'?",
     "submit train_small --site local --nodes 1 --allow-change lr": "fix: did you mean 'optimizer.lr'?",
     "data tokenize {here}/a.jsonl --tokenizer bytes --output {here}/x": "fix: name the key of the text with --text-key",
+    "train quickstart": "create the dataset with `frontier-llm data stdlib data/stdlib`",
+    "data import x.npy --output x": "fix: add --tokenizer TOKENIZER (tokenizer that made the tokens)",
+    'train quickstart data.train=[{"path":x,"name":y}]': "name: unknown key\n    fix: valid: max_epochs, path",
+    "plan gpt-tiny --html x.html": "fix: --figures instead of --html",
+    "plan gpt-tiny --output x.yaml": "fix: --emit instead of --output",
+    "plan gpt-tiny --emit x": "'x' does not end in .yaml: write x.yaml",
+    "plan gpt-tiny --nodes=16,32": "fix: --nodes N (default: the smallest power of two on which the model fits)",
+    "plan gpt-tiny --tp 8": "fix: --fix tensor=8 instead of --tp",
+    "plan gpt-tiny --fix tp=8": "fix: did you mean 'tensor'?",
+    "plan gpt-tiny --fix tensor=8 --fix tensor=4": "tensor is fixed twice",
+    "plan --model gpt-tiny": "fix: give MODEL without an option: frontier-llm plan gpt-tiny",
+    "train quickstart --resume": "the same command line resumes",
+    "train quickstart --epochs 3": "fix: train.steps=3epochs instead of --epochs",
+    "train quickstart --tp 2": "fix: parallel.tensor=2 instead of --tp",
+    "train quickstart parallel.dp=2": "fix: did you mean 'data'?",
+    "train quickstart --model gpt-tiny": "fix: model=gpt-tiny instead of --model",
+    "train --config x.yaml": "fix: give RUN without an option: frontier-llm train x.yaml",
+    "train quickstart --ranks 2": "fix: the number of ranks is parallel.tensor x parallel.pipeline x parallel.data",
+    "train quickstart --bf16": "fix: precision.dtype=bf16 instead of --bf16",
+    "train quickstart train.steps = 40": "fix: write train.steps=40\n",
+    "train quickstart train.steps:40": "fix: write train.steps=40\n",
+    "train quickstart data.train=a,b": "fix: write several datasets as a list: data.train=[a,b]",
+    "list": "fix: add kind (what to list: models, machines, runs, schedules, sites, tasks)",
+    "evaluate runs/x --steps 5": "fix: --steps is an option of frontier-llm tune",
+    "evaluate --checkpoint runs/x": "fix: give CHECKPOINT without an option: frontier-llm evaluate runs/x",
+    "generate runs/x once upon": "fix: write --prompt 'once upon'",
+    "generate runs/x --prompt": "fix: --prompt TEXT (text to continue",
+    "checkpoint export-hf runs/x --output out": "fix: frontier-llm checkpoint export-hf CHECKPOINT DIR",
+    "checkpoint import-hf hf quickstart --output out": "fix: --output is an option of",
+    "data tokenize --input a --output-prefix b": "frontier-llm data tokenize a; --output instead of --output-prefix",
+    "scaling weak --model gpt-175b --nodes 16 32": "fix: separate node counts by commas: --nodes 16,32",
+    "scaling weak gpt-175b --nodes 16,32": "e.g. gpt-175b), or add --run RUN (run file",
+    "tune quickstart --hours 1": "fix: --max-node-hours instead of --hours",
+    "tune quickstart --max-node-hours 1 --emit best": "'best' does not end in .yaml: write best.yaml",
+    "tune quickstart --max-node-hours 1 --emit-machine best": "'best' does not end in .yaml: write best.yaml",
+    "calibrate --emit-machine mine": "'mine' does not end in .yaml: write mine.yaml",
+    "submit train_small --site local --nodes 1 --walltime 1:00:00": "fix: --time instead of --walltime",
+    "check quickstart --figures x.html": "fix: --html instead of --figures",
+    "status --num-layers 3": "fix: frontier-llm status --help",
     "data tokenizer {here}/a.jsonl --output {here}/x.model": "fix: name the key of the text with --text-key",
 }
 
@@ -107,3 +146,42 @@ def test_a_change_shows_no_keys_that_are_not_set() -> None:
 
 def test_leaves_are_parsers_of_this_program() -> None:
     assert len(LEAVES) > 30 and all(isinstance(parser, Parser) for parser in LEAVES.values())
+
+
+# wrong command → the missing file, which the error message names with its absolute path
+MISSING_FILES = {
+    "train quickstart data.tokenizer=bytes data.train=no/data": "no/data.bin",
+    "train quickstart data.tokenizer=no.model": "no.model",
+    "train quickstart plugins=[no.py]": "no.py",
+    "train quickstart model=no.yaml": "no.yaml",
+    "train quickstart machine=no.yaml": "no.yaml",
+    "train no.yaml": "no.yaml",
+    "tune quickstart --ranks 2 --max-node-hours 1": "data/stdlib/train.bin",
+    "calibrate quickstart --ranks 2 --emit-machine x.yaml": "data/stdlib/train.bin",
+    "bench step quickstart": "data/stdlib/train.bin",
+    "plan no.yaml": "no.yaml",
+    "plan --run no.yaml": "no.yaml",
+    "plan gpt-tiny --plugin no.py": "no.py",
+    "plan --measured no": "no is not a run directory",
+    "plan --validate no.tsv": "no.tsv",
+    "submit train_small --site no.yaml --nodes 1": "no.yaml",
+    "scaling report no": "no: contains no runs",
+    "data show no --step 1": "no: no such run directory",
+    "data inspect no": "no.bin",
+    "data tokenize no.txt --tokenizer bytes --output x": "no.txt",
+    "generate no --prompt-file no.txt": "no.txt",
+    "report no": "no is not a run directory",
+    "status no": "no: no such run directory",
+    "checkpoint list no": "no: contains no complete checkpoint",
+    "checkpoint export-hf no out": "no: does not exist",
+}
+
+
+@pytest.mark.parametrize("typed", MISSING_FILES)
+def test_a_missing_file_is_named_by_its_absolute_path(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(typed.split()) == 2
+    assert f"{tmp_path}/{MISSING_FILES[typed]}" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # nothing was started

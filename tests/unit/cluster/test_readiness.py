@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.cli.main import main
 from frontier_llm.cluster import readiness, slurm
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.disk import LOG_BYTES
@@ -17,6 +18,7 @@ from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.libraries import LIBRARIES, TORCH_OPS
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.run.installation import InputFacts, Installation, KernelFacts, TorchFacts
 from frontier_llm.run.job import Job
 
@@ -167,6 +169,27 @@ def test_the_oldest_torch_is_that_of_setup_py() -> None:
 
 def test_op_groups_are_all_that_name_a_back_end() -> None:
     assert {getattr(load_run("train_small").ops, group) for group in readiness._op_groups(run())} == {"auto"}
+
+
+def test_doctor_writes_the_method_of_adding_weight_gradients_for_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "cluster_name", lambda: "frontier")
+    monkeypatch.setenv("FRONTIER_LLM_SITE", "frontier")
+    monkeypatch.setenv("FRONTIER_LLM_ROOT", str(ROOT))
+    facts = GOOD
+    monkeypatch.setattr(readiness, "_ask_here", lambda site, config: facts)
+    emitted = tmp_path / "mine.yaml"
+    command = ["doctor", "--site", "frontier", "--installation", "--emit-machine", str(emitted)]
+    assert main(command) == 2
+    assert "sees no GPU here" in capsys.readouterr().err
+    assert not emitted.exists()
+    facts = replace(GOOD, weight_gradients="fp32-product")
+    assert main(command) == 0
+    assert "weight gradients with the method fp32-product" in capsys.readouterr().out
+    machine = load_machine(str(emitted))
+    assert rates(machine).weight_gradients == "fp32-product"
+    assert rates(machine).peak_flops == rates(load_machine("frontier")).peak_flops
 
 
 def planted_site(tmp_path: Path, modules: str = "[]") -> Path:

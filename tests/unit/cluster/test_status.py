@@ -180,7 +180,7 @@ def test_runs_are_found_and_a_missing_one_is_an_error(
 
 def test_a_run_without_a_final_checkpoint_is_finished_when_its_last_attempt_is(run_directory: Path) -> None:
     run_dir.record(run_directory, run_dir.Attempt(3, "77", ("n0",), 30, 100, 0, "finished"))
-    assert read_status(run_directory).state == "not queued"  # its checkpoint could not be written
+    assert read_status(run_directory).state == "not queued"  # the checkpoint of this run could not be written
     (run_directory / "config.yaml").write_text("train: {steps: 100, save_final: false}\n")
     assert read_status(run_directory).state == "finished"
 

@@ -109,7 +109,7 @@ def test_many_nodes_are_told_to_bring_their_environment(
     assert warning("frontier", 64) and not warning("frontier", 8)
     assert "refuses" not in warning("frontier", 64)
     assert "submit refuses this for more than 64 nodes" in warning("frontier", 65)
-    assert not warning("lumi", 16)  # an image is one file
+    assert not warning("lumi", 16)  # a container image is one file, so there is no warning
     monkeypatch.setenv("FRONTIER_LLM_ENV_ARCHIVE", "env.tar.gz")
     assert not warning("frontier", 16)
 

@@ -219,7 +219,7 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
         (["generate", "{room}/run", "--temperature=-1"], "--temperature: -1.0 is not 0"),
         (["generate", "{room}/run", "--top-p=2"], "--top-p: 2.0 is not in (0, 1]"),
         (["generate", "{room}/run", "--tokenizer={room}/none.json"], "no such tokenizer"),
-        (["generate", "{room}/run", "--prompt-file={room}/none"], "cannot be read"),
+        (["generate", "{room}/run", "--prompt-file={room}/none"], "none: No such file or directory"),
         (["generate", "{room}/run", "parallel.tensor=3"], "set parallel.tensor to one of [1, 2]"),
         (
             ["evaluate", "{room}/run", "parallel.pipeline=9"],

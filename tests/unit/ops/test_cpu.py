@@ -213,7 +213,7 @@ def test_rows_are_gathered_and_summed(isa, dtype, width):
     assert not cpu.gather_rows(x[:0], torch.full((2, 3), -1)).any() and cpu.gather_rows(
         x, torch.empty(0, 4).long()
     ).shape == (0, width)
-    with pytest.raises(RuntimeError, match="place 7 of 7 rows"):
+    with pytest.raises(RuntimeError, match="row 7 does not exist, because x has 7 rows"):
         cpu.gather_rows(x, torch.tensor([[7]]))
 
 
@@ -395,47 +395,11 @@ def test_wrong_shapes_and_types_are_refused():
         cpu.attention(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), Scores(1.0))
     with pytest.raises(RuntimeError, match="weight has 3 elements"):
         cpu.rms_norm(torch.ones(2, 4), torch.ones(3), 1e-5)
-    with pytest.raises(RuntimeError, match="drop wants"):
+    with pytest.raises(RuntimeError, match="drop expects"):
         cpu.drop(torch.ones(2, 3, 4), None, Mask(1, 1, torch.arange(2), torch.arange(2)))
     with pytest.raises(RuntimeError, match="cannot run"):
         torch.ops.frontier_llm.use_instruction_set("avx1024")
     assert torch.ops.frontier_llm.instruction_set() in ISAS
-
-
-def norm_gradients(x, weight, bias):
-    weight = weight.clone().requires_grad_()
-    bias = bias.clone().requires_grad_()
-    cpu.layer_norm(x, weight, bias, 1e-5).backward(x)
-    return torch.stack((weight.grad, bias.grad))
-
-
-def embedding_gradient(x):
-    table = torch.zeros(7, x.shape[1])
-    cpu.embedding_backward_(table, torch.arange(len(x)) % 7, x, 0)
-    return table
-
-
-def test_two_threads_give_the_same_as_one():
-    x = normal(999, 384, dtype=torch.float32)
-    weight = normal(384, dtype=torch.float32)
-    bias = normal(384, dtype=torch.float32, seed=1)
-    q = normal(100, 2, 4, 32, dtype=torch.float32)
-    before = torch.get_num_threads()
-    results = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        results.append(
-            (
-                cpu.layer_norm(x, weight, bias, 1e-5),
-                cpu.attention(q, q, q, Scores(0.2)),
-                cpu.sum_of_squares(x),
-                norm_gradients(x, weight, bias),
-                embedding_gradient(x),
-                cpu.linear(x, x[:300], None),
-            )
-        )
-    torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

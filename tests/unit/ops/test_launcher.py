@@ -157,7 +157,7 @@ def test_wrong_tensors_numbers_and_grids_are_refused_before_the_driver(gpu):
     assert record.launches == launches
 
 
-def test_what_the_driver_says_is_said(gpu):
+def test_what_the_driver_says_is_said(gpu, monkeypatch):
     kernels, driver, _ = gpu
     main = torch.zeros(64)
     fail = ctypes.c_int.in_dll(driver, "fail_launch")
@@ -166,23 +166,28 @@ def test_what_the_driver_says_is_said(gpu):
         GpuOps(kernels).accumulate_(main, main)
     fail.value = 0
     code = next(iter(kernels._variants["accumulate", "fp32", "any"].codes.values()))
-    with pytest.raises(BackendError, match=r"absent: some error \(code 500\)(.|\n)*build_ops"):
+    with pytest.raises(
+        BackendError, match=r"does not contain the kernel absent: some error \(code 500\)(.|\n)*build_ops"
+    ):
         kernels._load(DEVICE, dataclasses.replace(code, symbol="absent"))
     with pytest.raises(BackendError, match="device 64"):
         kernels._load(64, code)
     if kernels.architecture == "sm_90":
         fail = ctypes.c_int.in_dll(driver, "fail_attribute")
         fail.value = 1
-        with pytest.raises(BackendError, match="more shared memory than this device gives a block"):
+        with pytest.raises(BackendError, match="does not allow 100000 bytes of shared memory per block"):
             kernels._load(DEVICE, dataclasses.replace(code, shared_bytes=100_000))
         fail.value = 0
     broken = code.path.parent / "broken"
-    broken.write_bytes(b"text")
+    broken.write_bytes(b"not ELF." + bytes([8]))  # the byte with the ABI version is the ninth
+    kernels.tools["ptxas"] = "13.4"
+    monkeypatch.setattr("frontier_llm.ops.prebuilt.driver_version", lambda: "CUDA 12.4")
     with pytest.raises(BackendError, match=r"the driver refuses the code object: some error \(code 200\)") as error:
         kernels._load(DEVICE, dataclasses.replace(code, path=broken))
     text = str(error.value)
+    del kernels.tools["ptxas"]
     assert (
-        "may be newer than this driver" in text
+        "built by Triton 3.9.0, ptxas 13.4, ABI 8, which may be newer than this driver (CUDA 12.4)" in text
         and f"build them again on this machine, with the Triton of this torch: python setup.py build_ops --arch "
         f"{kernels.architecture}"
         in text

@@ -21,6 +21,7 @@ from frontier_llm.ops import AttentionNeeds, Scores, native, providers, referenc
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.reference import GROUPS, Ops
 from frontier_llm.ops.select import backends
+from frontier_llm.training.guard.provenance import provenance
 
 
 @pytest.fixture
@@ -348,9 +349,12 @@ def test_deterministic_ops_are_chosen_or_the_log_says_what_differs(gpu_ops, caps
     fastest = select_ops(OpsConfig(), "cuda", torch.bfloat16)
     assert fastest.attention == "flash_attn" and "attention (flash_attn)" in fastest.not_repeatable
     assert "a resume is not equal to the bit: attention (flash_attn)" in capsys.readouterr().err
+    in_manifest = provenance(torch.device("cpu"), fastest)["equal_bits_in_two_runs"]
+    assert in_manifest == f"no: {fastest.not_repeatable}"
     assert not torch.are_deterministic_algorithms_enabled()
     equal = select_ops(OpsConfig(deterministic=True), "cuda", torch.bfloat16)
     assert equal.attention == "flash_attn, deterministic" and equal.not_repeatable == ""
+    assert provenance(torch.device("cpu"), equal)["equal_bits_in_two_runs"] == "yes"
     assert "not equal to the bit" not in capsys.readouterr().err
     assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
 

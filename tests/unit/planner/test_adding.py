@@ -66,7 +66,7 @@ def test_a_plan_explains_which_method_it_assumes_and_the_price_of_the_others(tmp
     frontier = load_machine("frontier")
     unknown = report.explain(plan(), frontier, None, FRONTIER)
     assert f"{EXPLAINED}not known for the installed torch" in unknown
-    assert "frontier-llm calibrate" in unknown
+    assert "frontier-llm doctor --emit-machine FILE" in unknown
     mine = tmp_path / "mine.yaml"
     mine.write_text("base: frontier\nstacks: {frontier-llm: {weight_gradients: fp32-product}}\n")
     machine = load_machine(str(mine))

@@ -177,6 +177,16 @@ def test_a_fixed_choice_is_refused_with_the_rule_that_it_breaks(capsys: pytest.C
     assert err.count("no legal layout") == 1
 
 
+def test_what_if_names_the_rule_that_a_value_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("gpt-22b", "--nodes", "4", "batch.global_batch=1000")
+    code, out, _ = run(capsys, *asked, "--what-if", "micro_batch=3")
+    assert code == 0
+    assert "no legal layout; batch.global_batch: 1000 is not a multiple of micro_batch 3 x dp 4 = 12" in out
+    code, _, err = run(capsys, *asked, "--fix", "micro_batch=3")
+    assert code == 2
+    assert "batch.global_batch: 1000 is not a multiple of micro_batch 3" in err
+
+
 def plan_of(step_s: float, **risks: object) -> SimpleNamespace:
     return SimpleNamespace(
         step_s=step_s,

@@ -33,7 +33,7 @@ def layout(**changes: Any) -> Layout:
 def test_sharded_weights_cost_a_gather_each_way_and_a_scatter_per_microbatch() -> None:
     """The network is so slow that only traffic counts: per layer two gathers of bf16 and one scatter of fp32."""
     slow = replace(FRONTIER, nodes=64, node_network_bytes_s=1e6, all_reduce_table=None, hierarchical=False)
-    parameters = 202_383_360  # of one layer: 4·4096² + 3·4096·11008, and two norms
+    parameters = 202_383_360  # parameters of one layer: 4·4096² + 3·4096·11008, and two norms
     gather, scatter = (float(one) for one in sharding_s(times(MODEL, layout(), slow).block, layout(), slow))
     wire = slow.node_network_bytes_s * slow.network_efficiency
     assert gather == pytest.approx(31 / 32 * parameters * 2 / wire, rel=1e-3)

@@ -49,7 +49,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(role: str, root: 
     folder = Path(process.stdout.readline().strip())
     assert folder.is_dir() and folder.parent == root
     age(folder)
-    assert remove_stale(root) == [] and folder.is_dir()  # its process is running
+    assert remove_stale(root) == [] and folder.is_dir()  # the process of this folder is still running
     process.kill()
     process.wait()
     private_folder(b"y" * 64) if role == "rank" else temporary_folder().__enter__()

@@ -93,6 +93,7 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
     machine = {
         "device": "NVIDIA H200",
         "architecture": "sm_90",
+        "weight_gradients": "in-product",
         "devices": 8,
         "packages": {"torch": "2.11.0"},
         "memory_gib": 140.0,
@@ -147,6 +148,8 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
     assert here.device.peak_tflops.value == 100 and here.in_flight.mode == "one" and here.environment == "h100"
     assert here.device.gemm_shapes is not None and here.device.gemm_shapes.mnk_us == ((100, 200, 500, 2.0),)
     assert "8 device(s) busy for 60 s" in here.device.gemm_shapes.source and rates(here).accumulate_bytes == 0
+    assert rates(here).weight_gradients == "in-product"
+    assert "fp32 with the method in-product" in text
     assert "| 1b head, forward | 100 x 200 x 500 | 0.002 ms | 10.0 | 0.002 ms | 0.002 ms |" in text
     # The products alone do not make all constants of a prediction known.
     assert basis(here, OWN_STACK, {"matrix products": 1.0, "gradient reduction": 1.0}) != SAME
@@ -170,6 +173,7 @@ def test_the_rehearsal_plays_every_stage_in_a_bare_environment(driver: ModuleTyp
     )
     assert any(name.startswith("pydantic_core-") for name in summary["wheels"])
     results = {stage["stage"]: stage["result"] for stage in summary["stages"]}
+    assert results["machine"]["weight_gradients"] == "rounded-product"  # of torch on a CPU
     assert results["build"]["compiled"] == ["accumulate"] and results["checks"]["cases"] > 40
     assert (
         results["addresses"]["launches"] > 40 and results["step_1b"]["bitwise_equal"] and results["step_1b"]["kernels"]

@@ -15,6 +15,7 @@ import torch
 
 from frontier_llm.errors import FrontierError
 from frontier_llm.libraries import LIBRARIES, TORCH_OPS
+from frontier_llm.ops import torch_linear
 from frontier_llm.run.installation import Installation, ask, of_this_interpreter
 from frontier_llm.run.rank_env import environment
 from frontier_llm.training.installed import REQUIREMENTS, installation, torch_facts
@@ -47,6 +48,21 @@ def test_the_facts_of_this_interpreter_survive_the_way_through_json() -> None:
 
 def test_a_library_names_the_torch_that_it_was_built_for() -> None:
     assert installation().built_for == torch.__version__, "scripts/build_native.sh"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has_gpu", "method"),
+    [("gfx90a", True, "fp32-product"), ("gfx90a", False, ""), (None, True, "")],
+)
+def test_the_method_of_adding_weight_gradients_is_tested_on_a_gpu(
+    architecture: str | None, has_gpu: bool, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    methods = {(torch.bfloat16, torch.device("cuda")): "fp32-product"}
+    monkeypatch.setattr(torch_linear, "weight_gradient_method", lambda *asked: methods[asked])
+    facts = installation(architecture)
+    assert facts.weight_gradients == method
+    assert Installation.from_json(facts.as_json()) == facts
 
 
 def test_an_interpreter_without_torch_gives_the_other_facts(tmp_path: Path) -> None:

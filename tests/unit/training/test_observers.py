@@ -104,7 +104,7 @@ def told(config_file: str, name: str) -> observers.Observer:
     return observer
 
 
-@pytest.mark.thorough  # its database takes many seconds to set up
+@pytest.mark.thorough  # MLflow's database takes many seconds to set up
 def test_mlflow_goes_on_with_one_run(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient

@@ -66,7 +66,7 @@ def test_a_run_resumed_inside_or_at_the_border_of_a_phase_is_the_uninterrupted_o
     assert (source.manifest.progress.consumed_samples, source.manifest.progress.tokens) == (16, length)
     # This model is exported, generated with and evaluated.
     assert source.model.sequence_length == 96 and source.model.rope_scaling is not None
-    # Its last step was in phase 2.
+    # The last step of this checkpoint was in phase 2.
     assert CheckpointWeights(tmp_path / "2-4" / "checkpoints" / "step_00000004").model.rope_scaling is None
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["number"]) for row in rows if row["kind"] == "phase"] == [(2, 2), (4, 3)]

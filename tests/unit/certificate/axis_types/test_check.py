@@ -21,7 +21,7 @@ from tests.harness.planted import planted
 from tests.parity.cases import Case, pairwise
 from tests.parity.sabotage import SABOTAGES
 
-# one fault of each of these functions
+# functions of which one fault each is planted in everyday tests
 EVERYDAY = ("multiply_and_reduce", "Zero.squared_norm_share", "GradientSync._start_sum")
 _FIRST = [next(fault for fault in FAULTS if fault.function == function) for function in EVERYDAY]
 BY_NODE = ("parallel.expert=2", "parallel.expert_all_to_all=hierarchical")

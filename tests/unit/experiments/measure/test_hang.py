@@ -88,4 +88,5 @@ def test_a_planted_hang_is_found_and_the_machine_file_says_what_is_safe(
     assert {row["mode"]: row["safe"] for row in result["modes"]} == {"many": True, "many-waiting": True, "one": False}
     assert result["modes"][2]["fault"] == "step 1 of 3 hung for 15 s" and result["in_flight"] == "many"
     machine = load_machine(str(tmp_path / "here.yaml"))
-    assert machine.in_flight.mode == "many" and "one 0 of 3 steps" in machine.in_flight.source
+    assert (machine.in_flight.mode, machine.in_flight.tag) == ("many", "measured")
+    assert "one 0 of 3 steps" in machine.in_flight.source

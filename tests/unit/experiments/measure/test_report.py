@@ -233,9 +233,11 @@ def test_changes_at_one_step_share_a_label(tmp_path):
     assert (label["x"], label["text"]) == (20, "TP1 x PP2 x DP2, one; TP1 x PP2 x DP2, two")
 
 
-@pytest.mark.parametrize(("highest", "labels"), [(230.0, ["10", "20", "50", "100", "200"]), (90.0, [])])
+@pytest.mark.parametrize(
+    ("highest", "labels"), [(230.0, ["10", "20", "50", "100", "200"]), (60.0, ["3", "4", "5", "7", "10"]), (25.0, [])]
+)
 def test_a_logarithmic_axis_has_labels_with_complete_numbers(highest, labels):
-    """Below one decade Plotly labels more values than 1, 2 and 5 times powers of ten."""
+    """Plotly would label 20 as 2 if the axis has less than a decade."""
     traces = [{"x": [1, 2], "y": [9.5, highest]}]
     drawn = figure(Chart("t", "x", "y", traces, log_y=True))
     axis = json.loads(re.search(r"class=figure>(.*?)</script>", drawn)[1])["layout"]["yaxis"]

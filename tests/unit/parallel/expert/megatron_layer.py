@@ -21,7 +21,7 @@ EXPERTS = 8
 TOP_K = 3
 EXPERT_HIDDEN = 20
 SHARED_HIDDEN = 28
-# The weights are large enough to change every gradient.
+# Weights of the auxiliary losses, large enough to change every gradient.
 BALANCE = 0.3
 Z = 0.1
 VARIANTS = {

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from frontier_llm.comm import build_mesh, start_all_to_all_rows
+from frontier_llm.comm import build_mesh, serial_mesh, start_all_to_all_rows
 from frontier_llm.config import CommConfig, OpsConfig
 from frontier_llm.ops import select_ops
 from frontier_llm.parallel.expert import RouterChoice, ToNodes, combine, dispatch, plan_dispatch
+from frontier_llm.parallel.expert.dispatch import _RowCounts, _stream_aside
 from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
@@ -139,3 +141,16 @@ def without_a_row(rank: int) -> str:
 
 def test_an_all_to_all_with_nothing_for_a_rank_is_never_begun(ranks: RankPool) -> None:
     assert all("hangs" in message for message in ranks.run(2, without_a_row))
+
+
+def test_numbers_of_rows_of_all_layers_use_one_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More streams than hardware queues would share queues, and could then hang."""
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    _stream_aside.cache_clear()
+    axis = serial_mesh().ep
+    with FakeTensorMode():
+        rows_RE = torch.empty(1, EXPERTS, dtype=torch.int64, device="cuda")
+        streams = {_RowCounts(rows_RE, axis, to_host=True)._aside for _ in range(6)}
+    _stream_aside.cache_clear()
+    assert len(streams) == len(made) == 1 and None not in streams
