@@ -247,7 +247,7 @@ def text(
     if len(outcome.plans) > 1:
         second = outcome.plans[1]
         slower = f"{100 * (second.step_s / best.step_s - 1):+.1f} % time"
-        reason = why_not(best, second, outcome.plans) or _why(best, second)
+        reason = why_not(best, second, outcome.plans) or _why(best, second, rates)
         lines += ["", f"runner-up: {layout_words(second)}: {slower}; {reason}"]
     if outcome.safe is not None:
         lines.append(
@@ -255,7 +255,7 @@ def text(
             f"{outcome.safe.peak_bytes / GIB:.1f} GiB, {step_words(outcome.safe.step_s)} per step "
             f"({100 * (outcome.safe.step_s / best.step_s - 1):+.1f} %)"
         )
-    lines += [_why_not(best, other) for other in alternatives(outcome, rates)]
+    lines += [_why_not(best, other, rates) for other in alternatives(outcome, rates)]
     lines += [f"rejected: {line}" for line in outcome.rejected]
     if outcome.across is not None:
         other = outcome.across
@@ -268,11 +268,12 @@ def text(
     return wrapped("\n".join(lines), width)
 
 
-def _why_not(best: Plan, other: Alternative) -> str:
+def _why_not(best: Plan, other: Alternative, rates: Rates) -> str:
     """Return one line about a kind of layout that was not chosen."""
     if other.plan is None:
         return f"why not {other.name}: {other.reason}"
-    reason = _why(best, other.plan) if other.plan.step_s >= best.step_s else "within the error of the cost model"
+    is_slower = other.plan.step_s >= best.step_s
+    reason = _why(best, other.plan, rates) if is_slower else "within the error of the cost model"
     if other.plan.layout.sharding == "weights" and other.plan.step_s < best.step_s:
         reason = f"its overlap is an estimate, so it must be faster by {100 * RESOLUTION:.0f} %"
     return f"why not {other.name}: {layout_words(other.plan)}: {_compared(other.plan, best)} time; {reason}"
@@ -322,19 +323,13 @@ def _node_hours(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _why(best: Plan, other: Plan) -> str:
-    """Return the cause that loses most time in the plan `other`."""
-    a = best.simulated
-    b = other.simulated
+def _why(best: Plan, other: Plan, rates: Rates) -> str:
+    """Return the cause that loses most time in the plan `other`. The figure of a step's parts has the same causes."""
     if abs(best.step_s - other.step_s) < 1e-3 * best.step_s:
         return "a tie within the resolution of the cost model"
-    gaps = {
-        "busiest stage's compute": max(b.busy_s) - max(a.busy_s),
-        "bubble and messages": (b.pipeline_s - max(b.busy_s)) - (a.pipeline_s - max(a.busy_s)),
-        "gradient reduction and gather": (b.reduce_s + b.gather_s) - (a.reduce_s + a.gather_s),
-        "optimizer": b.optimizer_s - a.optimizer_s,
-    }
-    name = max(gaps, key=lambda key: gaps[key])
+    before = breakdown(best, rates)
+    gaps = {cause: seconds - before.get(cause, 0.0) for cause, seconds in breakdown(other, rates).items()}
+    name = max(gaps, key=lambda cause: gaps[cause])
     return f"it loses {format_seconds(gaps[name])} in {name}"
 
 

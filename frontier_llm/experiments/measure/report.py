@@ -111,9 +111,10 @@ def _predicted(records: Sequence[RunRecord], machine: str, plugins: Sequence[str
         for name, run in zip(names, runs, strict=True)
     ]
     times = {"predicted": [run.predicted_s for run in runs], "measured": [run.measured_s for run in runs]}
+    colors = {"predicted": COLORS[7], "measured": COLORS[2]}  # the first two colours are those of the runs
     bars = [
-        {"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": COLORS[index]}}
-        for index, (name, values) in enumerate(times.items())
+        {"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": colors[name]}}
+        for name, values in times.items()
     ]
     chart = figure(Chart("Time of a step", "", "seconds", bars))
     return f"<h2>Predicted for {text(machine)} and measured</h2>{table(_PREDICTED_HEAD, rows)}{chart}"
