@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.layout import Layout, run_keys
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.blueprint.work import model_flops_per_token
-from frontier_llm.config import available
+from frontier_llm.config import ModelConfig, available
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.machine.schema import Machine
+from frontier_llm.planner.costs.memory import memory_by_rank, total
 from frontier_llm.planner.report import layout_words, step_words
 from frontier_llm.planner.search import Plan, Search, search, simulate_layout
 from frontier_llm.planner.uncertainty import BestRun, best_published, family, size_class
+from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB, TERA
 
 SMALL = 0.01  # share of the prediction below which changed constants are combined into one step
+LAYERS = 8  # most layers in the commands that test a change on one node, so that they take minutes
 MICROBATCHES = 8  # microbatches per replica in the commands that test a change on one node
 
 # for each change: its name, the fields of Rates that it replaces, and the command that measures them on one node
@@ -104,7 +108,7 @@ def steps_of(outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
         layout = _best_step(outcome, theirs, {"recompute": "full"})
     if layout is None:
         return None
-    walk = _Walk(best, layout, measured_s, numbers.node_devices)
+    walk = _Walk(best, layout, measured_s)
     walk.add(f"that run as priced: {layout_words(walk.plan(theirs))}", theirs, command="plan --validate --rows")
     for name, fields, command in GROUPS:
         theirs = replace(theirs, **{field: getattr(numbers, field) for field in fields})
@@ -116,7 +120,7 @@ def steps_of(outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
         walk.add("better layout with the same recomputation", numbers, command=STEP)
     walk.layout = best.layout
     memory = f"{best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB"
-    walk.finish(f"recompute {best.layout.recompute} ({memory})")
+    walk.finish(f"recompute {best.layout.recompute} ({memory})", numbers)
     return Steps(run, measured_s, tuple(walk.combined()))
 
 
@@ -141,12 +145,17 @@ def _best_step(outcome: Search, numbers: Rates, changes: Mapping[str, Any]) -> L
     return plans[0].layout if plans else None
 
 
+def _fits(model: ModelConfig, layout: Layout, numbers: Rates) -> bool:
+    """Return whether a layout without a pipeline fits into the memory of its devices."""
+    (rank,) = memory_by_rank(model, layout, numbers, split_layers(model, 1))
+    return total(rank) <= numbers.memory_bytes
+
+
 class _Walk:
     """Applies one change after another, and records the predicted step time with each."""
 
-    def __init__(self, best: Plan, layout: Layout, measured_s: float, node_devices: int) -> None:
+    def __init__(self, best: Plan, layout: Layout, measured_s: float) -> None:
         self.best = best
-        self.node_devices = node_devices
         self.layout = layout
         self.seconds = measured_s
         self.steps: list[Step] = []
@@ -157,32 +166,40 @@ class _Walk:
 
     def add(self, name: str, numbers: Rates, command: str = "") -> None:
         """Record the step time with these constants."""
-        self._record(name, self.plan(numbers).step_s, command)
+        self._record(name, self.plan(numbers).step_s, command, numbers)
 
-    def finish(self, name: str) -> None:
+    def finish(self, name: str, numbers: Rates) -> None:
         """Record the plan's own prediction."""
-        self._record(name, self.best.step_s, STEP)
+        self._record(name, self.best.step_s, STEP, numbers)
 
-    def _record(self, name: str, seconds: float, command: str) -> None:
-        words = command.format(model=self.best.model.name, run="RUN.yaml", overrides=self._overrides())
+    def _record(self, name: str, seconds: float, command: str, numbers: Rates) -> None:
+        overrides = self._overrides(numbers) if "{overrides}" in command else ""
+        words = command.format(model=self.best.model.name, run="RUN.yaml", overrides=overrides)
         self.steps.append(Step(name, seconds, seconds - self.seconds, words))
         self.seconds = seconds
 
-    def _overrides(self) -> str:
-        """Return overrides of a run file with which one node measures a single pipeline stage of the current layout."""
-        layout = self.layout
-        replicas = max(1, self.node_devices // layout.tp)
-        values = {
-            "model.layers": max(1, self.best.model.layers // layout.pp),
-            "parallel.tensor": layout.tp,
-            "parallel.pipeline": 1,
-            "parallel.chunks": 1,
-            "parallel.schedule": "1f1b",
-            "batch.micro_batch": layout.micro_batch,
-            "batch.global_batch": MICROBATCHES * replicas * layout.micro_batch,
-            "train.recompute": layout.recompute,
-        }
-        return " ".join(f"{key}={value}" for key, value in values.items())
+    def _overrides(self, numbers: Rates) -> str:
+        """Return overrides of the plan's run file with which one node measures layers of the current layout.
+
+        These are the layers of one pipeline stage, at most LAYERS, or as many as fit: on one node fewer ranks share
+        weights and optimizer states.
+        """
+        replicas = max(1, numbers.node_devices // (self.layout.tp * self.layout.cp))
+        one_node = replace(
+            self.layout, pp=1, chunks=1, schedule="1f1b", dp=replicas, microbatches=MICROBATCHES, data_shard=0
+        )
+        model = self.best.model
+        layers = min(max(1, model.layers // self.layout.pp), LAYERS)
+        while layers > 1 and not _fits(model.model_copy(update={"layers": layers}), one_node, numbers):
+            layers -= 1
+        values = {"model.layers": layers, "batch.global_batch": one_node.global_batch}
+        planned = run_keys(self.best.layout)
+        for section, keys in run_keys(one_node).items():
+            changed = {key: value for key, value in keys.items() if planned[section].get(key) != value}
+            values |= {f"{section}.{key}": value for key, value in changed.items()}
+        return " ".join(
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()
+        )
 
     def combined(self) -> list[Step]:
         """Return the changes with small changes of constants combined into one. The first and the last change are not

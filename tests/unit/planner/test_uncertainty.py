@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.blueprint.layout import Layout, layout_of
+from frontier_llm.blueprint.layout import Layout
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model, load_run
 from frontier_llm.machine.load import load_machine, own_stack, rates
+from frontier_llm.planner.predict import predict
 from frontier_llm.planner.search import search, simulate_layout
 from frontier_llm.planner.steps import steps_of
 from frontier_llm.planner.uncertainty import ESTIMATED, PUBLISHED, SAME, Uncertainty, uncertainty_of
@@ -93,12 +94,28 @@ def test_steps_lead_from_the_best_measured_run_to_the_prediction(model: str, nod
         assert steps.steps[0].seconds == pytest.approx(779, abs=2)
 
 
-def test_the_command_of_a_step_is_a_legal_run_on_one_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("model", "nodes", "batch", "microbatches"),
+    [("gpt-22b", 16, 512, 8), ("gpt-175b", 128, 10240, 8), ("gpt-1t", 384, 9600, 8)],
+)
+def test_the_command_of_a_step_is_a_legal_run_that_fits_on_one_node(
+    model: str,
+    nodes: int,
+    batch: int,
+    microbatches: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = tmp_path / "run.yaml"
-    out = plan_words(capsys, "--explain", "--emit", str(run))
+    words = ["plan", model, "--nodes", str(nodes), f"batch.global_batch={batch}", "--top", "1", "--explain"]
+    assert main([*words, "--emit", str(run)]) == 0
+    out = " ".join(capsys.readouterr().out.split())  # removes the line wrapping
     commands = re.findall(r"bench step RUN.yaml ((?:[\w.]+=\S+ ?)+)", out)
-    assert commands
-    for words in commands:
-        config = load_run(str(run), words.split())
-        make_plan(config, 8)  # refuses a layout that is not legal
-        assert layout_of(config, 8).dp == 8 // config.parallel.tensor
+    assert len(commands) >= 2
+    for overrides in commands:
+        config = load_run(str(run), overrides.split())
+        plan = make_plan(config, 8)  # refuses a layout that is not legal
+        assert plan.microbatches == microbatches
+        prediction = predict(config, 8)
+        assert prediction.memory_problems() == []
+        assert prediction.step_time_s < 120
