@@ -342,10 +342,13 @@ def start_note(request: submit.JobRequest) -> str:
     """Return a warning if the ranks of many nodes would all import torch from the shared file system. '' otherwise."""
     if not submit.imports_from_shared_files(request) or request.job.all_nodes <= MANY_NODES:
         return ""
+    limit = ""
+    if request.job.all_nodes > submit.SHARED_IMPORT_NODES:
+        limit = f"; on {request.site.name}, submit refuses this for more than {submit.SHARED_IMPORT_NODES} nodes"
     return (
         f"{request.job.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}, "
         "which can be slow: on Frontier, 8 nodes took 51 s from Orion, 4 min from NFS and 2 s from their own disks. "
-        "Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz (docs/frontier.md, section 1) or FRONTIER_LLM_CONTAINER"
+        f"Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz (docs/frontier.md, section 1) or FRONTIER_LLM_CONTAINER{limit}"
     )
 
 

@@ -85,6 +85,7 @@ class Notifier:
         self._limit_s = limit_s
         self._threads: list[threading.Thread] = []
         self._commands: list[subprocess.Popen[bytes]] = []
+        self._ending = threading.Lock()
 
     def send(self, event: str, text: str, step: int) -> None:
         """Send a notice in the background."""
@@ -100,7 +101,7 @@ class Notifier:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         for process in self._commands:
-            _end(process)
+            self._end(process)
 
     def _run_command(self, notice: Notice) -> None:
         command = self._job.notice_command
@@ -121,11 +122,20 @@ class Notifier:
         try:
             code = process.wait(self._limit_s)
         except subprocess.TimeoutExpired:
-            _end(process)
-            log.warn(f"the notice command {command[0]} was ended after {self._limit_s:.0f} s")
+            self._end(process)
             return
         if code > 0:
             log.warn(f"the notice command {command[0]} ended with {code}")
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a command that still runs, and its children. `close` and the command's thread call this."""
+        with self._ending:
+            if process.poll() is not None:
+                return
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.warn(f"the notice command {self._job.notice_command[0]} was ended after {self._limit_s:.0f} s")
 
     def _post(self, notice: Notice) -> None:
         try:
@@ -144,14 +154,6 @@ class Notifier:
             log.warn(f"the webhook is not used: {error}")
         except (OSError, ValueError) as error:  # the error's text can contain the address
             log.warn(f"the webhook does not answer ({type(error).__name__}); the notice {notice.event!r} is lost")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and its children."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 class Watch:

@@ -20,6 +20,7 @@ OWN_FLAGS = {
 OWNED = (
     "array",
     "chdir",
+    "clusters",
     "cpus-per-task",
     "error",
     "export",
@@ -28,6 +29,7 @@ OWNED = (
     "job-name",
     "no-kill",
     "no-requeue",
+    "nodefile",
     "nodelist",
     "ntasks",
     "ntasks-per-node",

@@ -7,7 +7,7 @@ start with the first of them. A failure keeps its traceback and is reported for 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +23,9 @@ Body = Callable[[LocalSlurm, Path], None]
 
 
 @contextmanager
-def training_cluster(nodes: int, shape: NodeShape = FLAT_NODE) -> Iterator[LocalSlurm]:
+def training_cluster(nodes: int, shape: NodeShape = FLAT_NODE, settings: Sequence[str] = ()) -> Iterator[LocalSlurm]:
     """Start a local Slurm whose jobs run this checkout with this Python."""
-    with local_slurm(nodes, shape) as cluster:
+    with local_slurm(nodes, shape, settings=settings) as cluster:
         cluster.env |= {
             "FRONTIER_LLM_PYTHON": sys.executable,
             "FRONTIER_LLM_SITE": "local",

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +76,8 @@ FLAT_NODE = NodeShape(memory_mib=500_000, features="nvme", threads_per_core=1, r
 
 def why_unavailable() -> str | None:
     """Return the reason why no local Slurm can be started here, or None."""
-    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue") if _find(name) is None]
+    needed = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+    missing = [name for name in needed if find_program(name) is None]
     if missing:
         return f"Slurm is not installed (no {', '.join(missing)}): apt-get install slurm-wlm"
     if os.geteuid() != 0:
@@ -84,14 +85,15 @@ def why_unavailable() -> str | None:
     return None
 
 
-def _find(name: str) -> str | None:
+def find_program(name: str) -> str | None:
+    """Return the path of a program, also of a daemon. None if it is not installed."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
 
 
 _candidates = itertools.count(12_001 + os.getpid() * 7 % 6000)  # tries each port once: parallel clusters differ
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return ports below the ephemeral range that are free now."""
     ports: list[int] = []
     while len(ports) < count:
@@ -113,7 +115,11 @@ def _die_with_the_tests() -> None:
 class LocalSlurm:
     """The running cluster. With the variables in `env`, Slurm commands and this project's programs use it."""
 
-    def __init__(self, nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local") -> None:
+    def __init__(
+        self, nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local", settings: Sequence[str] = ()
+    ) -> None:
+        """`settings` are further lines of slurm.conf."""
+        self.settings = settings
         self.nodes = [f"n{index}" for index in range(nodes)]
         self.shape = shape
         self.name = name  # name of the cluster; the running nodes of "frontier" are in its partition batch
@@ -129,7 +135,7 @@ class LocalSlurm:
 
     def _write_conf(self) -> None:
         host = socket.gethostname().split(".")[0]
-        ports = _free_ports(1 + len(self.nodes))
+        ports = free_ports(1 + len(self.nodes))
         for name in ("state", "dev", "logs", *(f"spool-{node}" for node in self.nodes)):
             (self.root / name).mkdir()
         lines = [
@@ -186,6 +192,7 @@ class LocalSlurm:
             "PartitionName=extended Nodes=frontier[00001-00064] MaxTime=24:00:00 State=UP",
             f"PartitionName=standard-g Nodes=nid[000001-{LUMI_NODES:06}] MaxTime=2-00:00:00 State=UP",
             "PartitionName=dev-g Nodes=nid[000001-000032] MaxTime=03:00:00 State=UP",
+            *self.settings,
         ]
         self.conf.write_text("\n".join(lines) + "\n", encoding="utf-8")
         gres = []
@@ -215,7 +222,7 @@ class LocalSlurm:
         self.daemons[node].wait(10)
 
     def _spawn(self, name: str, command: list[str]) -> None:
-        command[0] = _find(command[0]) or command[0]
+        command[0] = find_program(command[0]) or command[0]
         log = (self.root / "logs" / f"{name}.out").open("ab")
         self.daemons[name] = subprocess.Popen(
             command,
@@ -321,9 +328,11 @@ class LocalSlurm:
 
 
 @contextlib.contextmanager
-def local_slurm(nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local") -> Iterator[LocalSlurm]:
+def local_slurm(
+    nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local", settings: Sequence[str] = ()
+) -> Iterator[LocalSlurm]:
     """Start a cluster and remove it afterwards."""
-    cluster = LocalSlurm(nodes, shape, name)
+    cluster = LocalSlurm(nodes, shape, name, settings)
     try:
         cluster.start()
         yield cluster

@@ -132,7 +132,9 @@ def test_a_command_receives_event_and_text_without_a_shell(job: Job, tmp_path: P
     assert (tmp_path / "told").read_text() == "to me|node lost|n3; $(touch /tmp/x) failed|12|"
 
 
-def test_a_command_that_hangs_is_ended_with_its_children(job: Job, tmp_path: Path) -> None:
+def test_a_command_that_hangs_is_ended_with_its_children(
+    job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "hang"
     script.write_text(f"#!/bin/bash\nsleep 600 &\necho $! > {tmp_path}/child\nwait\n")
     script.chmod(0o755)
@@ -142,6 +144,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(job: Job, tmp_path: Pat
         time.sleep(0.01)
     notifier._limit_s = 0.0
     notifier.close()
+    assert capfd.readouterr().err.count(f"the notice command {script} was ended after 0 s") == 1
     child = int((tmp_path / "child").read_text())
     while os.path.exists(f"/proc/{child}") and "Z" not in Path(f"/proc/{child}/stat").read_text().split(")")[1]:
         time.sleep(0.01)  # if the child is still alive, the test hangs here

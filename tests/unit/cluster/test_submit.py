@@ -257,6 +257,7 @@ def test_further_options_of_sbatch_are_passed_on_and_recorded(
     [
         *[(f"{name}=x", f"{name} is set by the framework") for name in ("signal", "requeue", "open-mode", "output")],
         *[(f"{name}=x", f"{name} is set by the framework") for name in ("chdir", "export", "array", "wrap")],
+        *[(f"{name}=x", f"{name} is set by the framework") for name in ("clusters", "nodefile", "nodelist")],
         ("sig=USR1@5", "signal is set by the framework"),  # sbatch accepts the beginning of a name
         ("nodes=3", "use --nodes and --spares"),
         ("dependency=after:1", "use --dependency"),

@@ -88,7 +88,8 @@ def test_many_nodes_are_told_to_bring_their_environment(
     for name in ("FRONTIER_LLM_CONTAINER", "FRONTIER_LLM_ENV_ARCHIVE"):
         monkeypatch.delenv(name, raising=False)
 
-    def noted(site: str, nodes: int) -> bool:
+    def warning(site: str, nodes: int) -> str:
+        """Return the warning of a dry run on another machine, where the installation is not checkable."""
         words = [
             "submit",
             "train_small",
@@ -101,13 +102,16 @@ def test_many_nodes_are_told_to_bring_their_environment(
             "--dry-run",
             f"train.run_dir={tmp_path}/r",
         ]
-        assert main([*words, "batch.global_batch=64"]) == 0
-        return "will import torch from" in capsys.readouterr().err
+        assert main([*words, f"batch.global_batch={64 * nodes}"]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        return "".join(line for line in lines if "will import torch from" in line)
 
-    assert noted("frontier", 16) and not noted("frontier", 8)
-    assert not noted("lumi", 16)  # a container image is one file, so there is no warning
+    assert warning("frontier", 64) and not warning("frontier", 8)
+    assert "refuses" not in warning("frontier", 64)
+    assert "submit refuses this for more than 64 nodes" in warning("frontier", 65)
+    assert not warning("lumi", 16)  # a container image is one file, so there is no warning
     monkeypatch.setenv("FRONTIER_LLM_ENV_ARCHIVE", "env.tar.gz")
-    assert not noted("frontier", 16)
+    assert not warning("frontier", 16)
 
 
 def requested(nodes: int, directory: Path, **of_site: object) -> JobRequest:
