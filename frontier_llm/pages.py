@@ -264,7 +264,7 @@ def text(value: object) -> str:
 
 
 def can_draw() -> bool:
-    """Whether the `plotly` package, which contains Plotly's script, is installed."""
+    """Return whether the `plotly` package, which contains Plotly's script, is installed."""
     return find_spec("plotly") is not None
 
 

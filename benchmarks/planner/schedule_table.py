@@ -146,8 +146,8 @@ def main() -> None:
         "",
         "## On Frontier",
         "",
-        "The planner's fastest layout with a pipeline for each schedule, 64 GiB per GCD. All simulated, nothing "
-        "measured there:",
+        "The planner's fastest layout with a pipeline for each schedule, 64 GiB per GCD. All values are simulated; no "
+        "value was measured on Frontier:",
         "",
         *on_frontier(options.models),
         "",

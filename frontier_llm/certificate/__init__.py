@@ -1,1 +1,1 @@
-"""The certificate of a run: what can be proved before its job is queued, section by section."""
+"""The certificate of a run: results of the checks that are possible before its job is queued, in sections."""

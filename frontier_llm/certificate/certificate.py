@@ -1,4 +1,4 @@
-"""The sections of a certificate, and the run over them."""
+"""Lists the sections of a certificate, and checks them for a run."""
 
 from __future__ import annotations
 

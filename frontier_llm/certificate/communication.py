@@ -1,7 +1,9 @@
-"""Communication: the lists of all ranks form one order without a circular wait, and their bytes per step.
+"""Section "communication": checks that the lists of all ranks form one order without a circular wait, and reports the
+bytes per step.
 
-All ranks of a pipeline stage have the same list of actions, and a collective inside an action joins ranks of one stage.
-Messages join ranks with the same place in their stages. One list per stage therefore represents all ranks of the job.
+All ranks of a pipeline stage have the same list of actions, and a collective inside an action connects ranks of one
+stage. A message connects two ranks with the same position in their stages. One list per stage therefore represents all
+ranks of the job.
 """
 
 from __future__ import annotations

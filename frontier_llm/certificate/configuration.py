@@ -1,4 +1,6 @@
-"""Configuration and data: the layout's rules, the packages and files that a run names, its data to the last step."""
+"""Section "configuration": checks the rules of the layout, the packages and files that a run names, and its data up to
+the last step.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def _data_evidence(subject: Subject) -> Iterator[str]:
 def configuration_problems(
     config: RunConfig, layout: Sequence[Problem], ranks: int, position: Position
 ) -> list[Problem]:
-    """Return everything that would fail on `ranks` ranks of this computer. `layout` has the problems of the layout."""
+    """Return the problems that would make the run fail on `ranks` ranks of this computer. `layout` has the problems of
+    the layout.
+    """
     return [
         *package_problems(config),
         *layout,

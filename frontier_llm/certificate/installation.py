@@ -1,4 +1,6 @@
-"""Installation: the interpreter of the ranks has everything that the run needs."""
+"""Section "installation": checks that the interpreter of the ranks has the packages, libraries and kernels that the run
+needs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ NAME = "installation"
 
 
 def check_installation(subject: Subject) -> CertificateSection:
-    """Refuse an interpreter that lacks something that the run needs.
+    """Refuse an interpreter without a package, library or kernel that the run needs.
 
     At a site this is the interpreter that jobs use, otherwise the active interpreter.
     """

@@ -1,4 +1,6 @@
-"""Memory and cost, as the planner predicts them: parts of each stage, room that is left, jobs, node-hours, budget."""
+"""Sections "memory" and "cost", from the planner's predictions: memory of each stage by purpose, free memory, jobs,
+node-hours, budget.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The certificate as text, as Markdown and as a self-contained HTML page."""
+"""Formats a certificate as text, as Markdown and as a self-contained HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restart: the cost of a failure, the first save, and the space for it."""
+"""Section "restart": checks the cost of a failure, the first save, and the disk space for this save."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Uploads:
         return max(self._record.branched_at, self._record.uploaded_step or 0)
 
     def is_own(self, step: int) -> bool:
-        """Whether this run directory has uploaded a checkpoint of this or a later step."""
+        """Return whether this run directory has uploaded a checkpoint of this or a later step."""
         return self._record.uploaded_step is not None and step <= self._record.uploaded_step
 
     def continued_at(self, step: int) -> None:
@@ -127,7 +127,7 @@ class Uploads:
 
     @property
     def is_running(self) -> bool:
-        """Whether uploads are being made. False before `start`."""
+        """True if uploads are being made. False before `start`."""
         return self._thread is not None and self._thread.is_alive()
 
     def wake(self) -> None:

@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _prepare_process()
         return int(parsed.work(parsed))
     except FrontierError as error:
+        called = parser_of(name).selected(arguments).prog
         heading = PEER_HEADING if isinstance(error, RankFailure) else "error"
         print(f"{called}: {heading}\n{error}", file=sys.stderr)
         return error.exit_code

@@ -79,7 +79,7 @@ class History:
 
     @property
     def is_crash_loop(self) -> bool:
-        """Whether the newest starts made no progress. Node failures and failed starts are not counted."""
+        """True if the newest starts made no progress. Node failures and failed starts are not counted."""
         is_full = len(self.recent) == CRASH_LOOP
         return is_full and all(attempt.end_step <= self.recent[0].start_step for attempt in self.recent)
 
@@ -90,7 +90,7 @@ class History:
 
     @property
     def repeats_a_fault(self) -> bool:
-        """Whether the newest CRASH_LOOP failed starts ended with the same error of the program."""
+        """True if the newest CRASH_LOOP failed starts ended with the same error of the program."""
         faults = [attempt.fault for attempt in self.failed_starts[-CRASH_LOOP:]]
         return len(faults) == CRASH_LOOP and bool(faults[0]) and len(set(faults)) == 1
 

@@ -50,7 +50,7 @@ class Evaluator(Protocol):
 
 
 def is_running(directory: Path) -> bool:
-    """Whether a process trains in the run directory, or a job of the run is queued or prepares its start.
+    """Return whether a process trains in the run directory, or a job of the run is queued or prepares its start.
 
     True also if the Slurm controller does not respond.
     """
@@ -144,7 +144,7 @@ class Follower:
         return beside / name if name else None
 
     def _is_model(self) -> bool:
-        """Whether the directory is a checkpoint or a Hugging Face model, in which no run can start."""
+        """Return whether the directory is a checkpoint or a Hugging Face model, in which no run can start."""
         return any((self._directory / name).is_file() for name in (MANIFEST, "config.json"))
 
     def _evaluate(self, step: int) -> None:

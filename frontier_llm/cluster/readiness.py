@@ -212,7 +212,7 @@ def problems_of(
 
 
 def needs_kernels(config: RunConfig) -> bool:
-    """Whether the run uses the prebuilt GPU kernels. `auto` uses them, and fails without them unless
+    """Return whether the run uses the prebuilt GPU kernels. `auto` uses them, and fails without them unless
     `ops.allow_fallback` is set.
     """
     wanted = {getattr(config.ops, group) for group in _op_groups(config)}

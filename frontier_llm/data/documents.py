@@ -26,10 +26,9 @@ from frontier_llm.units import format_bytes
 
 BLOCK_BYTES = 1 << 20
 ARRAY_HINT = "; if the file is one large JSON array, convert it to one object per line: jq -c '.[]' FILE > FILE.jsonl"
-DAMAGE_FIX = (
-    "repair the input (iconv -f LATIN1 -t UTF-8 converts text in another encoding), or skip damaged inputs with "
-    "--skip-damaged"
-)
+SKIP = ", or skip damaged inputs with --skip-damaged"
+DAMAGE_FIX = f"repair the input{SKIP}"
+ENCODING_FIX = f"convert the text, e.g. with iconv -f LATIN1 -t UTF-8{SKIP}"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Size limit of a parquet row group or page, as a multiple of `max_bytes`. A page is decoded as one unit.
 GROUP_OF_LARGEST = 8
@@ -56,7 +55,12 @@ class Damage:
 
     where: str
     why: str
-    fix: str = DAMAGE_FIX
+    fix: str = ""
+
+    @property
+    def repair(self) -> str:
+        """`fix`, or the repair that follows from the reason."""
+        return self.fix or (ENCODING_FIX if "not UTF-8" in self.why else DAMAGE_FIX)
 
 
 class _Unpacked(io.RawIOBase):
@@ -139,7 +143,7 @@ def _read_lines(
             prompt = _field(record, prompt_key, "--prompt-key") if prompt_key is not None else ""
         except DataError as error:
             problem = error.problems[0]
-            yield Damage(_line_name(piece, number), problem.what, problem.fix or DAMAGE_FIX)
+            yield Damage(_line_name(piece, number), problem.what, problem.fix)
         else:
             if text and prompt:
                 yield Text(prompt, ends_document=False, learnt=False)

@@ -27,7 +27,7 @@ class IdScan:
 
     @property
     def is_sound(self) -> bool:
-        """Whether every id is in the vocabulary."""
+        """True if every id is in the vocabulary."""
         return self.outside is None
 
 

@@ -295,7 +295,7 @@ class IndexedDataset:
 
     @property
     def one_sequence_per_document(self) -> bool:
-        """Whether document d is sequence d: D = S + 1, and each document has one sequence. Usual for tokenized text."""
+        """True if document d is sequence d: D = S + 1, and each document has one sequence. Usual for tokenized text."""
         if self.document_count != self.sequence_count:
             return False
         chunks = (

@@ -109,7 +109,7 @@ class Stream(_Record):
         return (self.taken - self.samples_left_out) * self.sequence_length
 
     def is_of(self, dataset: str, sequence_length: int, packing: str) -> bool:
-        """Whether this stream continues if a blend names this dataset, sequence length and packing."""
+        """Return whether this stream continues if a blend names this dataset, sequence length and packing."""
         return not self.retired and (self.dataset, self.sequence_length, self.packing) == (
             dataset,
             sequence_length,

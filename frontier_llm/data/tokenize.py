@@ -300,7 +300,7 @@ def make_part(job: ShardWork) -> ShardReport:
         for item in itertools.chain.from_iterable(items):
             if isinstance(item, Damage):
                 if not options.skip_damaged:
-                    raise DataError(item.why, where=item.where, fix=item.fix)
+                    raise DataError(item.why, where=item.where, fix=item.repair)
                 damaged += 1
                 if len(examples) < EXAMPLES:
                     examples.append(f"{item.where}: {item.why}")
@@ -367,4 +367,4 @@ def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_
         elif options.skip_damaged:
             log.warn(f"skipped {item.where}: {item.why}")
         else:
-            raise DataError(item.why, where=item.where, fix=item.fix)
+            raise DataError(item.why, where=item.where, fix=item.repair)

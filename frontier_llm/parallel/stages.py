@@ -39,7 +39,7 @@ class Deferral(Protocol):
         """From now on, store submitted computations instead of executing them."""
 
     def take_deferred(self) -> list:
-        """Stop storing, and return the stored computations."""
+        """Stop storing computations, and return the stored computations."""
 
     def run(self, work: list) -> None:
         """Execute the stored computations."""

@@ -100,9 +100,10 @@ def _detect(env: Mapping[str, str]) -> str | None:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether this process is a task of srun.
+    """Return whether this process is a task of srun.
 
-    The batch shell also has SLURM_PROCID=0, but no step id. An interactive shell has one task and a terminal.
+    The batch shell also has SLURM_PROCID=0, but no step id. An interactive shell inside of srun has one task and a
+    terminal, and does not count.
     """
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
     if step is None or step in _SHELL_STEPS or "SLURM_PROCID" not in env:

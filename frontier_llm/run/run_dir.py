@@ -332,7 +332,7 @@ def end(run_dir: Path, steps: float, save_final: bool = True) -> str:
 
 
 def is_finished(saved_step: int, steps: float, save_final: bool, last: Attempt | None) -> bool:
-    """Whether a run of `steps` steps is done, given its newest checkpoint and its newest start."""
+    """Return whether a run of `steps` steps is done, given its newest checkpoint and its newest start."""
     ended_without_save = not save_final and last is not None and last.cause == "finished"
     return saved_step >= steps or ended_without_save
 

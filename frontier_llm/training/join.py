@@ -53,7 +53,8 @@ def joined(
     """Connect this rank to the other ranks of the job, and yield plan, mesh and device.
 
     At the end of the `with` block the process groups are destroyed, also after an error. With `recorded`, a failed
-    start is written to the run directory. Raises FrontierError if a device cannot be used or if the ranks differ.
+    start is written to the run directory. Raises FrontierError if a device cannot be used or if ranks differ in device
+    or software.
     """
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)

@@ -39,7 +39,7 @@ _WORDS = {REPLICATED: "complete on every rank", VARYING: "split over the ranks",
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference. `order` is the position of its line in the serial step."""
+    """One difference from the serial step. `order` is the position of its line in the serial step."""
 
     order: int
     problem: Problem
@@ -191,7 +191,7 @@ def _known_inputs(labels: Labels, event: Event) -> tuple[list[Event], list[Event
 
 
 def _explain(labels: Labels, root: Event, what: str) -> Finding:
-    """Return what is wrong at the first line whose result has no label."""
+    """Return a text about the error at the first line whose result has no label."""
     inputs, between = _known_inputs(labels, root)
     for index, axis in enumerate(AXES):
         partial = [one for one in inputs if labels.of(one)[index] == PARTIAL]

@@ -77,7 +77,7 @@ class Exchange:
             return [self._deposits[key] for key in keys]
 
     def leave(self, error: BaseException | None) -> None:
-        """End this thread's part. With an error, all other threads are aborted."""
+        """Record that this thread has ended. If it has ended with an error, all other threads are aborted."""
         with self._changed:
             self._running -= 1
             self._waiting.pop(threading.get_ident(), None)
@@ -112,7 +112,9 @@ class _Running:
 
 
 def _check(operation: str, x: Tensor, buffer: Tensor) -> None:
-    """Refuse arguments that RCCL refuses or misreads, and that a copy in memory would accept. Raises ValueError."""
+    """Refuse arguments that RCCL refuses or misreads, although a copy in memory would accept them. Raises
+    ValueError.
+    """
     if not (x.is_contiguous() and buffer.is_contiguous()):
         raise ValueError(f"{operation}: a tensor is not contiguous, so other elements would be sent")
     if x.device != buffer.device:

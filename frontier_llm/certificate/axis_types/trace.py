@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Record nothing inside of this context."""
+        """Stop recording inside of this context."""
         self._quiet += 1
         try:
             yield

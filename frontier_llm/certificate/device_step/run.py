@@ -101,7 +101,7 @@ class DeviceStep(HostWaits):
         self._pinned: list[Tensor] = []
 
     def clear(self) -> None:
-        """Forget all counts."""
+        """Reset all counts."""
         self.launches.clear()
         self.copies.clear()
         self.waits.clear()

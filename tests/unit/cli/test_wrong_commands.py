@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,14 @@ def test_a_wrong_command_is_answered(
 def test_an_error_of_an_action_names_the_action(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "list", "/nonexistent"]) == 2
     assert capsys.readouterr().err.startswith("frontier-llm checkpoint list: error\n")
+
+
+def test_a_missing_package_names_the_action(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["checkpoint", "export-hf", "runs/x", "out", "--push-to-hub", "me/mine"]) == 2
+    assert capsys.readouterr().err.startswith("frontier-llm checkpoint export-hf: error\n")
 
 
 def slips(flag: str) -> Iterator[str]:

@@ -231,3 +231,11 @@ def test_one_large_json_value_gets_a_hint(text: str, tmp_path: Path) -> None:
     (piece,) = cut(tmp_path / "a.json", "file", 1 << 20)
     first = next(read(piece))
     assert isinstance(first, Damage) and "one object per line: jq -c" in first.why
+
+
+def test_only_text_in_another_encoding_is_to_be_converted():
+    assert "iconv" in Damage("a.txt:3", "is not UTF-8: invalid start byte").repair
+    assert (
+        Damage("a.parquet", "has a damaged page").repair
+        == "repair the input, or skip damaged inputs with --skip-damaged"
+    )
