@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.harness import DOCS
+from benchmarks.planner import primus_league, reduction_in_flight
 from benchmarks.planner.scaling_tables import efficiencies, plans_of
 from benchmarks.published.datasets import is_fitted, shipped
 from benchmarks.published.predict import predict
@@ -66,3 +67,13 @@ def test_a_speed_variation_does_not_improve_the_rows_of_frontier() -> None:
     varying = score("frontier", "all", predict(varied)).mape
     words = f"{len(rows)} published rows of Frontier the planner's error is {without:.1f} %, and {varying:.1f} % with"
     assert words in text_of("benchmarks/scaling.md")
+
+
+def test_the_league_of_schedules() -> None:
+    table = primus_league.table(primus_league.MICROBATCHES)
+    assert "\n".join(table) in primus_league.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_sums_of_gradients_with_one_communication_in_flight() -> None:
+    table = reduction_in_flight.table(reduction_in_flight.CASES)
+    assert "\n".join(table) in reduction_in_flight.PAGE.read_text(encoding="utf-8")
