@@ -118,7 +118,12 @@ def from_installed(names: list[str], folder: Path) -> None:
     """Build wheels from packages that are installed here, for a rehearsal without a network."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        distribution = metadata.distribution(name)
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            python = sys.executable
+            fix = "source scripts/install.sh, or set PYTHON to a python that has it"
+            raise SystemExit(f"error: the rehearsal needs {name}, which {python} does not have\n  fix: {fix}") from None
         tag = (distribution.read_text("WHEEL") or "").split("Tag: ")[1].split()[0]
         path = folder / f"{normal(name).replace('-', '_')}-{distribution.version}-{tag}.whl"
         with zipfile.ZipFile(path, "w") as archive:

@@ -30,6 +30,7 @@ def test_the_host_reads_the_device_once(family: str, recompute: str) -> None:
     with Waits() as waits:
         result = train_step(state)
     assert waits.names == ["cpu"]
+    assert waits.waits[0].line.startswith("frontier_llm/training/step.py:")
     assert bool(result.routing) == (family in ("olmoe", "deepseek"))
 
 
