@@ -180,9 +180,15 @@ def layout_of_row(row: Row, shape: Mapping[str, int]) -> Layout:
 def indivisible(row: Row, layout: Layout) -> str:
     """Return why the row's devices or its batch cannot be divided among the degrees of `layout_of_row`, or ''."""
     devices = int(number_of(row["devices"])) * _dies(row)
-    degrees = {"TP": layout.tp, "CP": layout.cp, "PP": layout.pp, "DP": layout.dp}
+    degrees = {
+        "TP": layout.tp,
+        "CP": layout.cp,
+        "PP": layout.pp,
+        "DP": layout.dp,
+    }
     if devices and devices != layout.devices:
-        words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        split = {name: degree for name, degree in degrees.items() if degree > 1}
+        words = " x ".join(f"{name} {degree}" for name, degree in split.items())
         return f"{devices} devices are not {words or 'one device'} = {layout.devices}"
     batch = int(number_of(row["GBS"])) * (layout.dp if "replica" in row["GBS"] else 1)
     micro_batch = layout.micro_batch if number_of(row["MBS"]) else 1  # an unstated size of a microbatch is searched

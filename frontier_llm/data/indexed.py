@@ -367,7 +367,9 @@ def _require_files(prefix: str) -> None:
     if near:
         fix = f"did you mean {near!r}?"
     else:
-        fix = f"give the path without .bin/.idx, or create the dataset with `{_maker(prefix)}`"
+        fix = (
+            f"give the path without .bin/.idx, relative to the working directory, or create it with `{_maker(prefix)}`"
+        )
     if prefix.endswith((".bin", ".idx")):
         fix = f"give the path without its ending: {prefix[:-4]}"
     raise DataError(

@@ -96,7 +96,14 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
         if size > 0:
             lines.append(f"  {name:28s} {size / GIB:8.2f} GiB  [{tag}]")
     lines.append(f"  {'total':28s} {plan.peak_bytes / GIB:8.2f} GiB of {plan.limit_bytes / GIB:.0f}")
+    lines += _safe_memory_words(machine)
     return wrapped("\n".join(lines), width)
+
+
+def _safe_memory_words(machine: Machine) -> Iterator[str]:
+    """Yield the memory up to which plans are expected to run, with its source, if the machine file states it."""
+    if safe := machine.device.safe_gib:
+        yield f"  safe up to {safe.value:g} GiB: {safe.source}"
 
 
 def _adding_words(plan: Plan, rates: Rates) -> Iterator[str]:
@@ -237,6 +244,7 @@ def text(
         *uncertainty.words(),
         f"  memory {best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB on the fullest rank"
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
+        *_safe_memory_words(machine),
         *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
         *gradient_words(best, rates),
         *safety_words(best, machine, rates),

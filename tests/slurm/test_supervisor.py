@@ -276,6 +276,35 @@ def test_preflight_stops_when_too_few_nodes_pass(cluster: LocalSlurm, tmp_path: 
 
 
 @pytest.mark.thorough
+@scenario(nodes=3)
+def test_a_new_job_excludes_nodes_if_too_few_pass_preflight(cluster: LocalSlurm, tmp_path: Path) -> None:
+    """n0 reports that its disk is full, and the job has no spare. A requeued job would get n0 again."""
+    planted = """
+import collections, os, shutil
+if os.environ.get("SLURMD_NODENAME") == "n0":
+    usage = collections.namedtuple("usage", "total used free")
+    shutil.disk_usage = lambda path: usage(10**12, 10**12, 0)
+"""
+    (tmp_path / "sitecustomize.py").write_text(planted)
+    (tmp_path / "run").mkdir()
+    words = shlex.join([f"train.run_dir={tmp_path}/run", *SMALL, "train.steps=3"])
+    options = f"#SBATCH --ntasks-per-node=1\n#SBATCH --output={tmp_path}/job-%j.out\nset -euo pipefail"
+    text = write_script(tmp_path, 2).read_text().replace('"$@"', words)
+    script = tmp_path / "run" / "job.sbatch"
+    script.write_text(text.replace("set -euo pipefail", options, 1))
+    env = {"FRONTIER_LLM_PREFLIGHT": "1", "FRONTIER_LLM_SIGNAL_LEAD_S": "10", "PYTHONPATH": str(tmp_path)}
+    first = cluster.submit(str(script), cwd=tmp_path, env=env)
+    assert cluster.wait_job(first)["JobState"] == "COMPLETED"
+    output = (tmp_path / f"job-{first}.out").read_text()
+    assert "n0 failed; only 1 of the 2 needed nodes are left" in output, output
+    second = run_dir.queued_job(tmp_path / "run")
+    assert second not in ("", first), output
+    assert cluster.wait_job(second)["JobState"] == "COMPLETED"
+    (made,) = run_dir.attempts(tmp_path / "run")
+    assert (made.nodes, made.cause, made.job_id) == (("n1", "n2"), "finished", second)
+
+
+@pytest.mark.thorough
 @scenario(nodes=1)
 def test_successor_jobs_follow_one_at_a_time(cluster: LocalSlurm, tmp_path: Path) -> None:
     # As after `submit --continue-with successor`: the script is in the run directory.

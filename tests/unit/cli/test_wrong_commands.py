@@ -46,7 +46,7 @@ ANSWERS = {
     "train quickstart --dry-run --allow-change lr": "'lr' is not a key of a run\n    fix: did you mean 'optimizer.lr'?",
     "submit train_small --site local --nodes 1 --allow-change lr": "fix: did you mean 'optimizer.lr'?",
     "data tokenize {here}/a.jsonl --tokenizer bytes --output {here}/x": "fix: name the key of the text with --text-key",
-    "train quickstart": "create the dataset with `frontier-llm data stdlib data/stdlib`",
+    "train quickstart": "relative to the working directory, or create it with `frontier-llm data stdlib data/stdlib`",
     "data import x.npy --output x": "fix: add --tokenizer TOKENIZER (tokenizer that made the tokens)",
     'train quickstart data.train=[{"path":x,"name":y}]': "name: unknown key\n    fix: valid: max_epochs, path",
     "plan gpt-tiny --html x.html": "fix: --figures instead of --html",

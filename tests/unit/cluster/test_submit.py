@@ -12,8 +12,9 @@ import yaml
 
 from frontier_llm.certificate import memory as certificate_memory
 from frontier_llm.cli.main import main
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.code import code_digest, snapshot
-from frontier_llm.cluster.sites import load_site
+from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.config import load_run
 from frontier_llm.errors import Problem
 from frontier_llm.run import run_dir
@@ -239,6 +240,35 @@ def test_the_same_run_on_other_node_counts(
     assert float(rows["192"][0]) > float(rows["384"][0])  # seconds per step
     assert int(rows["192"][1]) > int(rows["384"][1])  # jobs
     assert rows["384"][-1] == "unknown"
+
+
+def test_the_days_in_the_queue_are_those_of_the_sites_table(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A site that has measured its queue states the hours of a wait by number of nodes."""
+    content = yaml.safe_load((root_dir() / "slurm" / "sites" / "frontier.yaml").read_text())
+    content["queue_waits"] = [{"max_nodes": 200, "hours": 12}, {"max_nodes": 300, "hours": 48}]
+    (tmp_path / "measured.yaml").write_text(yaml.safe_dump(content))
+    words = [str(tmp_path / "measured.yaml") if word == "frontier" else word for word in PRETRAIN_1T]
+    words += ["--nodes", "384", "--dry-run", "--compare-nodes", "192", f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 0
+    found = re.findall(r"^\s+(192|384) (.*)$", capsys.readouterr().err, re.MULTILINE)
+    rows = {nodes: rest.split() for nodes, rest in found}
+    jobs = int(rows["192"][1])
+    assert jobs > 1 and float(rows["192"][-1].replace(",", "")) == pytest.approx(jobs * 12 / 24, abs=0.05)
+    assert rows["384"][-1] == "unknown"
+
+
+@pytest.mark.usefixtures("fake_slurm")
+def test_a_second_submission_names_the_owner_of_the_first_job(
+    here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*here, "--nodes", "1", f"train.run_dir={tmp_path}/run"]
+    assert main(words) == 0
+    active = {"JobState": "PENDING", "UserId": "anna(1001)"}
+    monkeypatch.setattr(slurm, "job_fields", lambda job_id: active if job_id == "4711" else {})
+    assert main(words) == 2
+    assert "job 4711 of anna already runs or is queued" in capsys.readouterr().err
 
 
 def test_further_options_of_sbatch_are_passed_on_and_recorded(

@@ -41,6 +41,14 @@ def test_an_untried_stack_leads_with_the_interval_and_a_promise_above_all_that_i
     assert uncertainty["step_s"][0] < report["plans"][0]["step_s"] < uncertainty["step_s"][1]
 
 
+@pytest.mark.parametrize(("option", "times"), [((), 1), (("--explain",), 2)])
+def test_memory_is_printed_with_what_torch_reserved_beside_it(
+    option: tuple[str, ...], times: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = plan_words(capsys, *option)
+    assert out.count("safe up to 54 GiB: 64 GiB less the 9.3 to 9.5 GiB that torch 1.13 reserved") == times
+
+
 def test_a_stack_that_ran_leads_with_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan_words(capsys, "--machine", "a100", "--stack", "megatron-lm")
     assert re.search(r" ([\d.]+) s \([\d.]+ s … [\d.]+ s\) per step", out)
