@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from frontier_llm.planner.report import layout_words, step_words
 from frontier_llm.planner.search import Plan, Search, search, simulate_layout
 from frontier_llm.planner.uncertainty import BestRun, best_published, family, size_class
 from frontier_llm.topology.plan import split_layers
-from frontier_llm.units import GIB, TERA
+from frontier_llm.units import GIB, TERA, strict_json
 
 SMALL = 0.01  # share of the prediction below which changed constants are combined into one step
 LAYERS = 8  # most layers in the commands that test a change on one node, so that they take minutes
@@ -198,7 +197,8 @@ class _Walk:
             changed = {key: value for key, value in keys.items() if planned[section].get(key) != value}
             values |= {f"{section}.{key}": value for key, value in changed.items()}
         return " ".join(
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()
+            f"{key}={value if isinstance(value, str) else strict_json(value, indent=None)}"
+            for key, value in values.items()
         )
 
     def combined(self) -> list[Step]:
