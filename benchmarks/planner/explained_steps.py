@@ -43,7 +43,7 @@ def table(found: dict[str, Steps]) -> Iterator[str]:
     """
     models = found.values()
     changes = [_changes(steps) for steps in models]
-    titles = list(max(changes, key=len))
+    titles = max((list(column) for column in changes), key=len)
     for column in changes:
         titles += [title for title in column if title not in titles]
     titles.sort(key=lambda title: title.startswith("recompute"))  # the last change of every model

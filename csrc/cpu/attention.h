@@ -3,8 +3,8 @@
 // the queries attend to.
 //
 // One call handles one key/value head and the query heads that share it, so keys and values are packed once. Rows and
-// head dims are padded with zeros to complete tiles. The causal mask covers the padded columns, and padded rows are not
-// written.
+// head dims are padded with zeros to complete tiles. The mask hides padded columns (by causality or by the number of
+// keys), and padded rows are not written.
 #pragma once
 
 #include "gemm.h"

@@ -288,6 +288,6 @@ def _shared_gate_work(rows: int, H: int, size: int) -> Iterator[Item]:
     yield Item(Phase.I, ROUTING, Product(rows, H, 1))
     yield Item(Phase.W, ROUTING, Product(1, H, rows))
     yield Item(Phase.F, ROUTING, Pass(2 * size * rows * H, 2), FULL)
-    # gradients of the output and of the gate, and the sum of the gate's gradient over H
+    # backward of output x gate: the gradients of both factors, and the sum of the gate's gradient over H
     yield Item(Phase.I, ROUTING, Pass(5 * size * rows * H, 4))
     yield Item(Phase.F, ROUTING, Keep(size * rows * (H + 1), ("none", "selective")))

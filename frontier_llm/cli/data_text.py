@@ -191,7 +191,7 @@ def tokenize_text(args: argparse.Namespace) -> int:
     place = discover()
     if place is not None and (place.world_size > 1 or args.job_step == "share"):
         parts = make_share(plan, args.workers, args.overwrite, index=place.rank, count=place.world_size)
-        log.info(f"{args.output}: {place.hostname} has finished its share of {plural(parts, 'part')}")
+        log.info(f"{args.output}: {place.hostname} has finished its share, {plural(parts, 'part')}")
         return 0
     meta = make_dataset(plan, args.workers, args.overwrite)
     show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")

@@ -276,8 +276,8 @@ def _submit(
     total = f"{plural(sum(cost.steps for cost in costs), 'step')} in {plural(len(costs), 'job')}"
     predicted = sum(row.node_hours for row in priced)
     log.info(
-        f"cost: {total}: {predicted:,.1f} node-hours with their starts (predicted), at most {walltime:,.1f} by their "
-        f"walltimes"
+        f"cost: {total}: {predicted:,.1f} node-hours predicted, including the start of each job; at most "
+        f"{walltime:,.1f} if every job uses its whole walltime"
     )
     if args.dry_run:
         return priced, [None] * len(priced)

@@ -102,7 +102,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file as a mapping. Raises ConfigError with file, line and column if it cannot be parsed."""
     try:
         with path.open("rb") as file:
-            content = _parse(file.read(MAXIMUM_BYTES + 1).decode())
+            text = file.read(MAXIMUM_BYTES + 1)
+        _check_length(len(text))
+        content = _parse(text.decode())
     except ConfigError as error:
         raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
     # ValueError: not UTF-8, or an invalid date.
@@ -121,12 +123,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def _check_length(size_bytes: int) -> None:
+    """Raise ConfigError if a text to parse is longer than MAXIMUM_BYTES."""
+    if size_bytes > MAXIMUM_BYTES:
+        raise ConfigError(f"has more than {MAXIMUM_BYTES:,} bytes", "check that this is the correct file")
+
+
 def _parse(text: str) -> Any:
     """Parse a YAML value. Raises ConfigError for a duplicate key, and for aliases that expand to more than
     MAXIMUM_NODES values.
     """
-    if len(text) > MAXIMUM_BYTES:
-        raise ConfigError(f"has more bytes than the limit of {MAXIMUM_BYTES}", "check that this is the correct file")
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
@@ -256,6 +262,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             fix = f"write {setting}={following}" if is_pair else "write e.g. train.steps=100"
             problems.append(Problem(where=word, what="is not of the form key=value", fix=fix))
             continue
+        _check_length(len(os.fsencode(text)))
         try:
             value = _parse(text)
         # ValueError: an invalid date, or a number of thousands of digits.

@@ -71,7 +71,7 @@ class GpuOps(GpuAttention, GpuRouting, GpuBuffers):
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return output, total, mean and scale."""
+        """Return the output, and total, mean and scale of `Normed`."""
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         columns = x.shape[-1]

@@ -178,7 +178,9 @@ def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
 
 
 def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return the problems of all phases, each once, and a Problem for each setting that excludes phases."""
+    """Return the problems of all phases, each once, and a Problem if the engine or the data mode does not support
+    phases.
+    """
     problems: dict[Problem, int] = {}
     phases = phases_of(config)
     for phase in phases:

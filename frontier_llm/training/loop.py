@@ -330,7 +330,8 @@ class _Session:
             restore(self.state, back)
             self._count_durations()
             phase = self._next_phase()
-            # Leave out again the samples of earlier rewinds that the loaded checkpoint does not record.
+            # Rewinds after the save of the loaded checkpoint left out samples that it does not count. Leave them out
+            # again.
             samples = earlier - self.state.position.samples_left_out
             samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
             if self.metrics is not None:

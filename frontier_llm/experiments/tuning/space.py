@@ -96,7 +96,7 @@ def make_space(
             if len(layouts)
             else f"no layout of {devices} devices is legal"
         )
-        fixes = f" --fix {fixed_words(fixed)}" if fixed else ""
+        fixes = f", --fix {fixed_words(fixed)}" if fixed else ""
         raise ConfigError(
             f"{what} (global batch {config.batch.global_batch}{fixes})",
             "use another number of nodes, or fix fewer values (--fix)",

@@ -173,7 +173,7 @@ def _expect_degree(key: str, arguments: Mapping[str, Any], count: int, folder: P
     """
     if arguments.get(key, count) != count:
         raise CheckpointError(
-            f"was written with {key} {arguments[key]}, but the files of only {count} exist",
+            f"was written with {key} {arguments[key]}, but has files for a {key} of only {count}",
             where=str(folder),
             fix="copy all files",
         )

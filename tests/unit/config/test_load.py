@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from frontier_llm.config import RunConfig, available, build, dump, find_file, load_model, load_run, model_problems
-from frontier_llm.config.load import merge, parse_overrides
+from frontier_llm.config.load import MAXIMUM_BYTES, merge, parse_overrides
 from frontier_llm.errors import ConfigError
 
 
@@ -139,6 +139,15 @@ def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"odd\.yaml"):
         load_run(str(path))
+
+
+@pytest.mark.parametrize("filler", ["x", "é", "語"])
+def test_a_file_that_is_too_long_is_refused_and_never_cut(tmp_path: Path, filler: str) -> None:
+    """The keys after the limit would be lost. The limit counts bytes, also of text with longer characters."""
+    comment = "#" + filler * (MAXIMUM_BYTES // len(filler.encode()))
+    path = write(tmp_path / "long.yaml", f"model: gpt-tiny\n{comment}\nbatch: {{global_batch: 8}}\n")
+    with pytest.raises(ConfigError, match=r"long\.yaml: has more than 131,072 bytes"):
+        load_run(path)
 
 
 def test_an_unknown_name_gets_the_closest_file() -> None:

@@ -128,7 +128,7 @@ def test_a_dry_run_prices_every_point(capsys: pytest.CaptureFixture[str]) -> Non
             row["predicted_node_hours"] < row["nodes"] * row["minutes"] / 60
             and row["peak_gib"] < row["limit_gib"] == 64
         )
-    assert "node-hours with their starts (predicted)" in text.err
+    assert "node-hours predicted, including the start of each job" in text.err
     assert main(words) == 0 and "of 64" in capsys.readouterr().out
 
 

@@ -137,7 +137,10 @@ def test_llama_3s_rope_scaling_is_read() -> None:
         ({"position_embedding_type": "relative"}, "position_embedding_type: 'relative' is not supported"),
         ({"apply_layernorm_1p": True, "qk_layernorm": True}, "qk_layernorm"),
         ({"hidden_size": None}, "hidden_size: is missing"),
-        ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size 4, but the files of only 1 exist"),
+        (
+            {"tensor_model_parallel_size": 4},
+            "4, but has files for a tensor_model_parallel_size of only 1",
+        ),
         ({"ffn_hidden_size": 96}, r"layers.0.mlp.up.weight: is \[\(80, 48\)\], expected 1 parts of shape \[96, 48\]"),
         ({"num_layers": 3}, "layers.2.attention.qkv.weight: is missing"),
         ({"num_layers": 3}, "… and 4 more like these"),
