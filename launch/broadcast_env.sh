@@ -1,7 +1,7 @@
 #!/bin/bash
 # Copy an environment archive or a container image to the local disk of each node of the job. An archive is unpacked
-# there. Prints the path of the archive's Python, or of the image. A second line lists the nodes on which this failed.
-# Fails if these are more nodes than the job's spares.
+# there. Prints the path of the archive's Python, or of the image. A second line lists the nodes on which the copy
+# failed. The script fails if these nodes are more than the job's spare nodes.
 # Measured on Frontier (OLCF): 8 nodes import torch in 2 s from NVMe, 51 s from Orion, 3 min 56 s from NFS.
 #     broadcast_env.sh ENV.tar.gz|IMAGE.sif [WORD ...]
 # WORD: the words of the job. They determine the number of spare nodes: job.spares=N, otherwise "spares" in job.json of

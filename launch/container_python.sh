@@ -1,12 +1,12 @@
 #!/bin/bash
 # Run the Python of a container, with the host's GPUs, network and file systems: container_python.sh [ARGUMENT ...]
 # FRONTIER_LLM_CONTAINER    the image (launch/frontier_llm.def builds one)
-# APPTAINER_CONTAINLIBS     libraries of the host for the image (default: those that OLCF's container examples name,
-#                           where they are)
+# APPTAINER_CONTAINLIBS     libraries of the host for the image (default: the libraries in OLCF's container examples, if
+#                           the host has them)
 # FRONTIER_LLM_BINDS        additional paths to bind, separated by commas (data, scratch)
 # The image contains torch and ROCm. The option --rocm is not used, because it would put the host's ROCm before the
-# image's. The devices of the GPUs are visible without it. The libraries of the network come from the site through
-# binds: those of the site's module if it has set them (LUMI), otherwise the paths below.
+# image's. The devices of the GPUs are visible without it. The network libraries come from the host through bind mounts:
+# the mounts that the site's module has set (LUMI), otherwise the paths below.
 set -euo pipefail
 export PYTHONNOUSERSITE=1 # without this, packages in ~/.local would precede the image's packages
 

@@ -4,10 +4,10 @@
 #     job.sh SITE --as-rank MODULE [WORD ...]     in the interpreter of the ranks, outside of a job: reports what is
 #                                                 installed there
 #     job.sh SITE --rank-python MODULE [WORD ...] in the interpreter of the ranks, in a job: for a program without srun
-# FRONTIER_LLM_PYTHON       the interpreter (default: that of the environment active at sbatch, else python3 after the
-#                           site's modules)
-# FRONTIER_LLM_CONTAINER    an Apptainer image: the ranks use its Python, this shell keeps using the host's (which needs
-#                           no torch); from 1,024 nodes on, an image *.sif is copied to every node's local disk
+# FRONTIER_LLM_PYTHON       the interpreter (default: the interpreter of the environment that was active at sbatch,
+#                           otherwise python3 after the site's modules are loaded)
+# FRONTIER_LLM_CONTAINER    an Apptainer image: the ranks use its Python. This shell uses the host's Python, which needs
+#                           no torch. From 1,024 nodes on, an image *.sif is copied to every node's local disk
 # FRONTIER_LLM_ENV_ARCHIVE  a conda-pack or venv-pack .tar.gz: copied to every node's local disk and used from there
 set -euo pipefail
 
@@ -46,8 +46,8 @@ set +u # Lmod reads variables that may be unset
 }
 set -u
 # A value that the user has exported replaces a module's value. If an exported value equals the module's value
-# (FRONTIER_LLM_FROM_MODULES, from the site's file), it counts as the module's: the module was also loaded before
-# sbatch.
+# (FRONTIER_LLM_FROM_MODULES, from the site's file), it counts as set by the module, not by the user: the module was
+# also loaded before sbatch.
 of_user="$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
 eval "$of_user"
 # Names for the origins that rank 0 logs (topology/rank_variables.py).

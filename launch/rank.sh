@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED=1
 # without this, thousands of ranks would write the same .pyc files beside the sources, on the parallel file system
 export PYTHONDONTWRITEBYTECODE=1
 ulimit -S -c 0 # no core files, which have tens of GB each: torch's watchdog ends ranks by abort
-# a failed rendezvous then prints one line, without the C++ stack of every rank
+# with this level, a failed rendezvous prints one line, without the C++ stack of every rank
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 
 if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then

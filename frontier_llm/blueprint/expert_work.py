@@ -49,10 +49,11 @@ class Rows(NamedTuple):
     With the two-stage all-to-all, `sent` and `received` count the second stage, inside the node.
     """
 
-    sent: float
+    sent: float  # rows that this rank sends to experts
     received: float  # rows that arrive; with a capacity limit all of them are kept until backward
-    computed: float
-    # for the two-stage all-to-all: the number of nodes, and the rows that the first stage sends between nodes
+    computed: float  # rows that this rank's experts compute
+    # for the two-stage all-to-all: number of nodes, and rows that this rank sends to and receives from other nodes in
+    # the first stage
     nodes: int = 1
     to_nodes: float = 0
     from_nodes: float = 0

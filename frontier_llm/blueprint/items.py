@@ -49,37 +49,41 @@ class SoftwareOptions:
 
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
-    fused_softmax: bool = True  # Scale, mask and softmax in one 16-bit kernel. Only for unfused attention.
-    fused: bool = True  # One kernel each for norm, bias+activation, residual.
-    fused_cross_entropy: bool = True  # Reads 16-bit logits once forward. False: a chain of kernels over fp32 copies.
+    # True: scale, mask and softmax are one 16-bit kernel. Only for unfused attention.
+    fused_softmax: bool = True
+    fused: bool = True  # True: norm, bias with activation, and residual are one kernel each.
+    # True: one kernel reads the 16-bit logits once in forward. False: a chain of kernels works on fp32 copies.
+    fused_cross_entropy: bool = True
     # Bytes of optimizer state per parameter, master copy included. 0 = the bytes of this package's optimizer.
     optimizer_state_bytes: NonNegativeFloat = 0.0
     gradient_bytes: Literal[2, 4] = 4  # Bytes per element of a gradient that is summed over dp.
-    # Bytes per parameter of gradients beside those of `gradient_bytes`. DeepSpeed's BF16_Optimizer keeps fp32 sums and
-    # the 16-bit gradients of the last microbatch.
+    # Bytes per parameter of additional gradient buffers. DeepSpeed's BF16_Optimizer keeps fp32 sums and also the 16-bit
+    # gradients of the last microbatch.
     further_gradient_bytes: NonNegativeFloat = 0.0
-    # With ZeRO-1 an all-reduce gives every rank all summed gradients (BF16_Optimizer). False: a reduce-scatter gives
-    # each rank its shard.
+    # True: with ZeRO-1, an all-reduce gives every rank all summed gradients (BF16_Optimizer). False: a reduce-scatter
+    # gives each rank its shard.
     all_reduces_gradients: bool = False
     accumulate_bytes: NonNegativeFloat = 8.0  # Bytes of memory traffic per parameter to add one microbatch's gradient.
-    # The kernel of a weight gradient also adds it to the buffer. Its time is the longer one of product and addition.
+    # True: the kernel that computes a weight gradient also adds it to the buffer. The kernel takes as long as the
+    # product or the addition, whichever is longer.
     adding_in_product: bool = False
     # How the installed torch adds weight gradients. A value replaces the two options above, unless `accumulate_bytes`
     # is 0. None: not known.
     weight_gradients: WeightGradients | None = None
     optimizer_bytes: NonNegativeFloat = 30.0  # Bytes of memory traffic per owned parameter in the optimizer step.
-    p2p_split: bool = False  # Pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
+    # True: pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
+    p2p_split: bool = False
     # Communication of experts that are split over etp ranks. False sends each row to all of these ranks. True sends it
     # once over ep, gathers it over tp, and sums the outputs with a reduce-scatter.
     expert_rows_gathered: bool = False
-    # FP8 with one scale per row: each operand of a product is scaled and converted in a pass of its own, for each dim
-    # along which it is multiplied. False: one scale per tensor, whose conversions are part of `linear_speedup`.
+    # True: FP8 has one scale per row. A separate kernel scales and converts each operand of a product, once for each
+    # dim along which it is multiplied. False: FP8 has one scale per tensor, and `linear_speedup` includes conversions.
     scales_fp8_rows: bool = False
-    # Pipeline messages block the rank (Megatron, DeepSpeed) instead of overlapping its compute.
+    # True: pipeline messages block the rank (Megatron, DeepSpeed) and do not overlap with its compute.
     blocking_messages: bool = False
     # Parameters per bucket of the gradient sum over dp. 0 = all parameters in one bucket.
     bucket_parameters: NonNegativeFloat = 0.0
-    hierarchical: bool = False  # Collectives that span nodes have two stages if that is faster.
+    hierarchical: bool = False  # True: collectives that span nodes run in two stages if two stages are faster.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,7 @@ class Software(SoftwareOptions):
 
     # rate of the layers' products relative to 16 bit (FP8 arithmetic); head and attention stay in 16 bit
     linear_speedup: float = 1.0
-    checkpoints_cut: bool = False  # activation checkpoints are cut over tp even without sequence parallelism
+    checkpoints_cut: bool = False  # True: activation checkpoints are cut over tp even without sequence parallelism
 
 
 class Phase(Enum):
@@ -121,7 +125,7 @@ class Product:
     batch: int = 1
     parameter: str = ""  # name of the weight; "" = both operands are activations
     fp8: bool = False  # True: the product is computed in 8 bits if the software supports this
-    aligned: bool = True
+    aligned: bool = True  # True: the head dimension is a multiple of 8 elements
     grouped: bool = False  # True: one kernel computes the products of all experts
     added_bytes: float = 0.0  # additional memory traffic of the kernel if it adds the result to a buffer
 

@@ -64,13 +64,13 @@ class Layout:
     imbalance: float = 1.0  # Token rows that the busiest rank's experts receive, divided by the mean over ranks.
     chunks: int = 1  # Virtual stages per pipeline rank.
     schedule: str = "1f1b"
-    micro_batch: int = 1  # Sequences.
+    micro_batch: int = 1  # Number of sequences in a microbatch.
     microbatches: int = 1  # Microbatches of one replica and step.
     sequence_parallel: bool = False
     recompute: str = "none"  # A mode of RECOMPUTE, or several ("full,none") that alternate over a stage's layers.
     sharding: str = "optimizer"  # A key of SHARDING.
     data_shard: int = 0  # Replicas that together hold one copy of the weights (only for sharding "weights"). 0 = all.
-    axis_order: str = "tp-dp-pp"  # Innermost first.
+    axis_order: str = "tp-dp-pp"  # Axes of the mesh, innermost first.
     dtype: str = "bf16"
     gradient_wire: str = "full"  # Dtype in which gradients are summed over dp. "full" = the software's dtype.
     optimizer: str = "adamw"

@@ -85,13 +85,14 @@ class Parameter:
     """Declaration of one parameter of the model. The parameter is replicated over all mesh axes that `axes` lacks."""
 
     name: str  # dotted, unique in the model, the same on every layout: "layers.3.attention.qkv.weight"
-    shape: tuple[int, ...]  # global
+    shape: tuple[int, ...]  # global shape
     kind: ParameterKind
     axes: Mapping[str, Split | How] = field(default_factory=dict)
     init_std: float | None = None  # normal(0, std), random by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
     pieces: tuple[Piece, ...] = ()
-    # uses per microbatch on a rank, each with a gradient; 2 if the embedding is also the rank's head; 0 = no gradient
+    # number of uses of the parameter per microbatch on a rank, each of which adds a gradient; 2 if the embedding is
+    # also the rank's head; 0 = no gradient
     uses: int = 1
     grouped: bool = False  # The index of dim 0 is the key/value head, with its query heads in dim 1.
     wide: bool = False  # Always kept in fp32 (in fp64 if the model computes in fp64).

@@ -58,9 +58,9 @@ def check_communication(subject: Subject) -> CertificateSection:
     return judged(NAME, evidence, problems)
 
 
-@lru_cache(maxsize=8)  # `submit` of several runs of one layout, for example by a test
+@lru_cache(maxsize=8)  # used if one process checks several runs of one layout, for example in a test
 def _problems_of(key: tuple[str, int, int, int, bool], mode: str, overlap: bool) -> tuple[Problem, ...]:
-    """Return the problems of a schedule: (name, stages, microbatches, chunks, pairs)."""
+    """Return the problems of a schedule. `key` is (name, stages, microbatches, chunks, pairs)."""
     name, stages, microbatches, chunks, pairs = key
     return tuple(order_problems(build(name, stages, microbatches, chunks, pairs=pairs), mode, overlap))
 

@@ -55,7 +55,7 @@ def _layout_evidence(subject: Subject) -> Iterator[str]:
 
 
 def _data_evidence(subject: Subject) -> Iterator[str]:
-    """Yield the datasets, and which data is repeated, never read or left out by the last step."""
+    """Yield the datasets, and the data that will have been repeated, never read or left out at the last step."""
     yield from dataset_lines(subject.config, subject.position)
     yield from dataset_warnings(subject.config, subject.position)
     planned = data_plan(subject.config, subject.position)
@@ -131,8 +131,7 @@ def profile_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def best_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if `keep_best` is set and names an unknown held-out set, or no step is evaluated before the
-    end."""
+    """Yield a problem if `keep_best` names an unknown held-out set, or if only the run's last step is evaluated."""
     best = config.train.keep_best
     sets = list(config.data.held_out)
     if best is not None and best not in sets:

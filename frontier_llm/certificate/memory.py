@@ -46,7 +46,7 @@ def _stage_words(plan: Plan, stage: int) -> str:
 
 
 def _roomier(subject: Subject, plan: Plan) -> Iterator[str]:
-    """Yield the fastest layout that leaves more room."""
+    """Yield a line about the fastest layout that needs less memory."""
     nodes = subject.nodes_of_ranks
     best = roomier_plan(subject.config, nodes, max(nodes, subject.world_size), plan)
     if best is None:
@@ -77,8 +77,8 @@ def with_fallback(
 ) -> tuple[JobRequest, JobRequest, Plan]:
     """Return (the request whose job has both plans, the request with the roomier layout, the roomier plan).
 
-    `load` returns the run's configuration with further overrides. Raises ConfigError if no layout leaves more room, or
-    if the roomier layout is refused.
+    The roomier plan has the fastest layout that needs less memory than the run's own plan. `load` returns the run's
+    configuration with further overrides. Raises ConfigError if there is no such layout, or if this layout is refused.
     """
     subject = of_job(request)
     own = subject.fullest_plan

@@ -144,7 +144,7 @@ class Checkpoints:
         """
         self.finish()
         self._save = Save(self, progress)
-        if self.uploads is not None:  # `newest` is not called if the caller loads no checkpoint
+        if self.uploads is not None:  # start them here too, because a caller that loads no checkpoint skips `newest`
             self.uploads.start()
         self.newest_step = progress.step
         return self._save
@@ -172,8 +172,8 @@ class Checkpoints:
         """Finish the save in progress as `finish` does, and release the run directory.
 
         With `verify` also wait for the uploads: at most `train.remote_wait_s`, and at most until the collective
-        function `is_stopped` returns True. Without `verify` the run was interrupted, its nodes are needed or lost soon,
-        and the next start continues the uploads.
+        function `is_stopped` returns True. `verify` is False after an interruption, because the nodes may soon be lost.
+        Uploads then continue in the next start.
         """
         try:
             self.finish(verify)
@@ -250,7 +250,7 @@ class Checkpoints:
         progress = self._load_first(self._at_most(before), [])
         if progress is not None:
             from_rank_0(partial(self._delete_newer, progress), self.world, self.device)
-            self.newest_step = -1  # a later save of the same step may have another position in the data
+            self.newest_step = -1  # so that the next save writes this step again: its data position may then differ
         return progress
 
     def load(self, path: Path) -> Progress:
@@ -281,8 +281,8 @@ class Checkpoints:
         """Load the intact checkpoint of the highest step, local before remote.
 
         Damage is added to `damage`, or raised with `strict`. Returns None if no checkpoint is intact. If a remote
-        checkpoint cannot be copied, only local checkpoints are tried after it. NotCopied is raised if then no local
-        checkpoint is intact, and with `strict` at once.
+        checkpoint cannot be copied, only local checkpoints are tried after it. If none of these is intact, NotCopied is
+        raised. With `strict`, NotCopied is raised as soon as a copy fails.
         """
         candidates = [(step, False) for step in steps] + [(step, True) for step in remote_steps]
         copy_problems: list[Problem] = []
@@ -423,7 +423,8 @@ class Checkpoints:
     def _point_at(self, progress: Progress) -> None:
         """On rank 0, make LATEST name the loaded checkpoint, and also BEST if it is the best checkpoint.
 
-        LATEST can name another checkpoint if that one is damaged, or if a crash came before LATEST was updated.
+        Until this call, LATEST can name a newer checkpoint that is damaged. After a crash before the update of LATEST,
+        it can name an older checkpoint.
         """
         name = folder.step_name(progress.step)
         if folder.read_latest(self.directory) != name:

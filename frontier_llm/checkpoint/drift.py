@@ -62,7 +62,7 @@ class Change:
     key: str
     saved: Any
     current: Any
-    mathematics: bool
+    mathematics: bool  # True if the key defines the mathematics of the run
     note: str = ""
     allowable: bool = True  # False if no flag can allow the change, for example other shapes of weights
     remedy: str = ""  # an override (key=value) that keeps the mathematics although the key changes

@@ -159,7 +159,7 @@ def compare(first: Path, second: Path) -> Difference:
 
 
 def _forms(weights: CheckpointWeights) -> dict[str, tuple[Any, ...]]:
-    """Return (shape, kinds of state) of each tensor."""
+    """Return name of a tensor → (shape, kinds of state)."""
     return {name: (tensor.shape, weights.manifest.kinds_of(tensor)) for name, tensor in weights.tensors.items()}
 
 

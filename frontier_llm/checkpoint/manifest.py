@@ -36,7 +36,7 @@ DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # Key: safetensors' type. Checkpoints use F32 and F64.
 # A model of 1T parameters on 3072 ranks, with 72,087 pieces, needs less than half of these limits.
 MAX_MANIFEST_VALUES = 1 << 21  # Limit for the values in the text, counted by commas and brackets.
-MAX_CORNERS = 1 << 21  # Limit for all pieces (_coverage_problems).
+MAX_CORNERS = 1 << 21  # Limit for the number of corners of all pieces together (_coverage_problems).
 MIN_BLOCK_BYTES = 1 << 20
 MAX_BLOCK_BYTES = 1 << 30
 MAX_PLUGINS = 1_000
@@ -154,7 +154,7 @@ class Manifest(_Record):
         return self.plugins or recorded_names(self.config)[:MAX_PLUGINS]
 
     def kinds_of(self, tensor: TensorEntry) -> tuple[str, ...]:
-        """Return the kinds that are stored of a tensor."""
+        """Return the kinds of values (master, optimizer states) that the checkpoint stores for a tensor."""
         return tensor.kinds or self.kinds
 
     def pieces_of(self, shard: Shard) -> list[SavedPiece]:

@@ -125,7 +125,7 @@ def _tokens(identity: str, datasets: Mapping[str, Dataset]) -> int:
 
 
 def _rewinds(policy: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return (step, steps left out so far) of each rewind."""
+    """Return (step, number of steps left out so far) of each rewind."""
     rewinds = [(int(entry["step"]), int(entry["left_out_steps"])) for entry in policy.get("rewinds", [])]
     total = int(policy.get("left_out_steps", 0))
     if not total or (rewinds and rewinds[-1][1] == total):

@@ -58,7 +58,7 @@ class RemoteTransfer:
     """
 
     def __init__(self, work: Callable[[OnBytes], Any], url: str) -> None:
-        """Start `work`, a function that reports its progress to the function in its argument."""
+        """Start `work`. It receives a function as its argument, and calls this function to report its progress."""
         self._url = without_secrets(url)
         self._moved_s = time.monotonic()
         self._task = in_daemon(lambda: work(self._on_bytes), "remote")

@@ -111,7 +111,7 @@ def check(place: RemoteFolder, mine: Writer) -> None:
 def foreign_steps(steps: Iterable[int], known_step: int | None) -> list[int]:
     """Return the steps at a URL that a run did not know when it continued without reading the URL, newest first.
 
-    `known_step` is the last step that the run knows to be its own. None: the run has read the URL.
+    `known_step` is the last step that the run knows to be its own. It is None if the run has read the URL.
     """
     return [] if known_step is None else sorted((step for step in steps if step > known_step), reverse=True)
 

@@ -201,8 +201,8 @@ class Save:
             checkpoints.uploads.saved()
 
     def _verify(self) -> None:
-        """Verify the files that are assigned to this rank, of the checkpoints that remain after old checkpoints are
-        deleted.
+        """Verify the checkpoints that will remain after old checkpoints are deleted. Each rank verifies the files that
+        are assigned to it.
 
         Raises DamagedCheckpoint.
         """

@@ -54,7 +54,7 @@ class Uploads:
         self._cancelled = threading.Event()
         self._current: int | None = None  # step that is being uploaded
         self._finished: dict[int, bytes] = {}  # step → manifest digest of uploaded and of damaged checkpoints
-        self._replaced_above: int | None = None  # step above which the next save replaces the steps at the URL
+        self._replaced_above: int | None = None  # after the next save, steps at the URL above this step are deleted
         self._is_claimed = False
         self._is_taken = False
         self._failures = 0
@@ -63,9 +63,9 @@ class Uploads:
     def claim(self) -> list[int]:
         """Claim the URL for this run directory, and return the steps at the URL from which the run can continue.
 
-        If this method is not called, the uploads begin with the claim. If the run continued earlier without having read
-        the URL, and the URL then has later steps of another run directory, the run keeps its own steps: the other steps
-        are left out, and nothing is uploaded.
+        If this method is not called, the first upload claims the URL. An earlier start may have continued the run
+        although it could not read the URL. If another run directory has later steps there, the run keeps its own steps.
+        The result then lacks the other steps, and nothing is uploaded.
 
         Raises TakenUrl if another run directory writes there, and UnreachableError.
         """
@@ -141,7 +141,7 @@ class Uploads:
             yield step != self._current
 
     def discard(self, step: int) -> None:
-        """After a rewind, delete all remote checkpoints above `step`, also if the store answers only later."""
+        """After a rewind, delete all remote checkpoints above `step`. If the store does not respond, delete later."""
         with self._lock:
             before = self._record.discard_above
             above = step if before is None else min(step, before)

@@ -1,8 +1,8 @@
 """Reads weights from a training checkpoint, and writes weights (for example imported ones) as a new checkpoint.
 
-Both run in one process without a GPU. To read, the shard files are mapped into memory, and only the requested
-rectangles of the fp32 masters are copied. The written checkpoint has step 0, and its Adam moments are zero. Training
-can start from it with any layout. It is written one tensor at a time.
+Reading and writing run in one process without a GPU. To read, the shard files are mapped into memory, and only the
+requested rectangles of the fp32 masters are copied. The written checkpoint has step 0, and its Adam moments are zero.
+Training can start from it with any layout. It is written one tensor at a time.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from frontier_llm.units import format_bytes, format_hours, plural
 BENCHMARK_STEPS = 100  # a run with more steps that costs more than CHEAP_NODE_HOURS needs data.allow_synthetic
 CHEAP_NODE_HOURS = 10.0
 MANY_NODES = 8  # OLCF measured a slow import of torch on 8 nodes; more nodes get a warning
-UNSAVED_STEPS = 20  # steps of the longest run on synthetic data that is accepted without a checkpoint
+UNSAVED_STEPS = 20  # a run on synthetic data with at most this number of steps may save no checkpoint
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ class Cost:
 
     @property
     def days(self) -> float:
-        """Days of training and of the starts of its jobs, without saves and the time in the queue."""
+        """Days of training, including the start of each job. Saves and the time in the queue are not included."""
         chain = self.chain()
         jobs = chain[0] if chain else 1
         return self.hours / 24 + jobs * self.start_s / 86400
 
     def chain(self) -> tuple[int, float] | None:
-        """Return (jobs, node-hours) if every job uses its complete walltime.
+        """Return (number of jobs, node-hours) for the remaining steps. Each job is counted with its complete walltime.
 
-        None if the walltime is unknown or leaves no time to train.
+        Return None if the walltime is unknown or leaves no time to train.
         """
         if self.slice_hours is None or (trained_h := self.slice_hours - (self.start_s + self.warning_s) / 3600) <= 0:
             return None
@@ -153,7 +153,7 @@ def cost_of(request: submit.JobRequest) -> Cost:
 def compare_nodes(request: submit.JobRequest, node_counts: Sequence[int]) -> str:
     """Return a table of the same run on other node counts: steps, jobs, days, node-hours and time in the queue.
 
-    A node count whose ranks the layout does not divide is left out, with the reason.
+    For a node count on which the layout is not legal, the text gives the reason instead of a row.
     """
     rows = []
     refused = []
@@ -214,8 +214,9 @@ def admit(request: submit.JobRequest) -> submit.JobRequest:
 
 
 def cost_problems(request: submit.JobRequest) -> Iterator[Problem]:
-    """Yield the problems for which the site, Slurm or the cost rules would refuse the job. Cost rules need a predicted
-    step time.
+    """Yield the problems for which the site, Slurm or the cost rules would refuse the job.
+
+    The cost rules are checked only if the request has a predicted step time.
     """
     yield from submit.job_problems(request)
     if request.step_s:
@@ -235,7 +236,7 @@ def saving_problems(request: submit.JobRequest) -> Iterator[Problem]:
 
 
 def budget_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Problem]:
-    """Yield a problem if the budget does not suffice for one step. The job saves a warning time before its end."""
+    """Yield a problem if the budget does not suffice for the start, one step, and the warning time (for the save)."""
     budget = request.job.max_node_hours
     least = (START_S + cost.step_s + cost.warning_s) / 3600 * cost.nodes
     if budget is not None and cost.steps and budget < least:
@@ -306,7 +307,7 @@ def advice(request: submit.JobRequest) -> Iterator[str]:
 def scratch_note(request: submit.JobRequest) -> str:
     """Return a warning if the run directory is not on the site's scratch file system.
 
-    '' if it is, or if the scratch directory is unknown.
+    Return '' if the run directory is there, or if the scratch directory is unknown.
     """
     scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
     directory = request.job.directory

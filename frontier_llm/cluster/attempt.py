@@ -45,8 +45,8 @@ from frontier_llm.units import printable
 
 ENDING_S = 15.0  # time that ranks have to end after SIGTERM before the batch shell continues
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
-_KILLING = "Terminating StepId"  # srun's message when it ends the step: a task killed after it is not the cause.
-_TOLD_TO_SAVE = "User defined signal 1"  # Slurm's warning killed a rank whose Python had no signal handler yet.
+_KILLING = "Terminating StepId"  # srun prints it before it kills all tasks; a task killed later is not the cause.
+_TOLD_TO_SAVE = "User defined signal 1"  # The end of a rank that Slurm's warning killed before it had a handler.
 _SILENT_NODE = "Timed out waiting for job step"  # srun received no reply from at least one node.
 
 
@@ -94,7 +94,8 @@ class Outcome:
 
     exit_code: int
     failure: Failure | None = None  # None: finished or stopped on request
-    peers_only: bool = False  # only ranks that survived sent reports: a node may be dead without Slurm's notice
+    # only ranks that lost a peer have reported: a node may be dead, and Slurm has not noticed it yet
+    peers_only: bool = False
 
     @property
     def cause(self) -> str:
@@ -109,7 +110,7 @@ def start_ranks(
     save_after_s: float = math.inf,
     progress: Callable[[Path], int] = run_dir.latest_step,
 ) -> tuple[Outcome, float]:
-    """Run all ranks on these nodes with one srun and record the attempt. Return (outcome, its seconds).
+    """Run all ranks on these nodes with one srun and record the attempt. Return (outcome, duration in seconds).
 
     A crash with a dead node is recorded as a node failure. `progress` returns the number of steps that a run directory
     has completed.
@@ -179,7 +180,7 @@ def job_step(
 
 
 def plan_variables(run: BatchRun) -> dict[str, str]:
-    """Return the variable that tells the ranks whether the job can continue with a roomier plan than theirs."""
+    """Return the variable that tells the ranks whether the job has another plan, which needs less memory."""
     has_roomier = bool(run.job.plans) and run.plan == run.job.plans[0]
     return {ROOMIER_PLAN_VARIABLE: "1"} if has_roomier else {}
 
@@ -187,7 +188,7 @@ def plan_variables(run: BatchRun) -> dict[str, str]:
 def dead_nodes(run: BatchRun, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
     """Return the nodes that Slurm reports as unhealthy after a crash.
 
-    If only surviving ranks reported, wait up to the site's `node_timeout_s` for Slurm to notice a dead node.
+    If only ranks that lost a peer have reported, wait up to the site's `node_timeout_s` for Slurm to notice the node.
     """
     deadline_s = time.monotonic() + (run.site.node_timeout_s if outcome.peers_only else 0.0)
     while not (dead := slurm.unhealthy(nodes)) and time.monotonic() < deadline_s:
@@ -196,7 +197,7 @@ def dead_nodes(run: BatchRun, nodes: tuple[str, ...], outcome: Outcome) -> list[
 
 
 def master_address(step: JobStep) -> str:
-    """Return the IPv4 address of rank 0's node. Found once, so that no rank calls DNS. Raises FrontierError."""
+    """Return the IPv4 address of rank 0's node, so that the ranks need no DNS request. Raises FrontierError."""
     command = [str(root_dir() / "launch" / "address.sh"), step.site.interface or ""]
     first = step.nodes[0]
     if first != step.allocation.batch_host:

@@ -46,7 +46,7 @@ class BatchRun:
     program: tuple[str, ...] = TRAIN
     more_words: tuple[str, ...] = ()  # overrides for this start only; they follow the job's words
     more_flags: tuple[str, ...] = ()
-    plan: tuple[str, ...] = ()  # overrides of the plan of the next start; (): the layout of the run file
+    plan: tuple[str, ...] = ()  # overrides that select the layout of the next start; (): the layout of the run file
 
     @property
     def directory(self) -> Path:
@@ -60,7 +60,7 @@ class BatchRun:
         return (*self.program, *words, *self.job.flags, *self.more_flags)
 
     def with_plan(self, number: int) -> BatchRun:
-        """Return the run with the plan of this number, as `job.plans` lists them. A job without plans is unchanged."""
+        """Return the run with plan `number` of `job.plans`. If the job has no plans, return the run unchanged."""
         if not self.job.plans:
             return self
         plan = self.job.plans[number]

@@ -16,7 +16,7 @@ SNAPSHOT = ("launch", "slurm", "configs")
 
 
 def plugin_places(plugins: Sequence[str]) -> dict[str, Path]:
-    """Return the path in the snapshot of each plugin file. Plugins that are modules are not copied."""
+    """Return plugin file → its path in the snapshot. Plugins that are modules are not copied."""
     files = [name for name in dict.fromkeys(plugins) if name.endswith(".py")]
     return {name: Path("plugins") / str(number) / Path(name).name for number, name in enumerate(files)}
 

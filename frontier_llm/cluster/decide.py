@@ -44,15 +44,14 @@ class History:
     is_own: bool = False  # True if `last` belongs to this start of the supervisor.
     # the newest CRASH_LOOP starts with the plan of `last`, without node failures and failed starts.
     recent: tuple[Attempt, ...] = ()
-    failed_starts: tuple[Attempt, ...] = ()  # starts without a finished step, since the last step that finished.
+    failed_starts: tuple[Attempt, ...] = ()  # the newest starts in a row that failed before they finished a step.
     full_plans: frozenset[PlanOnNodes] = frozenset()  # plans with which a start was out of memory.
     crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash.
     bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other host is left.
     untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
 
     def after(self, attempt: Attempt, saved_step: int, *, is_own: bool = True) -> History:
-        """Return the history with one more start. After this start the newest checkpoint is the checkpoint of
-        `saved_step`.
+        """Return the history with one more start, after which the newest checkpoint has the step `saved_step`.
 
         `node_hours` does not change, because Slurm charges allocations and not starts.
         """
@@ -116,7 +115,7 @@ class Start:
     plan: int = 0  # index in the job's plans; 0 for a job without plans
     wait_s: float = 0.0  # time to wait before the start, until the lock of the last start is stale
     deadline_s: float | None = None  # time after which the ranks are ended; None: never
-    save_after_s: float = math.inf  # time after which the ranks are signalled to save and end: the budget ends
+    save_after_s: float = math.inf  # time after which the ranks must save and end, because the budget is then used
     avoid: tuple[str, ...] = ()  # hosts to add to the run's bad hosts
 
 
@@ -180,7 +179,9 @@ def decide(job: Job, history: History, now: Now) -> Decision:
 
 
 def plan_in_use(job: Job, full_plans: frozenset[PlanOnNodes]) -> int:
-    """Return the index of the plan for the next start: 1 (the roomier plan) if a start with plan 0 was out of memory.
+    """Return the index of the plan for the next start.
+
+    The result is 1 (the roomier plan, which needs less memory) if a start with plan 0 was out of memory, otherwise 0.
 
     The record of such a start is never deleted, so the run never goes back to plan 0.
     """
@@ -214,7 +215,9 @@ def budget_left_s(job: Job, history: History) -> float:
 
 
 def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
-    """Return True if this job has no time for another start: the ranks had to end, or Slurm's warning is due."""
+    """Return True if this job must not start the ranks again: the last start was interrupted, finished or reached the
+    walltime, or Slurm's warning is due.
+    """
     if last.cause in ("interrupted", "finished", "walltime"):
         return True
     latest_s = max(job.warning_s + SLURM_EARLY_S, 2 * RESERVE_S)

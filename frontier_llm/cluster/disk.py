@@ -12,7 +12,7 @@ from frontier_llm.errors import Problem
 from frontier_llm.run.complete import named_steps
 from frontier_llm.units import format_bytes, plural
 
-LOG_BYTES = 2**20  # space for logs
+LOG_BYTES = 2**20  # space for the logs of a start
 
 
 @dataclass(frozen=True)

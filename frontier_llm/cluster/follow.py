@@ -33,10 +33,10 @@ from frontier_llm.run.run_dir import share_with_group
 
 POLL_S = 60.0
 START_LIMIT_S = 300.0  # time within which a run has to start if none of its jobs or processes is known
-# Part of the walltime in which no evaluation runs. It begins before Slurm may signal the ranks, by the time in which
-# the ranks of an evaluation end.
+# Last part of the walltime, in which no evaluation runs. It is the sum of the warning time, the time by which Slurm may
+# signal too early, and 30 s in which the ranks of an evaluation end.
 ENDING_S = BENCHMARK_WARNING_S + SLURM_EARLY_S + 30.0
-FAILURES = 3  # failed evaluations that end the command
+FAILURES = 3  # number of failed evaluations after which the command ends
 
 
 class Evaluator(Protocol):
@@ -119,7 +119,7 @@ class Follower:
                 return
             is_over = time.monotonic() - began_s >= START_LIMIT_S
             if not is_expected and (is_over or self._is_model()):
-                if checkpoints.is_dir():  # of a run that was imported and never started
+                if checkpoints.is_dir():  # the run was imported and never started
                     return
                 fix = "give the directory of a run; a job can wait for its job with sbatch --dependency=after:JOB"
                 raise ConfigError("is not the directory of a run that starts", fix, str(self._directory.absolute()))
@@ -231,5 +231,5 @@ class SlurmEvaluator:
 
 
 def evaluate_command(checkpoint: Path, words: Sequence[str], output: Path) -> tuple[str, ...]:
-    """Return the arguments of the Python interpreter that evaluate one checkpoint."""
+    """Return the arguments with which the Python interpreter evaluates one checkpoint."""
     return (*COMMAND, "evaluate", str(checkpoint), *words, "--output", str(output))

@@ -50,7 +50,7 @@ class RankExit:
     exit_code: int
     signal: str | None
     log: str
-    stopped_by_us: bool
+    stopped_by_us: bool  # True if this process stopped the rank after the first failure
 
     @property
     def is_killed(self) -> bool:
@@ -236,9 +236,8 @@ class _Ranks:
     def _collect_ended(self) -> None:
         """Record all ranks that have ended before the other ranks are stopped, and list killed ranks first.
 
-        A rank that loses its peer ends a moment after the peer. Its end can still be reported first, because each rank
-        has
-        its own waiting thread.
+        A rank that loses its peer ends a moment after the peer. The end of that rank can still be reported before the
+        end of the peer, because a separate thread waits for each rank.
         """
         collected = {end.rank for end in self.exits}
         ended = {rank for rank, process in enumerate(self.processes) if _has_ended(process)}

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from frontier_llm.units import strict_json
 
-# `doctor` waits 45 s for a node, and the check of the provider may take 30 s of them.
+# `doctor` waits 45 s for a node. The check of the libfabric provider may take 30 s of this time.
 LOAD_TIMEOUT_S = 7.0
 VERSION_TIMEOUT_S = 3.0
 _MANAGEMENT = re.compile(r"/lib(rocm_smi64|amd_smi)\.so[^/]*$")

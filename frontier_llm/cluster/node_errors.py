@@ -19,7 +19,7 @@ from frontier_llm.run.run_dir import append_line, read_jsonl
 
 FILE = "node_errors.jsonl"
 MANY = 10  # multiple of the median number of new corrected errors at which a node is faulty
-FEWEST_CHANGES = 3  # a shorter history has no usual number
+FEWEST_CHANGES = 3  # with fewer intervals in the history, the usual number of new errors is unknown
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def node_command(site: Site, allocation: slurm.Allocation, nodes: Sequence[str],
 
 
 def run_here(words: Sequence[str], stdout: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `frontier-llm WORDS` once on this node. `stdout` is that of subprocess.run. An error is not raised."""
+    """Run `frontier-llm WORDS` once on this node. `stdout` is passed to subprocess.run. A failure raises no error."""
     return subprocess.run(  # noqa: S603 a list
         _rank_command(words), env=environment(), stdin=subprocess.DEVNULL, stdout=stdout, text=True, check=False
     )

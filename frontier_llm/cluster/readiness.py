@@ -2,7 +2,7 @@
 facts about itself, and this module judges them.
 
 `submit` starts that interpreter through launch/job.sh, with the site's modules. The batch script and `doctor` start it
-in the environment that job.sh has made. `problems_of` judges them.
+in the environment that job.sh has made. `problems_of` returns the problems that follow from the facts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Readiness:
     """Result of the check before a job is queued."""
 
     problems: tuple[Problem, ...] = ()
-    open_points: tuple[str, ...] = ()  # checks that are not possible here, and the command that makes them
+    open_points: tuple[str, ...] = ()  # checks that are not possible here, and the command that runs them
     is_checkable: bool = True  # False on a machine that is not the site
     weight_gradients: str = ""  # how the ranks' torch adds weight gradients (`Installation.weight_gradients`)
 

@@ -37,7 +37,7 @@ def position_of(record: Mapping[str, Any]) -> Position | None:
 
 
 def tokens_read(run_dir: Path) -> dict[str, int]:
-    """Return path → number of tokens that the run has trained on, at its newest checkpoint."""
+    """Return path of a dataset → number of its tokens that the run has trained on, at its newest checkpoint."""
     position = recorded_position(run_dir)
     tokens: dict[str, int] = {}
     for stream in position.streams if position else ():

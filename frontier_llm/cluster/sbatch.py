@@ -129,7 +129,9 @@ JOBS: tuple[JobScript, ...] = (
         "One point of the strong series: sbatch -N NODES; the global batch is constant",
         "configs/runs/strong_scaling.yaml",
         128,
-        minutes=120,  # ten steps from 128 nodes on, eight from 64; below, reduce the batch or use --partition=extended
+        # enough for ten steps on 128 nodes or more, and for eight on 64; for fewer nodes, reduce the batch or use
+        # --partition=extended
+        minutes=120,
         program="frontier_llm.experiments.scaling.point",
         words=("strong",),
     ),

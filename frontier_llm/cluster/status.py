@@ -78,7 +78,7 @@ class Status:
     uploads: UploadRecord | None = None  # copies at train.remote.
     memory: tuple[StageMemory, ...] = ()  # memory of each pipeline stage after the newest start's first steps.
     evaluated: Evaluated | None = None  # newest result of `evaluate --follow`.
-    damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
+    damage: tuple[str, ...] = ()  # damaged files; the fields above lack the values of these files.
 
 
 class RunParts:

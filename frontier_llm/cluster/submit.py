@@ -139,7 +139,7 @@ class Submission:
 
 
 def whole_node_problems(request: JobRequest) -> Iterator[Problem]:
-    """Yield a problem if the ranks do not divide into replicas. The fix has the nearest numbers of nodes."""
+    """Yield a problem if the ranks do not divide into replicas. The fix names the nearest legal numbers of nodes."""
     parallel = request.config.parallel
     per_node = request.tasks_per_node
     nodes = request.job.nodes

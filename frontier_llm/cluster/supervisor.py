@@ -190,7 +190,7 @@ def attempt(run: BatchRun, start: Start) -> None:
 
 
 def record_switch(run: BatchRun) -> None:
-    """Record in decisions.jsonl that the run now uses its roomier plan.
+    """Record in decisions.jsonl that the run now uses its roomier plan (the layout that needs less memory).
 
     Does nothing if the last start already used this plan.
     """
@@ -199,7 +199,7 @@ def record_switch(run: BatchRun) -> None:
         return
     full = [made for made in attempts if made.cause == OUT_OF_MEMORY]
     switch = run_dir.PlanSwitch(step=run_dir.latest_step(run.directory), plan=run.plan, reason=full[-1].detail)
-    if switch in run_dir.plan_switches(run.directory)[-1:]:  # this supervisor replaces one that ended before the start
+    if switch in run_dir.plan_switches(run.directory)[-1:]:  # an earlier supervisor recorded it and started no ranks
         return
     run_dir.record_switch(run.directory, switch)
     log.warn(f"from step {switch.step} on, the run uses its roomier plan: {' '.join(switch.plan)}")

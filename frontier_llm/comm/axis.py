@@ -41,7 +41,7 @@ class Axis:
     # the same local rank on each node
     levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call
-    # set only if this rank may have only one communication in flight
+    # lets only one communication of this rank be in flight; None if a rank may have several
     in_flight: OneInFlight | None = field(default=None, compare=False, repr=False)
     # on the axes of experts: computes one microbatch while tokens of another microbatch are sent
     interleaving: Interleaving | None = field(default=None, compare=False, repr=False)

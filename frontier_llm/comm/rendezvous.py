@@ -54,7 +54,7 @@ class Meeting:
     address: str  # Address of rank 0's node.
     port: int  # Port of the store. TCPStore does not use it if all ranks are on one node and have a `folder`.
     first: int  # Global rank of this node's first rank.
-    per_node: int
+    per_node: int  # Number of ranks on each node.
     # returns the secret; called at each attempt to connect; the secret may be empty if all ranks are on one node
     secret: Callable[[], bytes] = field(default=bytes, repr=False)
     store: StoreKind = "torch"

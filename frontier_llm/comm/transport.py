@@ -30,7 +30,7 @@ class TransportInUse:
     provider: str  # Provider of libfabric: 'cxi', 'efa', …; '' without the OFI plugin.
     plugin: str  # Version of the OFI plugin; '' without it.
     channels: int  # Number of RCCL's channels between nodes in the log.
-    gpu_rdma_channels: int
+    gpu_rdma_channels: int  # Number of these channels that use GPU RDMA.
     libfabric: str = ""  # Version of libfabric; '' if the log does not contain it, as for plugins before 1.9.
     accepts_no_provider: bool = False  # The plugin has found no provider of libfabric that it can use.
 

@@ -17,8 +17,8 @@ from frontier_llm.units import strict_json
 # Without build isolation, DeepSpeed is built against the installed torch and does not replace it.
 INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
 
-# DeepSpeed features that this program implements itself, or that would change the training result. The value names the
-# replacement.
+# Keys of DeepSpeed features that this program implements itself, or that would change the training result → key of the
+# run file to use instead, or "none".
 _ELSEWHERE = {
     "optimizer": "optimizer.* (this program's own kernels)",
     "scheduler": "optimizer.schedule",

@@ -1,11 +1,11 @@
 """Converts durations such as "20B tokens" or "2 epochs" to optimizer steps, before the run file is validated.
 
-A step of a phase processes global batch × sequence length tokens. An epoch is every token of data.train once, whatever
-the weights of the blend. Fractions of a step are rounded up.
+A step of a phase processes global batch × sequence length tokens. One epoch has as many tokens as all datasets of
+data.train together; the weights of the blend have no effect. Fractions of a step are rounded up.
 
-A step that the run has already trained counts with the number of tokens that it had. A later step counts with the
-number of tokens in the configuration. A run whose batch has changed therefore ends after the number of tokens in its
-run file. When a run resumes from a checkpoint, `resolved` converts the durations again.
+A step that the run has already trained is counted with the tokens that were trained in it. A later step is counted with
+the tokens per step of the configuration. A run whose batch has changed therefore still ends after the number of tokens
+in its run file. When a run resumes from a checkpoint, `resolved` converts the durations again.
 """
 
 from __future__ import annotations

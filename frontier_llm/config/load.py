@@ -1,8 +1,8 @@
 """Reads YAML with `base:` and `key=value` overrides into one frozen RunConfig. One ConfigError reports all violations.
 
 `base:` may stand at the root (another run file) and in `model:` (a model file). A plain string `model: gpt-22b` means
-`model: {base: gpt-22b}`. Nested mappings are merged key by key. The nearer file takes precedence over its base, and
-command-line overrides take precedence over all files.
+`model: {base: gpt-22b}`. Nested mappings are merged key by key. A file takes precedence over its base, and command-line
+overrides take precedence over all files.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def saves_between(train: TrainConfig, done: int, until: int) -> int:
 def expired_steps(steps: Sequence[int], keep_checkpoints: int, keep_every: int) -> list[int]:
     """Return the steps whose checkpoints are neither among the newest nor kept by `keep_every`.
 
-    `steps` are sorted newest first. The checkpoint with the best loss is kept, too, if it is among the result.
+    `steps` are sorted newest first. The result can contain the step with the best loss, whose checkpoint the caller
+    must keep.
     """
     older = steps[keep_checkpoints:]
     return [step for step in older if not (keep_every and step % keep_every == 0)]

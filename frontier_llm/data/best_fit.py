@@ -130,7 +130,7 @@ class PackedSamples:
         return _Window(starts, offsets, sizes, document_bytes // dataset.dtype.itemsize + offsets)
 
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (windows in the epoch's order, samples of the epoch before each window)."""
+        """Return (numbers of the windows in the epoch's order, number of the epoch's samples before each window)."""
         order = permute(
             self.packed.size,
             derive_key("windows", self.key, epoch),

@@ -32,7 +32,7 @@ ENCODING_FIX = f"convert the text, e.g. with iconv -f LATIN1 -t UTF-8{SKIP}"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Size limit of a parquet row group or page, as a multiple of `max_bytes`. A page is decoded as one unit.
 GROUP_OF_LARGEST = 8
-PASSED_BYTES = MAXIMUM_BYTES  # Limit of the bytes that are read to find the end of a too long line in a packed file.
+PASSED_BYTES = MAXIMUM_BYTES  # Largest number of bytes read to find the end of a too long line in a compressed file.
 # A longer text file becomes one document of several sequences, so that memory stays bounded.
 CHUNK_BYTES = 4 << 20
 
@@ -41,7 +41,8 @@ CHUNK_BYTES = 4 << 20
 class Text:
     """Text of a document or of a part of it.
 
-    `ends_document` is False if the next text belongs to the same document. `learnt` is False if the text is only read.
+    `ends_document` is False if the next text belongs to the same document. `learnt` is False if the text is only input,
+    without a loss (a prompt).
     """
 
     text: str
@@ -96,8 +97,8 @@ def read(
     """Yield the documents of a piece and its damage, in order. `text_key` is the JSON field or parquet column of the
     text.
 
-    `prompt_key` is a JSON field whose text comes first and is read but not learnt. With a `prompt_key`, a piece that is
-    not JSONL is damage.
+    `prompt_key` is a JSON field whose text precedes the document's text. Its tokens are input and have no loss. With a
+    `prompt_key`, a piece that is not JSONL is damage.
 
     A line, a parquet value, or a decompressed MDS shard of more than `max_bytes` is damage. At most `max_bytes` of such
     a value are held in memory. A parquet page or row group of more than GROUP_OF_LARGEST times `max_bytes` is damage
@@ -288,7 +289,7 @@ def _line(content: IO[bytes], max_bytes: int) -> bytes:
 
 
 def _end_line(content: IO[bytes], line: bytes, most_bytes: int | None = None) -> bool:
-    """Skip to the next line from inside `line`. Return False if it does not begin within `most_bytes`."""
+    """Skip the rest of the line that begins with `line`. Return False if this rest has more than `most_bytes`."""
     passed = 0
     while not line.endswith(b"\n") and (line := content.readline(BLOCK_BYTES)):
         passed += len(line)

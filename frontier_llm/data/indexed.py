@@ -13,7 +13,7 @@ indexed_dataset.py. The tests compare our files byte for byte with files that it
     34      i32[S]   sequence lengths in tokens
     ..      i64[S]   sequence pointers: byte offsets into .bin
     ..      i64[D]   document indices: first sequence of each document; first 0, last S
-    ..      i8[S]    sequence modes (optional): 1 = read and not learnt, the prompt before an answer
+    ..      i8[S]    sequence modes (optional): 1 = input without a loss, such as the prompt before an answer
 
 A document is one or more consecutive sequences in `.bin`. Nothing is ever unpickled.
 """
@@ -43,7 +43,7 @@ READ_ONLY = 1  # Mode of a sequence whose tokens are read but have no loss.
 SCAN_LIMIT = 1 << 20
 SCAN_CHUNK = 1 << 20
 DIGEST_BLOCK_BYTES = 1 << 16
-SAMPLE_BLOCK_BYTES = 1 << 12  # block size for .bin
+SAMPLE_BLOCK_BYTES = 1 << 12  # size of a block of .bin that `identity` reads
 DIGEST_BLOCKS = 256
 
 
@@ -260,8 +260,8 @@ class IndexedDataset:
             )
 
     def learnt(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Return for each of the tokens [start, start + count) whether it is learnt. Sequences of mode 1 are not
-        learnt.
+        """Return for each of the tokens [start, start + count) whether it has a loss. Tokens in sequences of mode 1
+        have none.
         """
         modes = self.modes
         if modes is None or not count:

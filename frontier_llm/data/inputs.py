@@ -1,4 +1,4 @@
-"""Find text inputs and cut them into pieces of work. documents.py reads the pieces.
+"""Find text inputs and cut them into pieces, which workers read in parallel (documents.py).
 
 A piece is a byte range of a file of lines, a range of row groups of a parquet file, or a complete file. Pieces depend
 only on the files, never on the number of workers.

@@ -99,8 +99,8 @@ def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str,
     length.
 
     Training concatenates documents and cuts every S tokens. All places of a cut are equally likely. Token p of a
-    document is therefore separated from the beginning with probability p / S (`expected_tokens`). With any packing,
-    this is true for the tokens of a document after the first S (`unavoidable_tokens`).
+    document is therefore separated from the beginning with probability p / S (`expected_tokens`). The tokens after the
+    first S tokens of a document are separated from the beginning with any packing (`unavoidable_tokens`).
     """
     S = sequence_length
     lengths = lengths.astype(np.float64)
@@ -122,8 +122,8 @@ def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str,
 def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
     """Return the counts of `truncation` for `data.packing: best-fit`, and its padding.
 
-    Best-fit packing cuts only documents longer than a sequence. The counts are of one seed. Other seeds give almost the
-    same values.
+    Best-fit packing cuts only documents longer than a sequence. The counts are computed for one seed. Other seeds give
+    almost the same counts.
     """
     if not dataset.token_count:
         return {}

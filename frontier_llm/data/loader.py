@@ -1,13 +1,12 @@
 """Create a rank's microbatches from a run's data configuration.
 
-The samples of a run are numbered from 0 (`data/position.py`). A step consumes the next `global_batch` samples, and
-sample
+The samples of a run are numbered from 0 (`data/position.py`). A step consumes the next `global_batch` samples. Row
+`row` of microbatch `microbatch` on data-parallel rank `dp_rank` is the sample
 
     first of the step + microbatch * (micro_batch * dp) + dp_rank * micro_batch + row
 
-is row `row` of that microbatch on that data-parallel rank. The union over ranks and microbatches is therefore the same
-set of samples for every dp and micro_batch that divide the global batch. The pipeline and tensor ranks of one replica
-read the same rows.
+The union over ranks and microbatches is therefore the same set of samples for every dp and micro_batch that divide the
+global batch. The pipeline and tensor ranks of one replica read the same rows.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class SampleBatch:
 
     With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0; otherwise it is None. A token
     attends only to tokens with the same document number. `loss_mask_BS` is False for targets that belong to another
-    document than the input, and for targets that are read and not learnt. `loss_mask_BS` is None if all targets count.
+    document than the input, and for targets without a loss (prompts, padding). It is None if all targets count.
     """
 
     tokens_BS1: NDArray[np.int64]
@@ -78,9 +77,9 @@ class Batches:
         read_ahead: int = 4,
         first_sample: int = 0,
     ) -> None:
-        """Sample numbers are counted as if every step of the run, from step 0 on, had `global_batch` samples.
+        """Step s consists of the `global_batch` samples from number `first_sample` + s * `global_batch` on.
 
-        `first_sample` is the number that the first sample of step 0 then has.
+        If earlier steps of the run had another batch, `first_sample` is chosen so that this holds for the next steps.
 
         `vocab_size` bounds the token ids (None: unchecked). `read_ahead` microbatches are prepared in the background
         (0: none). Raises DataError if `global_batch` is not a multiple of micro_batch * dp.
@@ -107,7 +106,7 @@ class Batches:
         self._prepared = functools.lru_cache(capacity)(self._submit)
 
     def sample_ids(self, step: int, index: int) -> range:
-        """Return the numbers in the run of the samples in a microbatch of a step."""
+        """Return the numbers of the samples in a microbatch of a step, counted over the run."""
         microbatch = index * self.dp + self.dp_rank  # number within the step, over all replicas
         first = self._first_sample + step * self.global_batch + microbatch * self.micro_batch
         return range(first, first + self.micro_batch)

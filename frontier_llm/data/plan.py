@@ -28,14 +28,14 @@ class PlannedSource:
     share: float  # fraction of the phase's samples
     tokens: int  # tokens read in the phase
     epochs: float | None  # epochs in the phase; None for synthetic data
-    epochs_by_then: float | None  # epochs since the run began, at all sequence lengths
+    epochs_by_then: float | None  # epochs from the run's start to the end of the phase, over all sequence lengths
 
 
 @dataclass(frozen=True)
 class DataPlan:
     """Data that a run reads from a position to its end."""
 
-    after_step: int
+    after_step: int  # number of steps done at the position from which the plan begins
     sources: tuple[PlannedSource, ...]
     notes: tuple[str, ...]  # data that is repeated, never read or left out
 

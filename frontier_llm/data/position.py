@@ -3,9 +3,9 @@
 A stream is one dataset, cut into samples of one length with one packing, in one order. Its samples are read in order,
 each at most once. A blend assigns the run's samples to streams. Three pure functions act on a position:
 
-    enter    return the position with other sources: streams that were read before continue, new streams begin sample
-    return the stream of the n-th sample after the position, and the index in that stream advance  return the position
-    after steps of equal size
+    enter    returns the position with other sources: streams that were read before continue, and new streams begin
+    sample   returns the stream of the n-th sample after the position, and the sample's index in that stream
+    advance  returns the position after steps of equal size
 
 `enter` is called at the start of a phase, after a change of the configuration, and at a resume. A rewind and
 `--leave-out` call `leave_out`, which advances without training. The number of a sample in the run is the number of
@@ -250,7 +250,7 @@ class Position(_Record):
         return self.model_copy(update={"streams": tuple(streams), "dealt": self.dealt + samples})
 
     def restart(self, dataset: str) -> Position:
-        """Return a position in which a dataset starts anew, in another order, when it is entered next."""
+        """Return a position from which a later blend reads this dataset from its beginning, in another order."""
         streams = [
             stream.model_copy(update={"retired": True}) if stream.dataset == dataset else stream
             for stream in self.streams
@@ -350,7 +350,7 @@ def _new_stream(source: Source, wanted: Wanted, number: int) -> Stream:
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Join adjacent ranges of a rising list."""
+    """Join adjacent ranges of a list in ascending order."""
     joined: list[Range] = []
     for first, count in ranges:
         if joined and sum(joined[-1]) == first:

@@ -42,7 +42,7 @@ class SampleStream(Protocol):
     """Protocol of a source that returns samples of S + 1 tokens by number."""
 
     sequence_length: int  # S
-    masked: bool  # True if some tokens are read and not learnt
+    masked: bool  # True if some tokens have no loss
 
     def fill(
         self,
@@ -52,7 +52,7 @@ class SampleStream(Protocol):
     ) -> NDArray[np.int64]:
         """Write sample k into `tokens_S1`. Return the lengths of its document pieces, which sum to S + 1.
 
-        If `learnt_S1` is given, it receives True for each token that is learnt and False for the others.
+        If `learnt_S1` is given, it receives True for each token that has a loss and False for the others.
         """
 
     def origin(self, k: int, place: int) -> Origin | None:

@@ -57,7 +57,7 @@ class TokenizeOptions:
     documents: Literal["file", "line"] = "file"  # "file": a text file is one document; "line": each line is a document.
     skip_damaged: bool = False  # If False, the first damaged input ends the run.
     shard_bytes: int = 32 << 20  # Input bytes per shard, a few seconds of work.
-    prompt_key: str | None = None  # JSON field of a prompt before the text. Its tokens are not learnt.
+    prompt_key: str | None = None  # JSON field of a prompt before the text. The prompt's tokens have no loss.
     max_bytes: int = MAXIMUM_BYTES  # Size limit of a line or an MDS shard. A larger one is damaged input.
 
 

@@ -27,7 +27,7 @@ class Recall:
     """Recall of the needles at one depth in texts of one length."""
 
     length: int  # tokens, with question and answer
-    depth: float
+    depth: float  # place of the needles in the text: 0 = beginning, 1 = end
     needles: int
     found: float  # share of needles whose tokens all were the model's first choice
     loss: float  # nats per token of the answers; log(vocabulary) for random guesses

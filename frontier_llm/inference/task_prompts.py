@@ -26,7 +26,7 @@ class KnownTask:
     """Source of a task's data and conversion of a line to a prompt."""
 
     source: str  # data set on the Hugging Face hub with its evaluation split, or the program that defined the format
-    fields: tuple[str, ...]
+    fields: tuple[str, ...]  # names of the fields of a line
     convert: Callable[[dict[str, Any]], Prompt]
     is_schema: bool = False
 

@@ -32,15 +32,15 @@ class Task:
     prompts: tuple[Prompt, ...]
     delimiter: str  # text between context and continuation
     joiner: str  # text between solved examples
-    is_schema: bool  # options are contexts; normalising by the length of a continuation has no meaning
+    is_schema: bool  # True: the options are contexts with the same continuation, so its length does not matter
 
 
 @dataclass(frozen=True)
 class TaskOption:
     """One option of one question."""
 
-    item: int
-    option: int
+    item: int  # index of the question in the task
+    option: int  # index of the option in the question
     context: str
     continuation: str  # text of the answer option, with the delimiter before it
 

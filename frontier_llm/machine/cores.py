@@ -97,7 +97,7 @@ def cpu_quota(folder: Path, own: Path) -> float | None:
 
 
 def _quota_of(path: Path) -> float | None:
-    """Return the quota in a file such as '150000 100000' (microseconds of CPU time, of the period)."""
+    """Return the quota in a file such as '150000 100000' (CPU time and length of a period, both in microseconds)."""
     try:
         time_us, period_us = path.read_text(encoding="ascii").split()
         return int(time_us) / int(period_us)

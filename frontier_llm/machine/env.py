@@ -73,7 +73,7 @@ def resolve(wanted: Sequence[Variable], exported: Mapping[str, str], origins: Ma
     """Return the variables of the ranks' network and GPUs. An exported value replaces the machine's value.
 
     A variable of `wanted` is left out if the same setting is exported under another name (`Variable.also`).
-    `origins` maps an exported variable to its origin, if that is known. Such a variable is always listed.
+    `origins` maps exported variables to their known origins. A variable with a known origin is always listed.
     """
     settings = []
     for variable in wanted:
@@ -188,9 +188,9 @@ _SLINGSHOT = (
 )
 
 # libfabric's default monitor of registered memory (memhooks) deadlocks on both machines.
-# LUMI does not set FI_CXI_RDZV_PROTO: it needs the job option `--network=disable_rdzv_get`, which LUMI does not
-# document. Without this option libfabric silently keeps its default protocol.
-# LUMI does not set NCCL_NET_GDR_LEVEL: RCCL finds GPU RDMA without this variable. With the variable the first
+# FI_CXI_RDZV_PROTO is not set on LUMI: the variable needs the job option `--network=disable_rdzv_get`, which LUMI does
+# not document. Without this option libfabric silently keeps its default protocol.
+# NCCL_NET_GDR_LEVEL is not set on LUMI: RCCL finds GPU RDMA without this variable. With the variable the first
 # collective between nodes hung (ROCm 7.0 image, laifs-container-recipes issues 28 and 30).
 _OWN = {
     "frontier": (
@@ -231,8 +231,8 @@ _LARGE_CQ = Variable(
     "'Cassini Event Queue overflow' on 1,024 nodes with less",
     "LumiOpen/Megatron-LM-lumi",
 )
-# Highest rate of each kind of check, summed over all ranks. It is less than half the rate that the job's store can
-# serve (benchmarks/comm/rendezvous.py).
+# Highest rate at which all ranks together check heartbeats in the job's store. Torch's own checks have the same limit.
+# The rate is less than half the rate that the store can serve (benchmarks/comm/rendezvous.py).
 STORE_CHECKS_PER_S = 20_000
 _RANKS_PER_NODE = 8
 _ONE_INTERFACE_NODES = 300  # from this number of nodes on, RCCL's bootstrap over four interfaces sometimes hangs

@@ -116,9 +116,9 @@ def has_bf16_instructions() -> bool:
 def limit_instruction_set() -> None:
     """Limit torch, oneDNN and MKL to the instruction set in VARIABLE. Does nothing if the variable is not set.
 
-    Processes that this one starts inherit the limit. Call this before torch is imported, because torch reads its limit
-    only once. Raises FrontierError if torch is imported with another limit, if one of the other variables contradicts,
-    or if this CPU lacks the set.
+    Processes that this process starts inherit the limit. Call this before torch is imported, because torch reads its
+    limit only once. Raises FrontierError if torch is imported with another limit, if one of the libraries' variables
+    contradicts VARIABLE, or if this CPU lacks the set.
     """
     if not environ(VARIABLE):
         return

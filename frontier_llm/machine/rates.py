@@ -33,7 +33,7 @@ class Rates(Software):
     # device
     peak_flops: float  # FLOP/s of dense 16-bit matrix products
     memory_bytes: float
-    safe_bytes: float  # largest predicted memory of plans that have run (`safe_gib` of the machine file)
+    safe_bytes: float  # predicted memory up to which a plan is expected to run (`safe_gib` of the machine file)
     hbm_bytes_s: float  # peak
     compute_units: int  # number of SMs or CUs, which is the number of tiles that a kernel computes at the same time
     speed_variation: float  # standard deviation of the speed of devices of one type, relative to their mean speed
@@ -61,14 +61,14 @@ class Rates(Software):
     hbm_efficiency: float  # share of hbm_bytes_s that memory-bound kernels reach
     kernel_s: float  # fixed device time of one kernel
     launch_s: float  # host time to dispatch one operation: a layer takes at least its number of operations x launch_s
-    microbatch_s: float  # host time per microbatch and stage that nothing hides (scheduler, data, synchronisation)
+    microbatch_s: float  # host time per microbatch and stage without overlap (scheduler, data, synchronisation)
     step_s: float  # fixed time per step: data, loss scale, logging
     # software
     dp_overlap: float  # share of the gradient reduction that the last backward may hide
     gather_overlap: float  # share of the weight all-gather that the first forward may hide
     tp_overlap: float  # share of tp communication that its matrix product hides
-    # with comm.tensor_chunks: a piece has a product and a collective; share of the shorter one that the longer one
-    # hides
+    # with comm.tensor_chunks, the product of a piece overlaps with a collective: share of the shorter of the two that
+    # is hidden
     chunk_overlap: float
     fabric_share: float  # share of the fabric's bandwidth that this stack's collectives reach
     # share of the rate between nodes, after efficiency and crowding, that this stack's communication reaches

@@ -51,7 +51,7 @@ class Device(Section):
     peak_tflops: Number  # dense bf16/fp16
     memory_gib: Number
     memory_gbps: Number  # GB/s, peak
-    # largest predicted memory of plans that have run; None: plans may use all of memory_gib
+    # predicted memory up to which a plan is expected to run; None: plans may use all of memory_gib
     safe_gib: Number | None = None
     compute_units: Number  # number of SMs or CUs
     # standard deviation of the speed of devices of this type, as a share of the speed
@@ -208,7 +208,7 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
         source="split products of tp were never measured on this machine (bench comm)",
     )
     fabric_share: Number  # share of node.fabric_gbps that this stack's collectives reach
-    # share of the priced rate between nodes that this stack's collectives and messages reach
+    # share of the predicted rate between nodes that this stack's collectives and messages reach
     network_share: Number = Number(value=1, tag="estimated", source="no loss of bandwidth is known")
     reserve_gib: Number
     fragmentation: Number
@@ -231,7 +231,7 @@ class Operations(Section):
     checkpoint_gbps_per_node: Number  # GB/s that one node writes to the file system
     checkpoint_gbps_total: Number  # GB/s of the complete file system
     restart_minutes: Number  # time from a failure to the first step after the restart
-    queue: tuple[QueueBin, ...] = ()  # the planner uses the first queue that fits; site files list all.
+    queue: tuple[QueueBin, ...] = ()  # the planner uses the first queue that fits the job; site files list all queues.
 
 
 class InFlight(Sourced):

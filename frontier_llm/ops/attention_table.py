@@ -23,7 +23,7 @@ class AttentionShape:
     """Properties of attention on which a back-end's speed depends."""
 
     head_dim: int
-    extras: bool  # ALiBi or documents
+    extras: bool  # True: attention with ALiBi or with document boundaries
 
 
 class AttentionRule(Section):

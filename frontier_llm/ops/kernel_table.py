@@ -27,9 +27,9 @@ class Architecture:
     target: str | int  # Triton's name of the architecture
     wave: int  # threads of a wave or warp
     block_shared_bytes: int  # LDS or shared memory that one block may have
-    core_shared_bytes: int
+    core_shared_bytes: int  # LDS or shared memory of a core
     block_overhead_bytes: int  # shared memory per block that the driver reserves
-    max_waves: int  # per SIMD
+    max_waves: int  # largest number of waves per SIMD
     options: tuple[tuple[str, int], ...] = ()  # options of Triton's compiler
 
     def waves_per_simd(self, warps: int, registers: int, shared_bytes: int) -> float:
@@ -57,8 +57,8 @@ class Variant:
     """Compile-time constants of one variant, and the compiler's options for it."""
 
     constants: dict[str, int]
-    warps: int
-    stages: int = 1
+    warps: int  # number of warps or waves of a block
+    stages: int = 1  # number of stages of Triton's software pipeline
     matrix: int = 0  # rows and columns of AMD's matrix instruction; 0: the compiler's choice
     waves: int = 0  # waves per SIMD for which AMD's compiler limits the registers; 0: the compiler's choice
     strategy: str = ""  # strategy of LLVM's scheduler on AMD; "": LLVM's default
@@ -86,7 +86,7 @@ class Kernel:
     """
 
     name: str
-    module: str  # of frontier_llm.ops.triton
+    module: str  # name of a module in frontier_llm.ops.triton
     arguments: tuple[Argument, ...]
 
     @property

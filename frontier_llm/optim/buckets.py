@@ -51,7 +51,7 @@ class Bucket:
     offsets: list[int]  # first element of each parameter in the bucket
     flat_weights: Tensor  # [numel], working precision; all elements are valid if `arriving` is DONE
     gradients: Tensor  # [numel], fp32 (fp64 under fp64)
-    decay: bool
+    decay: bool  # weight decay applies to the parameters
     partial_axes: tuple[str, ...]  # gradients are summed over these axes before dp
     kinds: tuple[str, ...]  # Names of the tensors that the optimizer keeps: the master copy and its states.
     whole: bool  # the update needs complete tensors

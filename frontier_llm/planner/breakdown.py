@@ -80,7 +80,7 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     parts: dict[str, float] = {}
 
     def add(items: Sequence[Item], number: float, adding: str) -> None:
-        """Add the times of `items`, `number` times. The time of accumulating gradients counts to the cause `adding`."""
+        """Add the times of `items`, multiplied by `number`. Accumulation of gradients counts as the cause `adding`."""
         if not number:
             return
         for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items():

@@ -1,8 +1,8 @@
 """Choice of one plan among the simulated finalists of a search.
 
 The chosen plan must be good with the predicted constants and with the slow constants (`Rates.slow`). Among nearly equal
-plans the simplest is chosen. If the choice needs more memory than any plan that has run, the best plan within that
-memory is reported too.
+plans the simplest is chosen. Plans are expected to run up to a certain memory (`Rates.safe_bytes`). If the choice needs
+more, the best plan within this memory is reported too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Share of a step below which a difference between two plans is not significant. Predictions are 3-6 % off
 # (docs/benchmarks/planner.md).
 RESOLUTION = 0.03
-TIE = 0.01  # of plans whose step times differ by at most this share, the simplest is chosen
+TIE = 0.01  # if the step times of plans differ by at most this share, the simplest of these plans is chosen
 
 
 def preference(plan: Plan) -> float:
@@ -68,7 +68,7 @@ def with_slow(rates: Rates) -> Rates:
 def with_slow_step(plan: Plan, rates: Rates) -> Plan:
     """Return the plan with its step time under the slow constants.
 
-    It is the simulated step, scaled by the change of the closed form.
+    This step time is the simulated step time, multiplied by the ratio of the closed forms (slow / predicted constants).
     """
     if not rates.slow:
         return replace(plan, slow_s=plan.step_s)
@@ -77,9 +77,9 @@ def with_slow_step(plan: Plan, rates: Rates) -> Plan:
 
 
 def losses(plans: Sequence[Plan]) -> list[float]:
-    """Return for each plan the relative excess of its step time over the best plan's.
+    """Return for each plan how much longer its step is than the step of the best plan, as a fraction.
 
-    It is computed with the predicted constants and with the slow constants, and the larger excess is returned.
+    The fraction is computed with the predicted constants and with the slow constants. The larger one is returned.
     """
     fastest_s = min(map(preference, plans))
     fastest_slow_s = min(map(_slow_preference, plans))

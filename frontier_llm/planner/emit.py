@@ -238,12 +238,12 @@ def _word(value: Any) -> str:
 
 
 def roomier_plan(config: RunConfig, nodes: int, devices: int, own: Plan) -> Plan | None:
-    """Return the fastest layout on `devices` devices of `nodes` nodes that is roomier than the run's own plan.
+    """Return the fastest layout on `devices` devices of `nodes` nodes that needs less memory than the run's own plan.
 
-    Returns None if there is none.
+    Such a layout is called the roomier plan. Returns None if there is none.
 
     The global batch, the model, the precision and the engine (native or FSDP) are those of the run. The layout needs
-    at most FULL_SHARE of the device's memory, and ROOM_SHARE of the memory of `own`.
+    at most FULL_SHARE of the device's memory, and at most ROOM_SHARE of the memory of `own`.
     """
     numbers = rates(load_machine(config.machine))
     limit_bytes = min(FULL_SHARE * numbers.memory_bytes, ROOM_SHARE * own.peak_bytes)
@@ -285,9 +285,9 @@ def plan_overrides(config: RunConfig, roomier: Plan) -> tuple[tuple[str, ...], t
 
 
 def _phases_with(layout: Layout, config: RunConfig) -> list[dict[str, Any]]:
-    """Return the phases of a run with microbatches for `layout`, if they have microbatches of their own.
+    """Return the phases of a run. If a phase sets a microbatch, the microbatch is replaced by one for `layout`.
 
-    The microbatch is the largest divisor of the layout's that divides the samples of a replica.
+    It is the largest divisor of the layout's microbatch that also divides the number of samples of a replica.
     """
     phases = []
     for phase in config.train.phases:

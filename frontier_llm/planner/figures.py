@@ -217,8 +217,8 @@ def candidates_of(outcome: Search, numbers: Rates) -> Candidates:
 def time_memory_chart(outcome: Search, candidates: Candidates) -> Chart:
     """Return the seconds of a step against the memory of a device, for all layouts that fit.
 
-    For each TP degree and half GiB only the fastest layout is drawn, and none that takes more than SLOWEST_SHOWN times
-    the fastest. A star is the simulated choice.
+    For each TP degree and each half GiB of memory only the fastest layout is drawn. Layouts that take more than
+    SLOWEST_SHOWN times as long as the fastest layout are not drawn. A star marks the simulated choice.
     """
     layouts = candidates.layouts
     bins = np.round(2 * candidates.memory_gib)
@@ -250,8 +250,8 @@ def time_memory_chart(outcome: Search, candidates: Candidates) -> Chart:
 def throughput_charts(outcome: Search, candidates: Candidates) -> Iterator[Chart]:
     """Yield charts of the best throughput of the layouts that fit, by TP, PP and microbatches.
 
-    The throughput is computed in closed form, so that all layouts of the search are included. A star is the simulated
-    choice. A chart of a single value is left out.
+    The throughput is computed in closed form, so that all layouts of the search are included. A star marks the
+    simulated choice. A chart of a single value is left out.
     """
     chosen = outcome.best.layout
     layouts = candidates.layouts
@@ -337,7 +337,7 @@ def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndar
 def scaling_charts(outcome: Search, machine: Machine, numbers: Rates) -> Iterator[Chart]:
     """Yield charts of predicted weak and strong scaling, with ORNL's published efficiencies of the same model.
 
-    A chart is left out if it only shows an efficiency of about 1. So is a second prediction that is the same line.
+    A chart is left out if it only shows an efficiency of about 1. A second prediction with the same line is left out.
     """
     ornl = rates(machine, "megatron-deepspeed") if machine.name == "frontier" else None
     for weak in (True, False):

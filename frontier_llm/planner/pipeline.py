@@ -130,7 +130,7 @@ def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tupl
     length = m
     if repeats and m > pp + 2 * STEADY_MICROBATCHES + round_size:
         # 1F1B repeats its pattern after pp microbatches, an interleaved schedule after pp·v chunks and two rounds.
-        # A V without pairs repeats it earlier.
+        # A V-shaped schedule without pairs repeats its pattern earlier.
         rounds = 3 if one_end(name) and not rule(name).pairs else 4
         wanted = (pp + STEADY_MICROBATCHES) if v == 1 else rounds * pp
         length = min(m, wanted + (m - wanted) % round_size)
@@ -271,9 +271,9 @@ def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
 def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_size: int) -> float | None:
     """Return the seconds that one more round of microbatches adds, or None if the pattern does not repeat yet.
 
-    There are two cases. Either the rank with most work is saturated: its backwards follow each other as fast as its
-    compute allows, so it alone sets the pace. Or the first, middle and last rank advance at the same pace, which
-    messages set.
+    There are two cases. In the first case, the rank with most work is saturated: its backwards follow each other as
+    fast as its compute allows, so this rank alone sets the pace. In the second case, messages set the pace, and the
+    first, middle and last rank advance at the same pace.
     """
     pp = timeline.schedule.stages
     seconds = [one.forward_s + one.backward_s for one in times]

@@ -35,7 +35,7 @@ def walltime_minutes(seconds: float) -> int:
 class PointPrediction:
     """Predicted step time, throughput and memory of a run, simulated with the numbers of a machine file.
 
-    For a run with phases, the step time is the mean over its steps, and the memory is that of its fullest phase.
+    For a run with phases, the step time is the mean over all steps, and `peak_bytes` is the maximum over the phases.
     """
 
     step_time_s: float

@@ -123,7 +123,7 @@ def _plainest(fixed: Mapping[str, Any]) -> Layout:
 def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError:
     """Return the error for a model that does not fit on this machine, even on all of its nodes.
 
-    It names the smallest other machine on which the model fits.
+    The error names the smallest other machine on which the model fits.
     """
     homes = []
     for name in machine_names():

@@ -66,8 +66,8 @@ def step_words(seconds: float) -> str:
 def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width: int = WIDTH) -> str:
     """Return the time of the step as a table with a line for each cause: its seconds and its share of the step.
 
-    Below each cause are the machine file's numbers on which it depends, with tag (measured, published or estimated) and
-    source. A table of the memory of the fullest rank follows.
+    Below each cause are the numbers of the machine file on which its seconds depend. Each number has its tag (measured,
+    published or estimated) and its source. A table of the memory of the fullest rank follows.
     """
     lines = [
         "time of the step on the busiest pipeline rank (simulated), with the machine file's numbers behind each line"

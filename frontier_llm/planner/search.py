@@ -41,7 +41,7 @@ FINALISTS = 8
 # The closed form assumes an even split of the layers, and a rank of the real split can need 3 % more memory.
 SAFE_SHARE = 0.97
 SAFE_SCHEDULES = 2  # number of schedules whose fastest layout within `safe_bytes` is simulated
-NEAR = 1.06  # After three finalists, the next layout's closed-form step must be within this factor of the best.
+NEAR = 1.06  # After three finalists, a further layout's closed-form step may be at most this factor times the shortest.
 # numbers of pieces into which a tensor-parallel product may be cut; with 8 pieces each would be too small for the
 # matrix units
 TENSOR_CHUNKS = (1, 2, 4)
@@ -57,10 +57,10 @@ class Plan:
     stages: tuple[StageSpec, ...]
     simulated: SimulatedStep
     memory: tuple[dict[str, float], ...]  # one mapping per pipeline rank: purpose → bytes
-    limit_bytes: float
-    closed_form_s: float
-    binding: str = ""
-    safe_bytes: float = np.inf  # largest memory with which plans have run (`Rates.safe_bytes`)
+    limit_bytes: float  # memory of the device
+    closed_form_s: float  # seconds of the step in closed form
+    binding: str = ""  # the limits of the plan as text (`_binding`)
+    safe_bytes: float = np.inf  # memory up to which a plan is expected to run (`Rates.safe_bytes`)
     slow_s: float = 0.0  # seconds of the step with the slow values of the constants (`Rates.slow`); 0: not computed
 
     @property
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def is_safe(self) -> bool:
-        """True if the fullest rank needs no more memory than plans have run with."""
+        """True if the fullest rank needs at most `safe_bytes`, the memory up to which a plan is expected to run."""
         return self.peak_bytes <= self.safe_bytes
 
     @property
@@ -101,16 +101,16 @@ class Search:
     model: ModelConfig
     nodes: int
     global_batch: int
-    legal: int
-    fitting: int
-    dominated: int
+    legal: int  # number of legal layouts
+    fitting: int  # number of legal layouts that fit into memory
+    dominated: int  # number of fitting layouts to which another layout is superior (`_dominated`)
     plans: tuple[Plan, ...]  # the choice first, then by speed; empty if nothing fits
     smallest_bytes: float  # lowest memory per device of a legal layout
-    rejected: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()  # lines of the report about layouts that were not chosen
     across: Plan | None = None  # best layout whose tensor-parallel groups span nodes, if requested
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that the user has fixed, with their values
     finalists: int = 0  # number of simulated plans; `plans` may be cut to the plans of the report
-    # best plan within `safe_bytes`, if the choice needs more; None otherwise, or if no plan is within it
+    # best plan that needs at most `safe_bytes`; None if the choice is such a plan, or if there is none
     safe: Plan | None = None
 
     @property
@@ -231,8 +231,8 @@ def _finalists(
     """Return the simulated finalists.
 
     For each combination of tp, pp, microbatch size and schedule, only the layout with the shortest closed-form step is
-    simulated. Layouts within 5 % of the memory limit count as a combination of their own. The simulations end after
-    FINALISTS layouts or ACTION_BUDGET actions. Then the layouts of `_special` are added.
+    simulated. Layouts within 5 % of the memory limit form separate combinations. The simulations end after FINALISTS
+    layouts or ACTION_BUDGET actions. Then the layouts of `_special` are added.
     """
     recompute = np.select([fitting.recompute == name for name in RECOMPUTE], range(len(RECOMPUTE)))
     order = np.lexsort((np.equal(fitting.axis_order, AXIS_ORDERS[1]), recompute, np.asarray(fitting.chunks), seconds))
@@ -277,8 +277,8 @@ def _special(
 ) -> list[int]:
     """Return the indices of layouts that are finalists for another reason than their step time.
 
-    These are the fastest layout with the slow constants, the fastest FSDP layout, and within the memory up to which
-    plans have run the fastest layouts of SAFE_SCHEDULES schedules.
+    These are the fastest layout with the slow constants, the fastest FSDP layout, and the fastest layouts of
+    SAFE_SCHEDULES schedules among the layouts that need at most `safe_bytes`.
     """
     usable = np.ones(len(fitting), dtype=bool)
     if rates.one_in_flight:
@@ -299,7 +299,7 @@ def _special(
 
 
 def _safe(plans: list[Plan]) -> Plan | None:
-    """Return the best plan within the memory up to which plans have run, if the choice needs more memory."""
+    """Return the best plan that needs at most `safe_bytes`, if the choice needs more memory."""
     if not plans or plans[0].is_safe:
         return None
     return next(iter(ranked([plan for plan in plans if plan.is_safe])), None)

@@ -47,8 +47,8 @@ class Step:
 
     name: str
     seconds: float  # step time after the change
-    change_s: float
-    command: str = ""
+    change_s: float  # difference that this change makes to the step time
+    command: str = ""  # command that tests the change on one node
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ class _Walk:
     def _overrides(self, numbers: Rates) -> str:
         """Return overrides of the plan's run file with which one node measures layers of the current layout.
 
-        These are the layers of one pipeline stage, at most LAYERS, or as many as fit: on one node fewer ranks share
-        weights and optimizer states.
+        The number of layers is that of one pipeline stage, at most LAYERS. It is reduced until the layers fit into
+        memory, because fewer ranks of one node share weights and optimizer states.
         """
         replicas = max(1, numbers.node_devices // (self.layout.tp * self.layout.cp))
         one_node = replace(

@@ -76,10 +76,10 @@ def extend_last(directory: Path) -> None:
 def node_hours(directory: Path, billed: Mapping[str, float]) -> float:
     """Return the node-hours of all jobs of the run.
 
-    `billed` maps job ids to node-hours in Slurm's accounting. For each job the larger value counts. Slurm's accounting
-    can lack old jobs, and allocations.jsonl can lack the time before a batch host died. Jobs without a line in
-    allocations.jsonl come from older versions or other programs. Their node-hours are computed from the nodes and times
-    of their ranks.
+    `billed` maps job ids to node-hours in Slurm's accounting. For each job the larger of the two values counts. Slurm's
+    accounting can lack old jobs, and allocations.jsonl can lack the time before a batch host died. Jobs without a line
+    in allocations.jsonl come from older versions or other programs. Their node-hours are computed from the nodes and
+    times of their ranks.
     """
     recorded: dict[str, float] = {}
     for allocated in allocations(directory):

@@ -22,7 +22,8 @@ from frontier_llm.files import write_atomically, write_durably
 from frontier_llm.units import strict_json
 
 FILE = "failure.json"
-# exit code of a rank whose user has to change something, so that a restart is useless (errors.FrontierError.exit_code)
+# exit code of a rank that refuses to run until its user changes something (errors.FrontierError.exit_code); a restart
+# would fail in the same way
 REFUSED = 2
 STUCK = 70  # EX_SOFTWARE: exit code of a rank that its watchdog ended, because another rank made no progress
 SECONDARY = "secondary failure"  # begins the last message of a rank that only lost another rank
@@ -159,7 +160,7 @@ def forget_failure(run_dir: Path) -> None:
 def lost_a_peer(text: str) -> bool:
     """Return True if an exception only reports the loss of another rank. Such an exception is not the cause.
 
-    RCCL also reports that it is out of device memory, which is a cause.
+    False if RCCL reports that the device's memory is exhausted, because that is a cause.
     """
     return bool(_LOST_A_PEER.search(text)) and cause_of(text) != OUT_OF_MEMORY
 

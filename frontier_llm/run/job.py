@@ -74,7 +74,7 @@ class _Rule:
 
     holds: Callable[[Any], bool]
     expected: str
-    since: int = 1  # version of the record that introduced the field; older records take the default
+    since: int = 1  # first version of job.json with this field; an older record gets the field's default
 
 
 def _is_limit(value: Any) -> bool:

@@ -44,7 +44,7 @@ def hold(folder: Path) -> None:
 def remove_stale(root: Path) -> list[Path]:
     """Remove the folders of this user below `root` whose processes have ended. Return the removed folders.
 
-    A folder that cannot be removed is left.
+    A folder that cannot be removed stays.
     """
     removed: list[Path] = []
     try:

@@ -37,7 +37,7 @@ def is_count(value: Any) -> bool:
 
 
 def open_record(path: Path) -> BinaryIO | None:
-    """Open a regular file for reading. None if the name does not exist. Raises DamagedRecord for everything else."""
+    """Open a regular file for reading. None if the name does not exist. Raises DamagedRecord if it is no such file."""
     if not os.path.lexists(path):
         return None
     try:

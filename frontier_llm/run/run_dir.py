@@ -66,12 +66,12 @@ class Attempt:
     exit_code: int
     cause: str  # finished | interrupted, or the cause of a failure (failure.Failure.cause)
     detail: str = ""
-    failed_host: str = ""  # set only if its hardware may be the cause
+    failed_host: str = ""  # host of the failure; set only if the host's hardware may be the cause
     started_unix_s: float = 0.0
     ended_unix_s: float = field(default_factory=time.time)
     last_step: int | None = None  # last finished step, saved or not. None: not recorded.
     fault: str = ""  # error text of the program (failure.Failure.program_fault)
-    plan: tuple[str, ...] = ()  # overrides that selected the layout (job.Job.plans); (): that of the run file
+    plan: tuple[str, ...] = ()  # overrides that selected the layout (job.Job.plans); (): the layout of the run file
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Attempt:
@@ -98,7 +98,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class PlanSwitch:
-    """The change of a run from its own plan to its roomier plan (job.Job.plans)."""
+    """The change of a run from its own plan to its roomier plan, which needs less memory (job.Job.plans)."""
 
     step: int  # step of the newest checkpoint at the change
     plan: tuple[str, ...]  # overrides of the roomier plan

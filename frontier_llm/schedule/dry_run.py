@@ -24,11 +24,12 @@ class CollectiveLists:
     The caller gives the lists, because they depend on the layers.
     """
 
-    # CollectiveLists inside each action of a kind at a position.
+    # Collectives inside each action of a kind at a position.
     inside: Mapping[tuple[Kind, int], Sequence[Call]] = field(default_factory=dict)
-    # CollectiveLists of single actions that replace those in `inside`, such as last backwards, where dp sums start.
+    # Collectives of single actions, which replace the collectives in `inside`. Example: in the last backwards, dp sums
+    # start.
     instead: Mapping[Action, Sequence[Call]] = field(default_factory=dict)
-    before: Sequence[Call] = ()  # before the first action
+    before: Sequence[Call] = ()  # Calls before the first action.
     # Calls after the last action, by pipeline rank: sums of tied weights, the last dp sums, collectives of all ranks.
     behind: Mapping[int, Sequence[Call]] = field(default_factory=dict)
 
@@ -44,7 +45,7 @@ class ListEntry(NamedTuple):
 
     what: str  # text that is equal on all ranks of the communication
     stream: str = ""  # communications of a stream are matched in the order in which they are issued
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # global ranks of the communication; () = compute
     after: tuple[int, ...] = ()  # indices of earlier entries that must have ended
 
 

@@ -123,7 +123,7 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return the problems of `plan_problems` without the number of hardware queues, unless the run has phases."""
+    """Return the problems of `plan_problems`. For a run without phases, hardware queues are not checked."""
     if config.train.phases:
         return _phase_problems(config, world_size)
     return [

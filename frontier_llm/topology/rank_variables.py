@@ -68,8 +68,8 @@ def run_variables(config: RunConfig, nodes: int, ranks_per_node: int | None = No
 def known_origins(variables: Mapping[str, str], site_file: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Return the origin of each variable of a process.
 
-    The parent process has recorded the origins in ORIGINS; otherwise the lists of launch/job.sh are used. `site_file`:
-    origin of each variable that the site's file sets.
+    The parent process has recorded the origins in ORIGINS. Without this record, the lists of launch/job.sh are used.
+    `site_file` maps each variable that the site's file sets to its origin.
     """
     if ORIGINS in variables:
         return dict(json.loads(variables[ORIGINS]))

@@ -1,8 +1,9 @@
 """Computes the communication of a training step by axis and operation: the calls and bytes that `comm`'s ledger counts.
 
-Tensor and context parallelism follow from the list of work, the pipeline from the schedule's messages, and the replicas
-from the optimizer's buckets. Bytes are payloads as the caller sees them. For all_reduce this is the tensor, for
-all_gather the gathered result, for reduce_scatter the full input, for send and recv the message.
+The collectives over tp and cp are computed from the work lists of blocks, embedding and head (`blueprint/work.py`). The
+pipeline's messages are computed from the schedule, and the collectives over replicas from the optimizer's buckets.
+Bytes are payloads as the caller sees them. For all_reduce this is the tensor, for all_gather the gathered result, for
+reduce_scatter the full input, for send and recv the message.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ def step_traffic(
 ) -> Traffic:
     """Return the communication of one rank of pipeline rank `pp_rank` in one training step.
 
-    `owner` is the rank's index among its replicas. `routed` has the rows that its routers sent, for each layer with
-    experts and each microbatch; None means even shares. With `prompts` some tokens of the data are only input, without
-    a loss. Raises LayoutError for an engine whose collectives are not counted.
+    `owner` is the rank's index among its replicas. `routed` has the token rows that this rank's routers sent, for each
+    layer with experts and each microbatch. None means that the rows are distributed evenly. `prompts` is true if some
+    tokens of the data are only input, without a loss. Raises LayoutError for an engine whose collectives are not
+    counted.
     """
     engine = uncounted_engine(config)
     if engine:
@@ -93,10 +95,10 @@ def step_traffic(
 
 
 def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
-    """Add the collectives of the list of work.
+    """Add the tp and cp collectives in the work lists of blocks, embedding and head.
 
-    They occur once per microbatch. Collectives of a split backward are added if the schedule has an I, and collectives
-    of a recomputed forward are added again.
+    A collective occurs once per microbatch. Collectives that only a split backward executes occur once per I action
+    (backward of the inputs). Collectives that a recomputed forward repeats are counted twice.
     """
     model = config.model
     layout = layout_of(config, plan.grid.world_size)
@@ -202,9 +204,10 @@ def axis_of(replicas: str, plan: ParallelPlan) -> str:
 
 
 def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: int, traffic: Traffic) -> None:
-    """Add the gathers of an update of whole tensors whose slices are on several ranks.
+    """Add the collectives of an optimizer that updates complete tensors (Muon) or sums statistics (Adafactor).
 
-    Add also the collectives over tp (for experts: etp) of the owner's matrices, and the sums of statistics.
+    A tensor whose slices are on several ranks is gathered. The owner's matrices use collectives over tp (for experts:
+    etp).
     """
     rule = optimizer_rule(config.optimizer.name)
     for bucket in buckets(config, plan, pp_rank):

@@ -138,8 +138,8 @@ def build_state(
 ) -> TrainState:
     """Build the training state of one rank for the first phase of the run.
 
-    With `draws` False, the initial weights are not drawn, because a checkpoint will be loaded. Without `ops` the
-    configuration selects them. Raises BackendError if a selected op is not available.
+    With `draws` False, the initial weights are not drawn, because a checkpoint will be loaded. If `ops` is None, the
+    configuration selects the ops. Raises BackendError if a selected op is not available.
     """
     phases = phases_of(config)
     config = phases[0].config

@@ -28,7 +28,7 @@ class PhaseClock:
         self._synchronize = synchronize and torch.cuda.is_available()
         self._seconds: dict[str, float] = defaultdict(float)
         self._phase = "optimizer"
-        self._reading_phase = "optimizer"  # the phase that reads a microbatch
+        self._reading_phase = "optimizer"  # phase in which a microbatch is read; it continues after the read
         self._since = time.perf_counter()
         self._blocked_since = self._blocked()
         self._blocked_taken: dict[str, float] = defaultdict(float)

@@ -80,8 +80,7 @@ def train(
     config = resolve_precision(config)
     # TCPStore has no timeout if rank 0 is stopped, and the watchdog is not running yet.
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
-    # Do not draw weights that a checkpoint replaces: for 175B weights on 64 devices, each device would draw 2.7 billion
-    # numbers.
+    # For 175B weights on 64 devices, each device would draw 2.7 billion numbers, which a checkpoint would replace.
     draws = not is_there(checkpoints_folder(config.train))
     try:
         with joined_state(config, place, draws) as state:
@@ -330,8 +329,8 @@ class _Session:
             restore(self.state, back)
             self._count_durations()
             phase = self._next_phase()
-            # Rewinds after the save of the loaded checkpoint left out samples that it does not count. Leave them out
-            # again.
+            # Rewinds since the loaded checkpoint was saved have left out samples. The checkpoint's position does not
+            # count these samples, so leave them out again.
             samples = earlier - self.state.position.samples_left_out
             samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
             if self.metrics is not None:

@@ -20,7 +20,8 @@ from frontier_llm.training.build import TrainState
 # The third step uses the memory of all later steps.
 MEASURED_STEPS = 3
 
-# (configuration of a phase, ranks) → predicted bytes of a device of each stage. Ranks do not import the planner.
+# Function of (configuration of a phase, number of ranks). It returns the predicted bytes of a device of each stage. The
+# caller passes the function, so that ranks do not import the planner.
 StageBytes = Callable[[RunConfig, int], Sequence[float]]
 
 
@@ -99,5 +100,5 @@ def peak_resident_bytes() -> int:
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    # Without /proc. The value can include the process that started this one.
+    # On a system without /proc. The value can include the memory of the process that started this process.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

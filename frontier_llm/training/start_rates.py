@@ -242,9 +242,10 @@ def _network_s(place: RankEnv, mesh: Mesh, device: torch.device, work: Work) -> 
 
 
 def pair_rounds(nodes: int) -> list[dict[int, int]]:
-    """Return rounds in which nodes exchange messages in pairs, as partner by node.
+    """Return the rounds in which nodes exchange messages in pairs. Each round maps a node to its partner.
 
-    Each node meets the node before it and the node after it. An odd number of nodes needs a third round.
+    Each node exchanges messages with the node before it and the node after it. An odd number of nodes needs a third
+    round.
     """
     if nodes < 2:
         return []

@@ -23,7 +23,7 @@ NAME = "types"
 
 
 def check_axis_types(config: RunConfig, world_size: int) -> CertificateSection:
-    """Check that one step of this run computes the serial gradients, norm and weights, on every mesh axis.
+    """Check that one step of this run computes the gradients, norm and weights of the serial step, on every mesh axis.
 
     Runs the step of a small copy of the run in this process, once on one rank and once on simulated ranks. Then runs
     the step of a rank with the run's sizes and ops on tensors without memory, which counts launches, waits and copies.

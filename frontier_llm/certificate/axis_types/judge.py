@@ -146,7 +146,9 @@ def _expected(spec: ShardSpec, ranks: Sequence[RankRecord]) -> Label:
 
 
 def _explained(labels: Labels, events: Iterable[EventId], what: str) -> Iterator[Finding]:
-    """Yield a finding for each first line whose result has no label although its inputs have one."""
+    """Follow the inputs of `events` backwards. Yield a finding for each line that loses the label: its inputs have a
+    label, and its result has none.
+    """
     starts = list(events)
     seen: dict[EventId, list[Event]] = {}
     roots = _unique(root for start in starts for root in _roots(labels, start, seen))

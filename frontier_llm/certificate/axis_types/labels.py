@@ -6,8 +6,8 @@ Labels on an axis:
 * V, varying: the ranks' elements together are the elements of the complete value.
 * P, partial: the sum over the ranks is the complete value.
 
-A parameter that is R is I, invariant, if its gradient is R as well. No rule is declared for any operation or autograd
-function: the numbers decide. A value that has none of these labels is unknown.
+A parameter with the label R has the label I (invariant) if its gradient also has the label R. No rule is declared for
+any operation or autograd function: the numbers decide. A value that has none of these labels is unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPLICATED = "R"
 VARYING = "V"
 PARTIAL = "P"
 Label = tuple[str, ...]  # one letter for each of AXES; R on an axis of one rank
-UNKNOWN: Label = ("?",)  # comparable, but no label holds
+UNKNOWN: Label = ("?",)  # the serial run has the value too, but no label holds
 NONE: Label = ()  # label of a value without a counterpart in the serial run
 Parts = Mapping[tuple[int, ...], Tensor]  # values by coordinates on AXES
 
@@ -50,7 +50,10 @@ def is_close(value: Tensor, reference: Tensor, is_ordered: bool = True) -> bool:
 
 
 def _joined(values: Sequence[Tensor], letter: str) -> Tensor | None:
-    """Return the complete value on one axis, or None if the label does not hold."""
+    """Return the complete value that the ranks of one axis form under the label `letter`, or None if it does not hold.
+
+    `values` has one value for each rank of the axis.
+    """
     if letter == REPLICATED:
         return values[0] if all(is_close(other, values[0]) for other in values[1:]) else None
     if letter == VARYING:
@@ -116,7 +119,10 @@ class Labels:
         return UNKNOWN if UNKNOWN in labels else NONE
 
     def reference(self, event: Event) -> Tensor | None:
-        """Return the complete value. A communication keeps the complete value of its input."""
+        """Return the complete value of an event, from the serial run.
+
+        A communication without a counterpart in the serial run has the complete value of its input.
+        """
         counterpart = self._counterpart(event)
         if counterpart is not None:
             return counterpart.value

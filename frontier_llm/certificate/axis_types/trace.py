@@ -96,7 +96,7 @@ def counted(site: Site) -> Site:
 
 
 def _outside_of_function(lines: Site) -> Site:
-    """Return the lines that call an autograd function, without the lines inside of its forward.
+    """Return the lines up to the call of an autograd function, without the lines inside of the function's forward.
 
     The first operation inside of a forward may depend on the layout.
     """
@@ -105,7 +105,7 @@ def _outside_of_function(lines: Site) -> Site:
 
 
 def is_own(line: tuple[CodeType, int]) -> bool:
-    """Return True if a message can name the line: it is neither of the check nor of a library."""
+    """Return True if a message can name the line: the line belongs neither to the check nor to a library."""
     relative = package_path(line[0].co_filename)
     return bool(relative) and not relative.startswith("certificate/")
 

@@ -57,7 +57,7 @@ _NO_KERNELS = (
 
 
 class MixedDevices(Exception):
-    """An operation, kernel or communication has a tensor on the host where it needs one on the device."""
+    """An operation, kernel or communication received a tensor on the host, but needs it on the device."""
 
     def __init__(self, operation: str) -> None:
         super().__init__(f"{operation} needs all tensors on the device, and one of them is on the CPU")
@@ -285,7 +285,7 @@ def run_device_step(config: RunConfig, stage: int, kernels: Kernels) -> DeviceSt
 
 
 def _observe(state: TrainState, step: DeviceStep) -> None:
-    """Tell `step` the phases of the training step and the rows of the routers."""
+    """Report the phases of the training step and the rows of the routers to `step`."""
 
     def begin(action: Action | None) -> None:
         if action is None:

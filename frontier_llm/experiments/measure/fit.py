@@ -36,9 +36,9 @@ class Measurements:
     constants: Sequence[str]
     predicted_s: Callable[[Rates], np.ndarray]
     measured_s: np.ndarray
-    # weight of x² relative to the squared log error of one time
+    # weight of the square of a constant's logarithmic change, relative to the squared log error of one time
     prior: float
-    # log error beyond which the loss is linear instead of quadratic
+    # absolute log error of a time beyond which the loss grows linearly and not quadratically
     knee: float
     # largest values of constants that are not in SHARES
     ceilings: Mapping[str, float] = field(default_factory=dict)

@@ -35,8 +35,8 @@ class PiecesTime:
     pieces: int
     product_s: float  # seconds of the product of one piece
     collective_s: float  # seconds of the collective of one piece
-    copy_s: float  # copy of all rows into their final order
-    together_s: float
+    copy_s: float  # seconds for copying all rows into their final order
+    together_s: float  # seconds of all pieces together, with their overlap
 
     @property
     def overlap(self) -> float:

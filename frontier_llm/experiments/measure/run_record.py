@@ -24,7 +24,7 @@ from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 class LayoutSpan:
     """Consecutive steps of a run with the same layout."""
 
-    after_step: int
+    after_step: int  # number of steps done before the span
     incarnation: int  # number of the start of the run (incarnation) that began the span
     plan: ParallelPlan
 
@@ -40,7 +40,7 @@ class RunRecord:
 
     directory: Path
     config: RunConfig  # configuration of the last attempt
-    parts: tuple[LayoutSpan, ...]
+    parts: tuple[LayoutSpan, ...]  # spans of steps with one layout, in order
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     tasks: list[dict[str, Any]]

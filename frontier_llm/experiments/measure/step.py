@@ -36,9 +36,9 @@ class StepBench:
     cpu_times_s: list[float]  # CPU seconds of each step, summed over ranks; stays comparable on a shared machine
     tokens_per_s: float  # rate of the complete job in the median step
     step_time_s: float
-    model_tflops: float  # per device, full-attention convention (`model_flops_per_token`)
-    gemm_tflops: float  # the model's products, weighted by their FLOPs
-    fraction_of_gemm: float
+    model_tflops: float  # TFLOP/s per device, full-attention convention (`model_flops_per_token`)
+    gemm_tflops: float  # mean TFLOP/s of the model's matrix products, weighted by their FLOPs
+    fraction_of_gemm: float  # model_tflops / gemm_tflops
     phases_s: dict[str, float]  # this rank's seconds of compute by phase, and seconds blocked on each axis
     gemms: list[dict[str, Any]]
 

@@ -25,11 +25,11 @@ class Trial:
     number: int
     layout: Layout
     why: str  # planner | spread | model | exhaustive
-    predicted_s: float  # per step, from the planner
+    predicted_s: float  # seconds of a step, predicted by the planner
     status: str  # a status of `scaling.launch.judge`, or interrupted
     step_s: float | None  # median of the measured steps
     steps: int  # measured steps
-    wall_s: float
+    wall_s: float  # seconds from the start of the ranks to their end
     node_hours: float
     detail: str = ""
 

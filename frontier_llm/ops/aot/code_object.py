@@ -69,7 +69,7 @@ class Declared:
     # driver fills itself
     parameters_bytes: int
     threads: int  # number of threads of a block
-    wave: int
+    wave: int  # number of threads of a wave or warp
     registers: int  # registers per thread; on AMD vector registers including the accumulation registers
     spills: int  # AMD: number of spilled registers; NVIDIA: words on a thread's stack
     abi: int  # version of the ELF ABI: a driver refuses versions that it does not know

@@ -93,8 +93,8 @@ def flash_s(core: FlashCore, rates: Rates) -> float:
     """Return the seconds of causal flash attention, forward or backward.
 
     Forward has 4·S²·D FLOPs per head, of which causality saves half. Backward recomputes the scores and has 2.5 times
-    as much. The efficiency is lower for head dimensions below 128 (at 64, softmax work per FLOP doubles). It is also
-    lower for sequences of only a few blocks of 128 queries.
+    as many FLOPs. The efficiency is lower for head dimensions below 128 (at 64, softmax work per FLOP doubles). It is
+    also lower for sequences of only a few blocks of 128 queries.
     """
     # the factor for the head dimension, `width`, is 1 at 128 and 0.83 at 64
     keys = core.keys

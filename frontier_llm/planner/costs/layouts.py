@@ -55,7 +55,7 @@ class Layouts(Layout):
 
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
-    """Return a table of the layouts. The fields in `alike` are not columns, so all layouts must agree in them."""
+    """Return a table of the layouts. The fields in `alike` are not columns, and must be equal for all layouts."""
     alike = ("dtype", "gradient_wire", "optimizer", "etp", "imbalance", "tensor_chunks")
     shared = {name: getattr(layouts[0], name) for name in alike}
     columns: dict[str, Any] = {

@@ -51,13 +51,13 @@ def kept_bytes(items: Iterable[Item], recompute: str, phase: Phase = Phase.F) ->
 class Held(NamedTuple):
     """Bytes that a block and the head keep for one microbatch: numbers for one layout, or columns for many."""
 
-    block: Number
+    block: Number  # Bytes that a block keeps from forward to backward.
     # Bytes that a block keeps from its input gradients to its weight gradients: the operands of its products, but
     # nothing of the attention core.
     block_waiting: Number
     block_working: Number  # working memory of a block while it is recomputed, in bytes
-    logits: Number
-    logits_waiting: Number
+    logits: Number  # Bytes that the head keeps from forward to backward.
+    logits_waiting: Number  # Bytes that the head keeps from its input gradients to its weight gradients.
     exchanged: Number  # gathered keys and values of the complete sequence (context parallelism)
 
 
@@ -150,7 +150,7 @@ def stage_memory(
 
 
 class _Contents(NamedTuple):
-    """What a pipeline rank holds, or several ranks as arrays."""
+    """Number of layers of a pipeline rank, and whether it holds embedding and head. Arrays describe several ranks."""
 
     layers: Number
     embedding: Number

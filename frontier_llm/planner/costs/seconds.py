@@ -116,9 +116,9 @@ def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates:
     (parallel/tensor/linear.py).
 
     Each piece of the collective overlaps the next piece of the product, or the reverse. But n small products and n
-    small collectives take longer than one large product and one large collective. Of the shorter one of a piece's two
-    times, the fraction `chunk_overlap` is hidden n - 1 times. In addition the rows are copied into their final order,
-    for a reduce-scatter before the product.
+    small collectives take longer than one large product and one large collective. A piece has a product time and a
+    collective time. The fraction `chunk_overlap` of the shorter time is hidden n - 1 times. In addition, the rows are
+    copied into their final order. For a reduce-scatter this happens before the product.
     """
     pieces = layout.tensor_chunks
     product_part_s = product_s(replace(product, m=product.m // pieces), rates)
@@ -251,9 +251,9 @@ class Times(NamedTuple):
     rows_backward_s: Number
     host_forward_s: Number  # Time of the host to dispatch the operations.
     host_backward_s: Number
-    gather_bytes: Number  # Sharded weights, gathered over dp.
-    gather_again_bytes: Number
-    scatter_bytes: Number
+    gather_bytes: Number  # Sharded weights that forward gathers over dp.
+    gather_again_bytes: Number  # Sharded weights that backward gathers again over dp.
+    scatter_bytes: Number  # Gradients of sharded weights that backward reduce-scatters over dp.
 
     def both(self, microbatches: Number, rates: Rates) -> tuple[Number, Number]:
         """Return the (forward, backward) seconds of an average microbatch.

@@ -66,10 +66,10 @@ def gradient_reduction_s(
 ) -> tuple[Number, Number]:
     """Return the seconds of summing gradients and of gathering weights over the replicas, for one pipeline stage.
 
-    With ZeRO these are a reduce-scatter (`all_reduces_gradients`: an all-reduce) and an all-gather, otherwise an
-    all-reduce and 0. The collectives run bucket by
-    bucket. `parameters` and `experts` are numbers of elements. The gradients of experts are reduced after the gradients
-    of all other parameters, over the experts' replicas.
+    With ZeRO, gradients are summed by a reduce-scatter (by an all-reduce if the stack has `all_reduces_gradients`), and
+    weights are gathered by an all-gather. Without ZeRO, gradients are summed by an all-reduce, and the second result is
+    0. The collectives run bucket by bucket. `parameters` and `experts` are numbers of elements. The gradients of
+    experts are reduced after the gradients of all other parameters, over the experts' replicas.
     """
     place = ranks_per_node(layouts, rates)
     node = rates.node_devices

@@ -139,8 +139,8 @@ class Inquiry:
         """Find the rank that caused a collective to fail or hang.
 
         Rank 0 compares the heartbeats of all ranks. The other ranks request this from rank 0 and wait for the result.
-        If rank 0 sends no heartbeats or does not answer, another rank replaces it. This needs a TCPStore, which
-        outlives rank 0.
+        If rank 0 sends no heartbeats or does not answer, another rank compares them instead. That rank needs a store
+        that outlives rank 0, such as a TCPStore.
 
         The failure is written to failure.json, unless this rank knows only its own symptom.
         """

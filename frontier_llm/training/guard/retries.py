@@ -1,4 +1,4 @@
-"""Ends a start whose memory is too tight, so that the supervisor continues with the job's roomier plan.
+"""Ends a start whose memory is too tight. The supervisor then starts the job's roomier plan, which needs less memory.
 
 If the device has no free memory for a request, torch's allocator synchronises, frees its cached blocks and tries again
 (`num_alloc_retries`). The steps of a phase allocate the same tensors, so an allocator whose cache holds the tensors of

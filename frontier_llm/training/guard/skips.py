@@ -164,8 +164,8 @@ class Decisions:
         return sum(entry["step"] == step for entry in self.rewinds)
 
     def resume_at(self, step: int, rewinds: list[dict[str, Any]]) -> None:
-        """Continue from the checkpoint of step `step`. `rewinds` of the checkpoint and all other decisions before this
-        step are kept.
+        """Continue from the checkpoint of step `step`. Keep the rewinds that the checkpoint records (`rewinds`), and
+        all other decisions before this step.
         """
         self.rewinds = rewinds
         others = [entry for entry in self.entries() if entry["action"] != "rewind"]
