@@ -50,7 +50,7 @@ class Plan:
         return {name: content[name] for name in ("parallel", "batch", "precision", "comm") if name in content}
 
     def table(self) -> str:
-        """Return the best layouts as a text table, fastest first."""
+        """Return the best layouts as a text table: the chosen layout first, then the others by preference."""
         return report.table(self.outcome.plans)
 
     def explain(self) -> str:

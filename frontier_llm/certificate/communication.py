@@ -29,7 +29,13 @@ from frontier_llm.topology.traffic import step_traffic, uncounted_engine
 from frontier_llm.units import format_bytes, plural
 
 NAME = "communication"
-LINKS = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "edp": "data"}  # axis → name of its link
+LINKS = {
+    "tp": "tensor",
+    "cp": "context",
+    "pp": "pipeline",
+    "dp": "data",
+    "edp": "data",
+}  # axis → its key in `axis_links`
 
 
 def check_communication(subject: Subject) -> CertificateSection:

@@ -1,9 +1,9 @@
 """Create a rank's microbatches from a run's data configuration.
 
-The samples of a run are numbered from 0 (`data/position.py`). A step consumes the next `global_batch` samples. Row
-`row` of microbatch `microbatch` on data-parallel rank `dp_rank` is the sample
+The samples of a run are numbered from 0 (`data/position.py`). A step consumes the next `global_batch` samples, from
+number `first` on. Row `row` of microbatch `microbatch` on data-parallel rank `dp_rank` is the sample with the number
 
-    first of the step + microbatch * (micro_batch * dp) + dp_rank * micro_batch + row
+    first + microbatch * (micro_batch * dp) + dp_rank * micro_batch + row
 
 The union over ranks and microbatches is therefore the same set of samples for every dp and micro_batch that divide the
 global batch. The pipeline and tensor ranks of one replica read the same rows.

@@ -107,7 +107,7 @@ class Router(nn.Module):
         if self.load_E is not None:
             return scores_BE.sum(0) @ self.load_E.detach() / S
         rows_BE = chosen_BE.to(scores_NE.dtype)
-        for axis in (tp, cp):  # sum the rows of complete sequences, of which each rank has routed a part
+        for axis in (tp, cp):  # each rank has routed a part of every sequence: sum the numbers of rows
             all_reduce_(rows_BE, axis)
         if moe.balance == "sequence":
             return (rows_BE * scores_BE).sum() * (moe.experts / (moe.top_k * S**2))

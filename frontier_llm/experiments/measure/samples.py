@@ -41,8 +41,8 @@ from frontier_llm.training.memory import peak_resident_bytes, rank_bytes
 from frontier_llm.training.step import train_step
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
-# Elements of the copy and of four times the optimizer's update. Both exceed the caches, and on a GPU also the time of a
-# launch: 32 MiB are copied by an H200 in the time in which its host launches two kernels.
+# Elements of the measured copy. The optimizer's update has a quarter of them. Both need more memory than the caches
+# have. On a GPU both also take longer than a launch: an H200 copies 32 MiB while its host launches two kernels.
 COPY_ELEMENTS = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 TINY_OPERATIONS = {"cpu": 2000, "cuda": 200}  # on a GPU, timing.kernel_s queues ten times as many
 # benchmark steps: (size relative to the run's microbatch, number of microbatches); from these three the times per

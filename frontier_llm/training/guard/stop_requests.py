@@ -45,7 +45,10 @@ class RequestCollector:
         return Requests(self._stop(), save)
 
     def stop(self) -> bool:
-        """Return True if any rank has received a stop request, outside of a step. Collective over the world."""
+        """Return True if any rank has received a stop request. Collective over the world.
+
+        To be called outside of a step: `train_step` collects the requests within a step.
+        """
         asked = torch.full((), float(self._stop()), device=self._device)
         return self.stop_requested(Requests(stop=all_reduce_(asked, self._world).item() > 0))
 
