@@ -196,8 +196,8 @@ SABOTAGE_LAYOUTS = {
     "masks-by-own-row": Case("gpt", dp=2, settings=("model.dropout=0.1",)),
 }
 
-# Faults that the section does not find. A sample has the same row in its microbatch on one rank and on several ranks,
-# so this fault changes nothing there.
+# Mistakes of tests/parity/sabotage.py that the section does not find. In the section's runs a sample has the same row
+# in its microbatch on one rank and on several ranks, so this mistake changes nothing.
 NOT_FOUND = ("masks-by-own-row",)
 
 _PAGE = """# Faults that the section "types" finds
