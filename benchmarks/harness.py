@@ -1,7 +1,8 @@
 """Functions that all benchmarks use: arguments with a short run, alternating rounds, ranks, results in JSON and pages.
 
-`parse_arguments` adds `--smoke` to a program: a run of seconds with the arguments that the program gives. It changes no
-page and no result. A test executes it for every program.
+`parse_arguments` adds `--smoke` to a program. With this option the program makes a short run of some seconds, with
+arguments that the program itself gives. A short run changes no page and no result. A test makes a short run of every
+program.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def run_ranks(
 ) -> list[Any]:
     """Start `serve(rank, port, *arguments, queue)` in `ranks` processes and return the items of the queue.
 
-    `results` is the number of items that all ranks together put there. `preload` is a module that is imported once, and
-    the ranks are forked afterwards. Without `preload` each rank starts a new interpreter.
+    `results` is the number of items that all ranks together put into the queue. `preload` is a module that is imported
+    once, and the ranks are forked afterwards. Without `preload` each rank starts a new interpreter.
     """
     context: Any = multiprocessing.get_context("forkserver" if preload else "spawn")
     if preload:

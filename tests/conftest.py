@@ -12,7 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests
 
 from frontier_llm.machine.processor import limit_instruction_set
 
-limit_instruction_set()  # FRONTIER_LLM_INSTRUCTION_SET=avx2 runs the tests as on a CPU with AVX2; before torch
+# FRONTIER_LLM_INSTRUCTION_SET=avx2 runs the tests as on a CPU with AVX2; called before torch is imported
+limit_instruction_set()
 
 from tests.harness.pool import RankPool  # noqa: E402
 from tests.harness.summary import pytest_terminal_summary as pytest_terminal_summary  # noqa: E402

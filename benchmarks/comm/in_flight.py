@@ -3,11 +3,11 @@
     python -m benchmarks.comm.in_flight [--forward-ms 40] [--rounds 5] [--json FILE]
 
 The engine and the gloo messages are real. Compute is a sleep, so that four ranks share few cores without slowing each
-other down. A message is sent through gloo. It occupies both ends until a *simulated* link would have delivered it.
-Steps with `many` and with `one` alternate.
+other down. Messages go through gloo. Each message occupies its sender and its receiver until a *simulated* link would
+have delivered it. Steps with `comm.in_flight=many` and with `comm.in_flight=one` alternate.
 
-Prints a Markdown table with the fastest rounds, which other processes on the cores disturb least, and the simulator's
-times. The JSON file contains every round.
+Prints a Markdown table with the fastest rounds and the simulator's times. Other processes on the cores disturb the
+fastest rounds least. The JSON file contains every round.
 """
 
 from __future__ import annotations

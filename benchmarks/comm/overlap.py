@@ -1,15 +1,17 @@
-"""Measures whether an overlap is faster on this machine, or over a link of a given speed.
+"""Measures whether overlapping communication with compute makes a step faster, on this machine or over a link of a
+given speed.
 
     python -m benchmarks.comm.overlap all|gradients|weights|messages|chunks|sums|experts [key=value …]
     [--link-gbps 0.5] [--rounds 6] [--json f] [--trace t.json] [--figure t.png]
 
-Steps with and without the overlap alternate in one run. It has two ranks, or four for `experts`. A round executes two
-steps with each setting and times the second step. The second step includes communication that the first step left in
-flight.
+Steps with and without the overlap alternate in one run. The run has two ranks, or four for `experts`. A round executes
+two steps with each setting and times the second step. The second step includes communication that the first step left
+in flight.
 
 Prints a Markdown table: median and fastest step of the slowest rank, and by axis the exposed and hidden communication
 of rank 0's last step. Without --link-gbps the ranks' own transport is measured. With --link-gbps every transfer takes
-the time of a *simulated* link (simulated_link.py), while the ranks compute. --json keeps the rows of earlier calls.
+the time of a *simulated* link (simulated_link.py), and the ranks compute during the transfer. --json keeps the rows of
+earlier calls.
 """
 
 from __future__ import annotations

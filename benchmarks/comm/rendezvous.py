@@ -2,10 +2,10 @@
 
     python -m benchmarks.comm.rendezvous [--ranks 2 4 8 16] [--store torch authenticated] [--per-node 8]
 
-Each rank joins the store, builds the mesh of TP2 x DP (every axis, local synchronisation) and sends simple operations
-to the store. It then reads the ids of some communicators in the same way as torch does for RCCL. Each 128 ranks have
-one id, and every rank reads all ids together. The server's CPU time comes from the kernel, so other load on the machine
-has little influence. Extrapolated for n ranks:
+Each rank joins the store, builds the process groups of all axes of TP2 x DP, and sends simple operations to the store.
+It then reads the ids of some communicators in the same way as torch does for RCCL. A communicator has one id for each
+128 ranks, and every rank reads all ids in one request. The server's CPU time comes from the kernel, so other load on
+the machine has little influence. Extrapolated for n ranks:
 
   server seconds = n x (JOIN_OPERATIONS + groups per rank x OPERATIONS_PER_GROUP) x seconds per operation
                  + n x ids of the world's communicator x seconds per id
@@ -30,11 +30,11 @@ from frontier_llm.comm.rendezvous import StoreKind, open_store
 from frontier_llm.run.launchers import STORE_CONNECTIONS
 from frontier_llm.topology.grid import Grid
 
-JOIN_OPERATIONS = 3  # torch's store barrier, also once per group: add, wait, set by the last rank
-OPERATIONS_PER_GROUP = 3 + 2  # also RCCL's unique id: one set or get, with its check.
+JOIN_OPERATIONS = 3  # operations of torch's store barrier: add, wait, and set by the last rank
+OPERATIONS_PER_GROUP = 3 + 2  # the store barrier of the group, and one set or get of RCCL's unique id, with its check
 GROUPS_PER_RANK = 8  # tp, pp, dp, world, tied and up to four channels.
-WHOLE_MACHINE = (3072, 16_384, 75_264)  # The 1T run, a larger run, all of Frontier's GCDs.
-# TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId).
+WHOLE_MACHINE = (3072, 16_384, 75_264)  # ranks of the 1T run, of a larger run, and of a run on all of Frontier's GCDs
+# The default of TORCH_NCCL_RANKS_PER_ROOT, and sizeof(ncclUniqueId).
 RANKS_PER_ID = 128
 ID_BYTES = 128
 COMMUNICATORS = 5  # communicators whose ids are exchanged
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     mesh_s: float
     connections: int
     server_us_per_operation: float
-    server_us_per_id: float  # for all ranks
+    server_us_per_id: float  # for one id that all ranks read
 
 
 def connections(port: int) -> int:
@@ -180,8 +180,8 @@ def main() -> None:
 
 
 def extrapolate(kind: str, row: Row, us_per_id: float) -> None:
-    """Print the extrapolation of the largest measurement to large machines. `us_per_id` is the time for one rank that
-    reads an id.
+    """Print the extrapolation of the largest measurement to large machines. `us_per_id` is the server's CPU time in
+    microseconds for one rank that reads one id.
     """
     operations = JOIN_OPERATIONS + GROUPS_PER_RANK * OPERATIONS_PER_GROUP
     for ranks in WHOLE_MACHINE:

@@ -35,10 +35,10 @@ class Link:
 
 
 class _Transfer:
-    """Pending `work` whose result is available `seconds` after the last end was ready.
+    """Pending `work` whose result is available `seconds` after all its ranks were ready.
 
-    `stamp` receives the time at which the other end, or the last rank of a collective, was ready. `stamped` is the
-    pending transfer of this time.
+    `stamp` receives the time at which the other rank of a message, or the last rank of a collective, was ready.
+    `stamped` is the pending transfer of `stamp`.
     """
 
     def __init__(self, work: Pending, stamp: Tensor, stamped: Pending, seconds: float) -> None:

@@ -8,13 +8,13 @@ interpreter lock.
 `heartbeats` starts the store's process in the same way as rank 0. A few processes then simulate all ranks. Each rank
 has its own connection and its own C++ thread of frontier_llm/comm/heartbeat.py. The thread sends a heartbeat of a real
 run's size at the usual period. In addition each process sends `check` requests through torch's client, one per rank and
-second (as RCCL's monitors do). It also reads the ids of one communicator for each of its ranks.
+second (as RCCL's monitors do). Each process also reads the ids of one communicator for each of its ranks.
 
 Everything runs on this machine over loopback. The clients therefore compete with the server for the cores, and no
 network is measured.
 
-`lock` compiles a poller in C++ against torch's headers (about 20 s). It sends a `check` every 5 ms while the main
-thread holds the lock. Text goes to stderr, JSON to stdout.
+`lock` compiles a poller in C++ against torch's headers (about 20 s). The poller sends a `check` every 5 ms while the
+main thread holds the lock. Text goes to stderr, JSON to stdout.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NOTICE = {
     "progress": 1234.567,
     "call": "all_reduce of 40000000 x float32 over dp",
 }
-# TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId).
+# The default of TORCH_NCCL_RANKS_PER_ROOT, and sizeof(ncclUniqueId).
 RANKS_PER_ID = 128
 ID_BYTES = 128
 START_S = 120.0
@@ -118,8 +118,8 @@ def resident_mib(pid: int) -> float:
 
 @contextmanager
 def own_store(ranks: int, kind: str = "torch") -> Iterator[tuple[dist.Store, int, float]]:
-    """Start the store of a job of `ranks` ranks. Yields the store, the process id of its server, and the seconds of its
-    start.
+    """Start the store of a job of `ranks` ranks. Yields the store, the process id of its server, and the seconds that
+    its start took.
     """
     before = children()
     meeting = Meeting(

@@ -1,10 +1,11 @@
-"""Compares mixtures of experts with dense rungs of the ladder, with several seeds and two optimizers.
+"""Compares mixtures of experts with dense models of benchmarks/convergence/dense.py, with several seeds and two
+optimizers.
 
 Active FLOPs per token, tokens, batch and learning rate are equal. The mixture has 8 experts, 2 of which process each
-token. The experts have the greatest width at which a token needs no more FLOPs than in the dense model, the router
-included.
-The outputs of the two experts are summed, not averaged (`scale: 2`). With weights that sum to 1, the mixture starts
-with half the output and learns at half the rate: after 100 steps its loss was 0.35 nats higher than dense.
+token. The experts have the greatest width at which a token, its router included, needs no more FLOPs than in the dense
+model. The outputs of the two experts are summed, not averaged (`scale: 2`). With weights that sum to 1, the mixture
+starts with half the output and learns at half the rate. After 100 steps its loss was then 0.35 nats above the dense
+model's.
 
 Resumable like benchmarks/convergence/dense.py, with the same rules, data and runs. Writes
 docs/benchmarks/results/convergence_moe.json, docs/benchmarks/figures/convergence_moe.png and its measured part of
@@ -85,8 +86,8 @@ def rung(name: str, optimizer: str, options: argparse.Namespace) -> Rung:
 
 
 def busiest_of_mean(run: Run, directory: Path) -> float:
-    """Return the rows of the busiest expert over the mean, in the worst layer, averaged over the last tenth of the
-    steps.
+    """Return the rows of the busiest expert divided by the mean over experts. The value is from the worst layer,
+    averaged over the last tenth of the steps.
     """
     rows = [json.loads(line) for line in (directory / run.name / "metrics.jsonl").read_text().splitlines()]
     worst = {row["step"]: max(row["routing"]["largest_over_mean"]) for row in rows if row["kind"] == "step"}

@@ -46,7 +46,7 @@ PAGE = MEASURED / "optimizers.md"
 FACTORS = {
     "adamw": (0.5, 1.0, 2.0),
     "muon": (0.5, 1.0, 2.0, 4.0),
-}  # factors of the rule's learning rate
+}  # factors by which the learning rate of `recipe` is multiplied
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
 def convergence_lines(result: dict[str, Any]) -> list[str]:
     """Return a table with the best learning rate of each optimizer and the loss by seed.
 
-    It also has the steps that Muon needs to reach AdamW's final loss.
+    The table also has the number of steps after which Muon reaches AdamW's final loss.
     """
     lines = [
         "| model | optimizer | learning rates tried, times the rule's: mean held-out loss | seeds at the best | mean "

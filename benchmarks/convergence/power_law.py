@@ -1,8 +1,8 @@
 """Fits L(C) = E + A · C^-b, loss against compute, with its uncertainty. Also tests whether the data distinguish E from
 0.
 
-Kaplan et al. 2020 (arXiv:2001.08361) fit E = 0 within a family. Hoffmann et al. 2022 (arXiv:2203.15556) fit an
-irreducible E > 0.
+Kaplan et al. 2020 (arXiv:2001.08361) fit E = 0 within one family of models. Hoffmann et al. 2022 (arXiv:2203.15556) fit
+an irreducible E > 0.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@
     [--json f] [--figure f] [--page] [key=value …]
 
 Each case runs in fresh processes of one thread each: one warm-up, then one measurement. The efficiency is the CPU time
-of one rank over the CPU time of all ranks together. With one core per rank it would be the speed-up divided by the
-number of ranks. Memory is each process's peak.
+of one rank over the CPU time of all ranks together. With one core per rank, this efficiency would be the speed-up
+divided by the number of ranks. Memory is each process's peak.
 
 --core measures attention alone, forward and backward, and adds the algorithm `torch`. It is the ring of torch's context
 parallelism around torch's own CPU kernel. (torch's public function `context_parallel` supports GPU kernels only.) Other
-load on the machine only adds time, so with --json the cheapest of all calls counts for a case.
+load on the machine only adds time. The file of --json therefore keeps, for each case, the measurement with the least
+CPU time.
 """
 
 from __future__ import annotations

@@ -6,17 +6,17 @@ host.
     python -m benchmarks.ops.host --limit MS    # models that the host limits, at MS per layer and microbatch
     python -m benchmarks.ops.host --launches MODEL [MODEL…]    # kernel launches of a layer, by operation
 
-Launches go through all layers of the program to a driver that only records them (tests/harness/fake_driver.c). The
-harness adds 0.1 us per argument, and a real driver adds its own time. Steps are measured on the CPU with a model that
-is so small (H32, S16) that computing is a minor part. The costs of layers, microbatches and steps follow from the
+Launches go through the package's complete launch code to a driver that only records them (tests/harness/fake_driver.c).
+The harness adds 0.1 us per argument, and a real driver adds its own time. Steps are measured on the CPU with a model
+that is so small (H32, S16) that computing is a minor part. The costs of layers, microbatches and steps follow from the
 differences between models of 2 and 10 layers with 2 and 10 microbatches. Times are CPU microseconds of the process,
-median and best of the rounds. `--limit` is answered by the cost model.
+median and best of the rounds. `--limit` measures nothing and uses the cost model.
 
-`--gpu-path` runs steps with the launcher and the fake driver instead of the CPU's ops: dense layers at TP1, at TP8 with
-sequence parallelism and with ring attention at CP4, and 8 experts (2 per token) on one rank and at EP4. Collectives and
-messages go to torch's process group `fake`, which transfers nothing. Each expert gets equally many rows. Matrix
-products run on the CPU, with 16 tokens (4 at CP4). The paths are timed in turn, so that their ratios do not depend on
-other load.
+`--gpu-path` runs steps with the launcher and the fake driver instead of the CPU's ops. Its layouts are dense layers at
+TP1, at TP8 with sequence parallelism, and at CP4 with ring attention. Two further layouts have 8 experts (2 per token),
+on one rank and at EP4. Collectives and messages go to torch's process group `fake`, which transfers nothing. Each
+expert gets the same number of rows. Matrix products run on the CPU, with 16 tokens (4 at CP4). The paths are timed in
+turn, so that their ratios do not depend on other load.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ def bench_steps(dtype: str, rounds: int) -> None:
 
 
 def fill_outputs_that_the_host_reads(kernels: Any) -> None:
-    """Let the router choose each expert equally often, and the gradients have a norm.
+    """Fill two outputs: the router's choices, so that each expert is chosen equally often, and the gradients' sums of
+    squares.
 
     The fake driver leaves the outputs of kernels uninitialised.
     """
@@ -226,7 +227,7 @@ def gpu_ops(kernels: Kernels) -> Ops:
 
 
 class Source:
-    """Data source with microbatches of one sequence of one token value."""
+    """Data source whose microbatches have one sequence, in which all tokens are equal."""
 
     reset_at_documents = False
     masks_targets = False
@@ -278,8 +279,8 @@ def print_launches(models: Sequence[str]) -> None:
 def print_limit(host_ms: float) -> None:
     """Print the device's time for a layer beside the host's time.
 
-    The device computes forward and backward of one sequence of 2,048 tokens (8,192 tokens at CP4, so that each rank
-    has 2,048). The host's cost is set to 0 for it.
+    The device computes forward and backward of one sequence of 2,048 tokens (8,192 tokens at CP4, so that each rank has
+    2,048). In this prediction the host's time per launch is set to 0.
     """
     machines = {name: replace(rates(load_machine(name)), launch_s=0.0) for name in ("frontier", "h200")}
     print(

@@ -49,7 +49,8 @@ _CDNA2_WAYS = ((0, 0, ""), (2, 1, ""), (2, 1, "max-ilp"), (3, 1, "max-ilp"))
 def candidates(kernel: str, architecture: str) -> list[Blocks]:
     """Return the block sizes to try.
 
-    A loop covers the diagonal of the outer block by complete inner blocks, and each warp has its own rows.
+    An inner block is at most as large as the outer block, so that complete inner blocks cover the diagonal. The outer
+    block has enough rows to give each warp rows of its own.
     """
     amd = ARCHITECTURES[architecture].backend == "hip"
     found = []
@@ -103,7 +104,7 @@ def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Bloc
             ),
             folder,
         )
-    except Exception as error:  # too much shared memory, most often
+    except Exception as error:  # in most cases the candidate needs too much shared memory
         return f"{name}: {type(error).__name__}"
     machine = ARCHITECTURES[architecture]
     if code.spills > (0 if machine.backend == "hip" else 64) or code.shared_bytes > machine.block_shared_bytes:
@@ -231,7 +232,8 @@ def simulate(shipped: Path, out: Path, sequence: int = 1024) -> dict[str, Any]:
 
 
 def simulated_share(ops: GpuOps, gpu: TracingGpu, line: dict[str, Any], sequence: int) -> tuple[float, Timing]:
-    """Return the useful FLOPs of a kernel's first, longest block, as a share of the matrix units' peak in its time.
+    """Return the rate of a kernel's first block, which takes longest: its useful FLOPs divided by the matrix units'
+    peak FLOPs in the same time.
 
     The share is an upper bound (tests/cdna2/timing.py). Also returns its timing.
     """

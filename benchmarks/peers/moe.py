@@ -45,7 +45,8 @@ EXPERTS = {
     "expert_hidden": 384,
 }
 MOE = f"model.moe={json.dumps(EXPERTS)}"
-BARE = "model.bias=false"  # for all three: neither these experts nor megatron-core's have biases
+# for all three programs, because neither this project's experts nor megatron-core's have biases
+BARE = "model.bias=false"
 
 
 class Degrees(NamedTuple):

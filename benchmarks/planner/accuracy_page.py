@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "generated" / "planner_accuracy.md"
 FIGURE = ROOT / "docs" / "generated" / "planner_accuracy.svg"
 HIDDEN = "vTrain single-node"  # 722 rows of one node; only the worst are listed
 SHOWN_OF_HIDDEN = 40
-WIDEST = 1.28  # interval of rows whose stack was not fitted
+WIDEST = 1.28  # factor of the prediction interval for rows whose stack was not fitted
 # Errors that other models of training time report on their own data.
 YARDSTICKS = (
     ("Charon", "5.35 %", "its own clusters"),
@@ -42,10 +42,11 @@ No run on an MI250X by this program is among the rows.
 
 @dataclass(frozen=True)
 class Judged:
-    """A priced row."""
+    """A published row and its prediction."""
 
     prediction: RowPrediction
-    seen: str  # fitted (a constant was fitted on this row) | seen (on a row of this model) | new
+    # fitted (a constant was fitted on this row) | seen (a constant was fitted on another row of this model) | new
+    seen: str
 
     @property
     def row(self) -> PublishedRun:
@@ -94,7 +95,7 @@ def without_repetitions(rows: Iterable[Reading]) -> list[Reading]:
 
 
 def judge(rows: Iterable[Reading]) -> tuple[list[Judged], list[Reading]]:
-    """Return the priced rows and the rows without a prediction."""
+    """Return the rows with a prediction, and the rows without one."""
     results = [judged(reading) for reading in rows]
     fitted_models = {_model(one.row) for _, one in results if one is not None and is_fitted(one.row)}
     priced = []
@@ -117,7 +118,7 @@ def vendor(row: PublishedRun) -> str:
 
 
 def summary(rows: Sequence[Judged]) -> Iterator[str]:
-    """Yield a table of errors by vendor, machine, stack, kind and whether a constant has seen the model."""
+    """Yield a table of errors by vendor, machine, stack, kind, and whether a constant was fitted on the model."""
     columns = [
         "vendor",
         "machine",
@@ -148,8 +149,8 @@ def summary(rows: Sequence[Judged]) -> Iterator[str]:
 
 
 def order(rows: Sequence[Judged]) -> Iterator[str]:
-    """Yield a table of the fraction of pairs of rows that are predicted in the measured order, by their measured
-    gap.
+    """Yield a table with the fraction of pairs of rows that are predicted in the measured order. Each row of the table
+    is a range of the measured gap between the two rows of a pair.
     """
     yield "| measured gap of a pair | fitted: pairs | in the measured order | others: pairs | in the measured order |"
     yield "|---|--:|--:|--:|--:|"
@@ -185,7 +186,9 @@ def listing(rows: Sequence[Judged]) -> Iterator[str]:
 
 
 def figure(rows: Sequence[Judged]) -> str:
-    """Return an SVG: predicted against measured seconds, both logarithmic, with the interval of 1.28."""
+    """Return an SVG: predicted against measured seconds, both logarithmic, with the prediction interval of a factor of
+    1.28.
+    """
     size = 640
     margin = 50
     low = -2.5

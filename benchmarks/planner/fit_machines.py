@@ -3,9 +3,9 @@
     python -m benchmarks.planner.fit_machines [--dry-run | --leave-models-out] [MACHINE ...]
 
 The fit is robust least squares on log(predicted / measured). A residual beyond `KNEE` counts linearly, because
-published tables contain stalled runs that must not influence the constants. A weak prior holds constants that the data
-do not determine at engineering values. Every fitted number keeps its tag `estimated`, and its source names the number
-of rows and the data set.
+published tables contain stalled runs that must not influence the constants. A weak prior keeps constants that the data
+do not determine near plausible values (`START`). Every fitted number keeps its tag `estimated`, and its source names
+the number of rows and the data set.
 
 `--leave-models-out` writes nothing. It predicts every model of a fitted stack by constants fitted on that cluster's
 other models. Needs scipy.
@@ -135,7 +135,7 @@ def write_fitted_rows() -> None:
 def update_machine(path: Path, stack: str, fitted: Rates, constants: Iterable[str], source: str) -> None:
     """Replace the values and sources of constants in a machine file. Comments and order of the file are kept.
 
-    `constants` are fields of Rates, as for `fit`. Raises ConfigError if the file cannot be read back.
+    `constants` are fields of Rates, as for `fit`. Raises ConfigError if the changed file cannot be read back.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     for constant in constants:
@@ -179,7 +179,7 @@ def _places_of(lines: Sequence[str], stack: str, constant: str) -> list[int]:
 
 
 def main() -> None:
-    """Fit every stack that has constants to fit and rows."""
+    """Fit every stack for which there are constants to fit and measured rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machines", nargs="*")
     parser.add_argument("--dry-run", action="store_true", help="print the constants, and write no file")

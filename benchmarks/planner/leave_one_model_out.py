@@ -1,8 +1,8 @@
 """Fits two constants of NeMo's stacks on DGX-H100 rows, and reports the error on each model that the fit has not seen.
 
-The constants are the rate of 16-bit products (`gemm_efficiency`) and the further factor of FP8 (`linear_speedup`). A
-weak-scaling series is one row repeated, so the fit uses the row of each series with the fewest devices, and all rows of
-a model weigh as much as those of another model. The errors are reported for all rows.
+The constants are the rate of 16-bit products (`gemm_efficiency`) and the further factor of FP8 (`linear_speedup`). The
+rows of a weak-scaling series contain nearly the same information. The fit therefore uses only the row with the fewest
+devices of each series. Each pair of model and precision has the same weight. The errors are reported for all rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def is_fp8(run: PublishedRun) -> bool:
 
 
 def kind_of(run: PublishedRun) -> str:
-    """Return the name of the rows that are averaged in the second table."""
+    """Return the group of rows to which this row belongs in the second table."""
     split = "CP" if run.layout.cp > 1 else "dense"
     precision = "FP8" if is_fp8(run) else "BF16"
     return f"{split}, {precision}"
@@ -100,7 +100,7 @@ class Errors:
         return predicted_s / run.seconds - 1
 
     def _simulated(self, key: str) -> float:
-        """Return simulated time / closed form of a row. The ratio hardly depends on both constants."""
+        """Return simulated time / closed form of a row. The ratio hardly depends on the two constants."""
         run = self.runs[key]
         layout, numbers = as_run(run)
         closed_s = float(step_s(run.model, layout, numbers))
@@ -110,7 +110,7 @@ class Errors:
 def mean_square(runs: Sequence[PublishedRun], errors: Errors, constants: Constants) -> float:
     """Return the mean squared error, with the same weight for each model and precision.
 
-    With absolute errors so few models have several minima of about the same height.
+    With so few models, the mean absolute error would have several minima of about the same height.
     """
     groups: dict[tuple[str, str], list[float]] = {}
     for run in runs:

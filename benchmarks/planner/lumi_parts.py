@@ -106,7 +106,7 @@ def parts(points: list[Point]) -> Iterator[str]:
 
 
 def percent(priced: float, measured: float) -> str:
-    """Return the relative error of a price as text: '+3 %'."""
+    """Return the relative error of a prediction as text: '+3 %'."""
     return f"{100 * (priced / measured - 1):+.0f} %"
 
 

@@ -6,8 +6,8 @@ Starts slurmctld and four slurmds on this machine (tests/harness/slurm.py, needs
 --exhaustive and ends after M minutes of walltime. The same command continues from there. WORDs are further words of
 `frontier-llm tune`.
 
-Joined ranks run at a high priority, each on the core of its number. Other load on the machine then has little influence
-on a layout's step.
+Ranks that have joined run at a high priority. Each rank is bound to the core with its own number, modulo the number of
+cores. Other load on the machine then has little influence on a layout's step.
 """
 
 from __future__ import annotations

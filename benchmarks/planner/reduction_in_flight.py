@@ -1,8 +1,9 @@
-"""Simulates the gradient sum of one rank with one communication in flight, and what four remedies would give.
+"""Simulates the gradient sum of one rank with one communication in flight, and the gain of the remedies in
+docs/benchmarks/planner.md.
 
 The sums of buckets share one stream with the collectives over tp, in the order in which the runtime issues them
 (`comm.group.OneInFlight`): a communication begins after the previous one and after the compute that was queued before
-it. Compute waits only for results that it needs. Simulated are the last backwards of all layers of a rank.
+it. Compute waits only for results that it needs. The simulation covers the last backward of each layer of a rank.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Stream:
     waiting_s: float = field(default=0.0)  # sums that have not been issued, with `pieces`
 
     def compute(self, seconds: float) -> None:
-        """Queue compute. With `pieces`, sums fill the time in which the stream of communication is free beside it."""
+        """Queue compute. With `pieces`, sums fill the time in which the stream of communication is free during this
+        compute.
+        """
         if self.pieces:
             free_s = self.compute_s + seconds - max(self.communication_s, self.compute_s)
             piece_s = min(self.waiting_s, max(free_s, 0.0))
@@ -99,7 +102,7 @@ class Stream:
 
 
 def run(layers: Sequence[Linear], stream: Stream) -> float:
-    """Return the seconds of these backwards (last layer first) and of all sums that begin in them."""
+    """Return the seconds of these backwards (last layer first) and of all sums that begin during them."""
     for one in layers:
         stream.compute(one.before_s)
         if one.column:
@@ -158,7 +161,9 @@ def exposed_s(layers: Sequence[Linear], seconds_per_element: float, bucket_numel
 
 
 def table(cases: dict[str, Layout]) -> Iterator[str]:
-    """Yield the table: per layout the sum, the exposed part in the order that runs, and with each remedy."""
+    """Yield the table: for each layout the time of all sums, and their exposed part in the order of the runtime and
+    with the remedies.
+    """
     model = load_model(MODEL)
     numbers = rates(load_machine("frontier"))
     yield "| layout | gradients, wire | all sums, s | priced as exposed, s | order that runs | in pieces | step, s |"

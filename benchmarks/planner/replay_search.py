@@ -2,8 +2,9 @@
 
     python -m benchmarks.planner.replay_search [TABLE] [--seeds N] [--figure F]
 
-benchmarks/planner/measure_layouts.py writes TABLE (docs/benchmarks/results/tune.csv). Prints the best step so far over
-the table's best, after each number of trials, for searches, for random order, and for the planner's choice alone.
+benchmarks/planner/measure_layouts.py writes TABLE (docs/benchmarks/results/tune.csv). After each number of trials,
+prints the best step time so far divided by the table's best step time. Compares searches, random order, and the
+planner's choice alone.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ ORDERS = 2000  # number of random orders
 def measured_space(table: Path = TABLE) -> tuple[Space, np.ndarray]:
     """Return the layouts of the table as a space, and the seconds of each layout.
 
-    V-shaped schedules were added after the measurement, so the table does not contain them. The measured search limited
-    the times of the closed form alone, so the table has layouts whose simulated times lie beyond its limit.
+    V-shaped schedules were added after the measurement, so the table does not contain them. The search that measured
+    the table applied its limit to times of the closed form. The table therefore has layouts whose simulated times are
+    above this limit.
     """
     config = load_run("train_22b", ["machine=local", *RUN])
     space = make_space(
@@ -51,8 +53,8 @@ def measured_space(table: Path = TABLE) -> tuple[Space, np.ndarray]:
 
 
 def searched(space: Space, seconds: np.ndarray, seed: int, trials: int) -> np.ndarray:
-    """Return the best step so far after each trial of one search, over the table's best. After the end of a search its
-    last value is repeated.
+    """Return the best step time so far after each trial of one search, divided by the table's best. After the end of
+    the search, its last value is repeated.
     """
     search = Tuner(space, [], seed)
 
@@ -83,7 +85,7 @@ def searched(space: Space, seconds: np.ndarray, seed: int, trials: int) -> np.nd
 
 
 def at_random(seconds: np.ndarray, trials: int) -> np.ndarray:
-    """Return the best step so far for layouts in random order, over the table's best: one row per order."""
+    """Return the best step time so far for layouts in random order, divided by the table's best: one row per order."""
     orders = (np.random.default_rng(seed).permutation(len(seconds))[:trials] for seed in range(ORDERS))
     return np.array([np.minimum.accumulate(seconds[order]) for order in orders]) / seconds.min()
 

@@ -79,8 +79,8 @@ def classes(
 
 
 def pairs(predictions: Sequence[RowPrediction]) -> list[str]:
-    """Return a table of the fraction of pairs of layouts that are ranked correctly, by their measured gap, for the
-    fitted and the unseen half of the runs.
+    """Return a table with the fraction of pairs of layouts that are ranked correctly, for the fitted and the unseen
+    half of the runs. Each row of the table is a range of the measured gap between the two layouts of a pair.
     """
     halves = [[one for one in predictions if is_fitted(one.row) == fitted] for fitted in (True, False)]
     fitted, unseen = (order_by_gap(ranked_pairs(half)) for half in halves)

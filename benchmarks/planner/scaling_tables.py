@@ -74,7 +74,9 @@ def efficiencies(plans: Sequence[Plan]) -> list[float]:
 
 
 def strong_scaling(model: str) -> Iterator[str]:
-    """Yield the table of one model: our stack, ORNL's, ORNL's with devices that vary, and the published point."""
+    """Yield the table of one model. Its rows are our stack, ORNL's stack, ORNL's stack on devices of varying speed, the
+    bubble alone, and ORNL's measurement.
+    """
     machine = load_machine(SITE)
     ornl = rates(machine, ORNL_STACK)
     variation = rates(load_machine("mi250")).speed_variation

@@ -238,8 +238,8 @@ def read_table(path: Path) -> list[Row]:
 
 
 def read_measurements(path: Path) -> list[PublishedRun]:
-    """Read the rows of a file that have a time, a model shape and a known cluster. Unstated fields are searched for
-    later.
+    """Read the rows of a file that have a time, a model shape and a known cluster. `complete` in
+    benchmarks/published/predict.py chooses unstated fields later.
     """
     return [run for row in read_table(path) if (run := _published_run(row)) is not None]
 
@@ -257,7 +257,9 @@ class Reading:
 
 
 def read_stated(path: Path) -> list[Reading]:
-    """Return one reading per row of a file. Rows that need an assumption about their parallelism have a reason."""
+    """Return one reading per row of a file. If a row needs an assumption about its parallelism, its reading has a
+    reason instead of a run.
+    """
     readings = []
     for number, row in enumerate(read_table(path), 1):
         key = row["id"] or f"row {number}"

@@ -140,7 +140,7 @@ def shape_of(row: Row) -> dict[str, int] | None:
 
 
 def _dies(row: Row) -> int:
-    """Return the number of devices in the row's unit. A device here is a GCD, and an MI250X package has two."""
+    """Return the number of GCDs in one device as the row counts devices: 2 for an MI250X package (OAM), else 1."""
     return 2 if "OAM" in row["dev_unit"] else 1
 
 

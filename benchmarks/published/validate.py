@@ -106,8 +106,8 @@ def ranked_pairs(predictions: Iterable[RowPrediction]) -> list[RankedPair]:
 
 
 def order_by_gap(pairs: Sequence[RankedPair]) -> list[tuple[str, int, float | None]]:
-    """Return for each range of GAPS its name, the number of pairs, and the percentage that is predicted in the measured
-    order.
+    """Return for each range of GAPS its name, the number of pairs, and the percentage of pairs that are predicted in
+    the measured order.
     """
     rows = []
     for (name, low), (_, high) in pairwise([*GAPS.items(), ("", np.inf)]):
@@ -193,7 +193,7 @@ def basis_of_stack(machine: str, stack: str) -> str:
 
 
 def judged(reading: Reading) -> tuple[Reading, RowPrediction | None]:
-    """Return the reading and its prediction. A row that cannot be priced gets the reason."""
+    """Return the reading and its prediction. A row for which no prediction is possible gets the reason."""
     if reading.run is None:
         return reading, None
     try:

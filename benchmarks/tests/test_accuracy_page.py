@@ -31,7 +31,7 @@ def test_the_page_has_each_row_of_the_mi250x() -> None:
 
 
 def test_a_measurement_that_another_release_repeats_is_one_row() -> None:
-    """Nemotron-4 340B has the same ten times in two releases. Rows with another time or FP8 stay."""
+    """Two releases state the same ten step times of Nemotron-4 340B. Rows with a different time or in FP8 are kept."""
     rows = [one for one in read_stated(PUBLISHED / "dgxc_dense.tsv") if "Nemotron4-340B" in one.key]
     kept = without_repetitions(rows)
     assert (len(rows), len(kept)) == (20, 10)

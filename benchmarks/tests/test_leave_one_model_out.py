@@ -26,7 +26,8 @@ def test_the_page_and_the_machine_file_have_the_fitted_constants(lines: list[str
 
 @pytest.mark.thorough
 def test_models_that_the_fit_has_not_seen_are_within_their_limits(lines: list[str]) -> None:
-    # the goal of dense FP8 is 6 %: two rows of GPT3-175B, which 2,048 devices do not confirm, are 11 and 15 % slower
+    # The goal for dense FP8 is 6 %. The limit is 7 %, because two rows of GPT3-175B are 11 and 15 % slower than
+    # predicted. They ran on 512 and 1,024 devices, and were also slower than the row on 2,048 devices.
     goals = {"CP, BF16": 5.0, "CP, FP8": 5.0, "dense, BF16": 5.0, "dense, FP8": 7.0}
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     errors = {cells[0]: float(cells[2].removesuffix("%")) for cells in rows if cells[0] in goals}

@@ -41,7 +41,8 @@ def test_pieces_fill_the_compute_between_collectives() -> None:
     rows = [linear(column=False), linear(column=False)]
     # the first sum: 3 s before the second collective, and 2 s beside the products after it
     assert exposed_s(rows, 5.0, 1.0, pieces=True) == pytest.approx(5.0)
-    # beside a column-parallel layer's products only the time that its own collectives leave is free: 1 s and 1 s
+    # During the products of a column-parallel layer, sums only get the time that the layer's own collectives leave: 1 s
+    # and 1 s.
     mixed = [linear(column=False), linear(column=True)]
     assert exposed_s(mixed, 5.0, 1.0, pieces=True) == pytest.approx(5.0)
     assert exposed_s(mixed, 6.0, 1.0, pieces=True) == pytest.approx(7.0)

@@ -52,7 +52,7 @@ def source(name: str) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(1800)  # a hang ends; the longest takes 9 minutes on a crowded machine
+@pytest.mark.timeout(1800)  # ends a hang; the longest short run takes 9 minutes on a machine with much other load
 @pytest.mark.parametrize("name", [name for name in FILES if name not in WITHOUT])
 def test_a_short_run_ends_well_and_changes_no_file(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name.replace('/', '.')}", "--smoke"]

@@ -1,4 +1,4 @@
-"""A run that changes ops, transport and layout follows the runs that do not change.
+"""The losses of a run that changes ops, transport and layout stay close to those of runs that do not change them.
 
 Its checkpoints contain nothing that depends on ops, transport or layout, and the log reports each change.
 """

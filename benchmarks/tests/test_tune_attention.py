@@ -78,7 +78,9 @@ def test_the_best_comes_first_and_a_broken_candidate_is_passed_over(tmp_path, mo
 
 @pytest.mark.thorough
 def test_simulated_shares_are_below_one_and_fall_where_warps_compute_the_same(objects, tmp_path):
-    """The blocks that were shipped before any execution computed each of the first two products twice."""
+    """The candidate has the block sizes that were shipped before the kernels had ever been executed. With them, two
+    warps computed each of the first two products.
+    """
     pytest.importorskip("triton", reason="pip install --no-deps triton")
     blocks = list(Blocks(64, 32, 4))
     code = "import pathlib; from benchmarks.ops import tune_attention as t; "

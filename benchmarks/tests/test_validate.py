@@ -356,14 +356,15 @@ def test_columns_state_the_model_and_the_software(tmp_path: Path) -> None:
 
 
 def test_columns_state_async_tp_and_the_scaling_of_fp8(tmp_path: Path) -> None:
-    """Async TP hides a part of the collectives, and a scale per row takes passes over the operands."""
+    """Async TP hides a part of the collectives. FP8 with a scale per row needs further passes over the operands."""
     common = {"hardware": "H100", "machine": "torchtitan-h100", "stack": "torchtitan-fp8", "precision": "fp8"}
     common |= {"TP": "8", "devices": "8", "seq_parallel": "yes", "seq": "8192", "MBS": "12", "GBS": "12"}
     stated = [
         {"async_tp": "no", "fp8_scaling": "tensor"},
         {"async_tp": "yes", "fp8_scaling": "tensor"},
         {"async_tp": "no", "fp8_scaling": "row"},
-        {"id": "x-rowwise-asyncTP", "async_tp": "no", "fp8_scaling": "tensor"},  # columns count, not names
+        # the columns override the words in the row's name
+        {"id": "x-rowwise-asyncTP", "async_tp": "no", "fp8_scaling": "tensor"},
     ]
     named = [{"id": "x-tensorwise-vanillaTP"}, {"id": "x-tensorwise-asyncTP"}, {"id": "x-rowwise-vanillaTP"}]
     seconds = []

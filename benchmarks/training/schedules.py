@@ -27,9 +27,8 @@ from frontier_llm.parallel.stages import ActivationSpec
 from frontier_llm.schedule import Action, Kind, Schedule, build, rule, simulate, simulate_one_in_flight
 from frontier_llm.topology.grid import Grid
 
-# 16 KiB.
 RANKS = 4
-MESSAGE = (64, 1, 64)
+MESSAGE = (64, 1, 64)  # 16 KiB in fp32
 PAGE = MEASURED / "schedules.md"
 KEPT = RESULTS / "schedules_pp4.json"
 SCHEDULES = (
@@ -61,12 +60,12 @@ class Sleeps:
         self._deferred: list[float] | None = None
 
     def forward(self, x: Tensor | None, batch: Any) -> Tensor:
-        """Function of a stage."""
+        """Stands for the forward pass of a stage."""
         time.sleep(self.pass_s)
         return _Pass.apply(torch.ones(MESSAGE, requires_grad=True) if x is None else x, self)
 
     def loss(self, x: Tensor | None, batch: Any) -> Tensor:
-        """Function of the last stage."""
+        """Stands for the forward pass of the last stage."""
         return self.forward(x, batch).sum()
 
     def backward(self) -> None:

@@ -4,11 +4,11 @@ changes.
     python -m benchmarks.training.switch_vendors [--devices cpu,cuda] [--dtypes fp32,bf16] [--steps 200] [--directory
     runs/switch_vendors] [--out docs]
 
-This repeats the experiment of MosaicML's "training LLMs with AMD MI250" (2023), whose run moved between AMD and NVIDIA
-GPUs. Every segment is a start of `frontier-llm train` that loads the checkpoint of the previous segment. On one device
-(default: the CPU) the two vendors differ in the code of every op (C++ or plain torch) and in the transport (shared
-memory or gloo). With two devices each vendor is a device. The run may differ from the uninterrupted runs by as much as
-these differ from each other. After an interruption the same command continues with the missing segment.
+This repeats the experiment of MosaicML's post "training LLMs with AMD MI250" (2023), in which a run moved between AMD
+and NVIDIA GPUs. Every segment is a start of `frontier-llm train` that loads the checkpoint of the previous segment. On
+one device (default: the CPU) the two vendors differ in the code of every op (C++ or plain torch) and in the transport
+(shared memory or gloo). With two devices each vendor is a device. The run may differ from the uninterrupted runs by as
+much as these differ from each other. After an interruption the same command continues with the missing segment.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def layout_on(vendor: str, name: str) -> tuple[str, list[str]]:
 
 
 def train(run_dir: Path, until: int, words: list[str]) -> str:
-    """Return the output of `frontier-llm train` from the run's last checkpoint to step `until`, over all its starts.
+    """Return the output of all starts of `frontier-llm train` from the run's last checkpoint to step `until`.
 
-    The output is read from a file if that was done before.
+    If the run has already reached this step, the output is read from a file.
     """
     said = run_dir / f"until_{until}.txt"
     unfinished = run_dir / f"until_{until}.unfinished"

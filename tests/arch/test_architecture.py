@@ -181,7 +181,7 @@ def test_no_two_public_classes_share_a_name():
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
-# JSON that is hashed, or sent between the package's own processes, has its own spelling rules
+# JSON that is hashed, or sent between the package's own processes, has its own format rules
 OWN_JSON = (
     "units.py",
     "checkpoint/manifest.py",
@@ -201,7 +201,7 @@ WIRE_JSON = (
 
 
 def test_json_for_readers_is_written_by_one_function() -> None:
-    """The function is `units.strict_json`, which writes no NaN: other languages could not read the file."""
+    """The function is `units.strict_json`. It writes no NaN, because other languages could not read the file."""
     writers = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
@@ -211,8 +211,8 @@ def test_json_for_readers_is_written_by_one_function() -> None:
 
 
 def test_files_for_readers_are_written_whole_or_not_at_all() -> None:
-    """`files.py` writes them. On a full disk its error names the file, and no part of the file stays. The exceptions
-    are build outputs and an empty probe.
+    """`files.py` writes all files for readers. On a full disk its error names the file, and no part of the file
+    remains. The exceptions are build outputs and an empty probe.
     """
     writers = {
         str(path.relative_to(PACKAGE))

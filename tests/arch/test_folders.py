@@ -116,7 +116,9 @@ def test_a_wheel_contains_the_package_and_its_shared_files_alone(tmp_path: Path)
 
 @pytest.mark.thorough
 def test_a_wheel_from_a_source_archive_works_without_the_checkout(tmp_path: Path) -> None:
-    """The libraries of the checkout stand for those that the wheel would compile: their sources are compared."""
+    """The checkout's compiled libraries are copied into the build, so that nothing is compiled. The sources in the
+    archive are compared with git's files.
+    """
     build_archive = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
     run_in(ROOT, [*build_archive, "sdist", "--dist-dir", str(tmp_path)])
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -143,7 +145,8 @@ def test_a_wheel_from_a_source_archive_works_without_the_checkout(tmp_path: Path
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     run_in(tmp_path, [*pip, str(wheel)])
     (packages,) = environment.glob("lib/python*/site-packages")
-    # The dependencies of this environment. The checkout's own .pth files are not read from there.
+    # Add the dependencies of this environment. Python reads no .pth files in a folder that a .pth file adds, so the
+    # checkout stays invisible.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
     command = str(environment / "bin" / "frontier-llm")
     assert str(environment) in run_in(

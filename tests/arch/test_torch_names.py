@@ -93,7 +93,7 @@ def missing_part(name: str) -> str | None:
     place = "torch"
     for part in parts[1:]:
         known = MODULES.get(place) or CLASSES.get(place)
-        if known is None:  # a function, a constant, or a class that is listed under the module that defines it
+        if known is None:  # a function, a constant, or a class that the list has under its defining module
             return None
         if f"{place}.{part}" not in MODULES and part not in known:
             return f"{place}.{part}"

@@ -124,10 +124,11 @@ sys.addaudithook(_note)
 
 @cache
 def most_cpu_s() -> float:
-    """Return the CPU seconds that one case may take: twenty times those of a valid list of 20,000 characters.
+    """Return the CPU seconds that one case may take: twenty times the seconds for parsing a valid YAML list of 20,000
+    characters.
 
-    They are measured in this process, so that the bound follows the speed of the machine. A case without a
-    limit in its reader never ends.
+    The seconds are measured in this process, so that the bound follows the speed of the machine. If a reader has no
+    limit, its case takes far longer than this bound.
     """
     started_s = time.process_time()
     yaml.safe_load("[" + "1," * 10_000 + "]")
@@ -164,7 +165,7 @@ def refused(what: str, read: Callable[[bytes], bool], cases: list[bytes], folder
     assert slowest_s < most_cpu_s()
     assert grown_kib < MOST_GROWTH_KIB
     outside = [path for path in opened if (path.startswith("/") or ".." in path) and Path(path).parent not in folders]
-    # Python opens the file of a codec when it is first used.
+    # Python opens the file of a codec when the codec is first used.
     strange = [path for path in outside if not path.startswith(sys.base_prefix)]
     assert strange == [], strange
     return count

@@ -1,7 +1,7 @@
 """Manipulated checkpoints and models from untrusted sources.
 
-Each is refused with an error that names the file, before it costs memory.
-No file from outside their folder is published, and names are escaped before they are printed.
+Each is refused with an error that names the file, before it costs memory. No file from outside the model's folder is
+published, and names are escaped before they are printed.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_one_that_says_nothing_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 3.0)
     silent = [socket.create_connection((meeting.address, meeting.port)) for _ in range(50)]
-    # handled one after the other, the idle peers would take 150 s
+    # If the server handled connections one after the other, the idle peers would take 150 s.
     rank = join_store(1, 2, replace(meeting, first=1), 60.0)
     assert rank.get("step") == b"1"
     _until(capfd, "the peer sent nothing; further ones are refused without a message")
@@ -185,7 +185,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
 def test_torch_s_store_has_no_authentication_and_what_still_holds_there(tmp_path: Path) -> None:
     """As docs/security.md states, a user of the node can read and change the store after finding the port.
 
-    It holds no secret.
+    The store holds no secret.
     """
     folder = tmp_path / "job"
     folder.mkdir(mode=0o700)

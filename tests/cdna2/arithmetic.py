@@ -62,8 +62,8 @@ def _exponent(x: Array) -> Array:
 def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
     """v_div_scale: return x, scaled so that the quotient can be refined, and whether to scale the quotient back.
 
-    x is the numerator or the denominator. The exponents decide, as on GPUs. AMD's pseudo-code tests whether quotients
-    are subnormal, and would scale a large denominator up.
+    x is the numerator or the denominator. This function decides by the exponents, as GPUs do. AMD's pseudo-code instead
+    tests whether quotients are subnormal. It would scale a large denominator up.
     """
     apart = _exponent(numerator) - _exponent(denominator)
     far_above = apart >= 96

@@ -13,8 +13,8 @@ _COUNTERS = ("vm", "lgkm")
 
 
 class InFlight:
-    """The memory instructions that have not ended. They end in the order of their issue, so a wait for all but n ends
-    all except the last n. Only scalar loads end in any order.
+    """The memory instructions that have not ended. They end in the order of their issue. After a wait for all but n,
+    only the last n are in flight. Scalar loads are the exception: they end in any order.
     """
 
     def __init__(self, count: int) -> None:

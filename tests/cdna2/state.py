@@ -36,7 +36,7 @@ class Waves:
         self.choose(np.arange(self.count))
 
     def choose(self, waves: Array) -> None:
-        """Execute the next instructions for these waves."""
+        """Select the waves for which the next instructions are executed."""
         self.waves = waves
         self.chosen: Any = slice(None) if len(waves) == self.count else waves
         self.refresh_lanes()

@@ -30,7 +30,7 @@ WORD = re.compile(r"--[a-z][\w-]+|[A-Za-z_]\w*")
 # Folders to which a path in a text may be relative, beside the folder of the text itself.
 BASES = ("", "frontier_llm", "docs", "configs", "csrc", "tests", "scripts", "benchmarks")
 
-# Names of other software, and file names of runs that no code writes in one piece.
+# Names of other software, and names of a run's files that the code composes of several strings.
 FOREIGN = {
     "--calculate-per-token-loss",
     "--ckpt-format",
@@ -80,7 +80,9 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 
 @cache
 def tracked() -> list[str]:
-    """Return the paths of all files in git except this one. Its names of other software must not count as known."""
+    """Return the paths of all files in git except this one. The names of other software in this file must not count as
+    known.
+    """
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file() and ROOT / path != Path(__file__)]
 

@@ -62,7 +62,7 @@ def test_a_run_that_only_skips_stops_with_a_diagnosis(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_run_whose_weights_are_not_finite_ends_with_an_error_and_keeps_the_good_state(tmp_path: Path) -> None:
-    """The last save is refused too."""
+    """The save at the end of the run is refused too."""
     run = Run(
         tmp_path, steps=2, overrides=("optimizer.lr=1.0e+39", "optimizer.warmup_steps=0", "optimizer.decay_steps=2")
     )

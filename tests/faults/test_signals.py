@@ -22,8 +22,8 @@ TWO = ("parallel.data=2", "data.validation=synthetic", "train.eval_interval=3", 
 
 
 def wait_until_inside(run: Run, process: subprocess.Popen[str], state: str) -> None:
-    """Wait until both ranks sleep at a failpoint. Their stacks are not visible, so the text that is logged before the
-    sleep is used.
+    """Wait until both ranks sleep at a failpoint. Another process cannot see their stacks. The function therefore waits
+    for the text that is logged before the sleep.
     """
     deadline_s = time.monotonic() + START_LIMIT_S
     for log in (run.run_dir / "logs" / "rank_0.log", run.run_dir / "logs" / "rank_1.log"):

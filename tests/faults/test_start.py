@@ -143,8 +143,8 @@ def test_a_host_with_another_torch_among_three_is_a_fault_of_that_node(tmp_path:
 
 @pytest.mark.parametrize("host_count", [2, 3])
 def test_a_rank_whose_gpu_fails_ends_all_ranks_with_its_error(tmp_path: Path, host_count: int) -> None:
-    """One of three hosts is a node to replace. With two hosts the start is refused, because the faulty host cannot be
-    determined.
+    """With three hosts the error is a failure of one node, which another node can replace. With two hosts the start is
+    refused, because the faulty host cannot be determined.
     """
     hosts = [f"n{number}" for number in range(host_count)]
     ends = train_on_hosts(

@@ -70,7 +70,7 @@ def accounting() -> Iterator[tuple[str, ...]]:
             LocalSlurm.wait_for((root / "socket").exists, 120, f"database: {(root / 'log').read_text()}")
             variables = {"SLURM_CONF": str(root / "slurm.conf"), "PATH": "/usr/bin:/bin"}
             daemons.append(subprocess.Popen(slurmdbd, stdout=log, stderr=log, env=variables))
-            # slurmctld ends if it cannot reach slurmdbd, which first makes its tables
+            # slurmctld ends if it cannot reach slurmdbd, and slurmdbd makes its tables before it listens
             LocalSlurm.wait_for(lambda: listens(slurmdbd_port), 120, f"slurmdbd: {(root / 'log').read_text()}")
             yield (
                 "AccountingStorageType=accounting_storage/slurmdbd",

@@ -58,7 +58,9 @@ class Fault:
     function: str
     old: str
     new: str
-    related: str = ""  # the message may name a line of this caller, callee or reader instead of the changed function
+    # the message may name a line of this function instead: a caller or callee of the changed function, or a reader of
+    # its result
+    related: str = ""
     bugs: tuple[str, ...] = ()  # bugs of other programs that the fault expresses, as named in axis_bugs.yaml
 
     def __str__(self) -> str:
@@ -91,7 +93,9 @@ _LINE = re.compile(r"(\S+\.py):(\d+) \(([^)]+)\)")
 
 
 def page() -> str:
-    """Return the page with all faults, all sabotages of the parity tests, and the bugs of other programs."""
+    """Return the page with all faults, all planted mistakes of tests/parity/sabotage.py, and the bugs of other
+    programs.
+    """
     bugs = _table(("bug", "what was wrong", "planted fault that expresses it"), _bug_rows())
     pool = RankPool()
     parity = ParityTests(pool)
@@ -136,7 +140,7 @@ def _outcome(fault: Fault, parity: ParityTests) -> Outcome:
 
 
 def _sabotaged(name: str, layout: Case) -> str:
-    """Return the line that the section names under a sabotage, or 'no'."""
+    """Return the line that the section names with one planted mistake of tests/parity/sabotage.py, or 'no'."""
     with SABOTAGES[name]():
         section = check_axis_types(layout.config(), layout.world_size)
     return f"`{section.problems[0].where}`".replace(f"{_ROOT}/", "") if section.problems else "no"
@@ -146,7 +150,7 @@ def _summary(outcomes: Sequence[Outcome], sabotaged: Sequence[str]) -> str:
     """Return the table of the faults that both, one or none of the two checks find."""
     pairs = [(bool(outcome.line), bool(outcome.difference)) for outcome in outcomes]
     counts = [pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))]
-    missed = sabotaged.count("no")  # the parity tests assert that they find each of their sabotages
+    missed = sabotaged.count("no")  # the parity tests assert that they find each mistake of tests/parity/sabotage.py
     columns = ("planted", "both", "only the section", "only the parity tests", "neither")
     faults = ("faults of the first table", *map(str, counts))
     sabotages = ("sabotages of the parity tests", str(len(sabotaged) - missed), "0", str(missed), "0")
@@ -192,7 +196,8 @@ SABOTAGE_LAYOUTS = {
     "masks-by-own-row": Case("gpt", dp=2, settings=("model.dropout=0.1",)),
 }
 
-# The row of a sample in its microbatch is equal on one rank and on several ranks.
+# Mistakes of tests/parity/sabotage.py that the section does not find. In the section's runs a sample has the same row
+# in its microbatch on one rank and on several ranks, so this mistake changes nothing.
 NOT_FOUND = ("masks-by-own-row",)
 
 _PAGE = """# Faults that the section "types" finds

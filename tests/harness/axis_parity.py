@@ -39,7 +39,7 @@ def cases_of(layout: str) -> Sequence[Case]:
     others: dict[str, Sequence[Case]] = {
         "tp": [output_z],
         "zb": [Case("llama", tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", transport="torch")],
-        "wire": [],  # a narrow wire rounds, so no run with it is compared with one rank
+        "wire": [],  # a narrow wire rounds gradients, so the parity tests compare no run with it with one rank
         "gather": [_context("gather")],
         "ring": [_context("ring")],
         "heads": [_context("heads")],
@@ -61,7 +61,7 @@ def cases_of(layout: str) -> Sequence[Case]:
 
 
 def _case(marked: Any) -> Case:
-    """Return the case of a parameter, which may have a mark."""
+    """Return the case of a pytest parameter, which may have a mark."""
     return getattr(marked, "values", (marked,))[0]
 
 
@@ -108,7 +108,9 @@ class ParityTests:
         return next(filter(None, (self._difference(case, place) for case in cases_of(layout))), "")
 
     def _difference(self, case: Case, place: Place) -> str:
-        """Compare a case with one rank without the fault, which equals the oracle. Numbers are named before calls."""
+        """Compare a case with a run on one rank without the fault, which equals the oracle. Differences of numbers come
+        before differences of calls.
+        """
         serial = case.serial()
         if serial not in self._serial:
             self._serial[serial] = gather(self._pool.run(1, train_case, serial))

@@ -1,4 +1,4 @@
-"""Starts of ranks and the supervisor's decisions after them, for tables of tests."""
+"""Builds records of starts of the ranks, and checks the supervisor's decisions after them, for tables of tests."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python -m tests.harness.mistakes [--write docs/generated/planted_mistakes.md]      run all rows, print the table
 
 The jobs run on a local Slurm whose site expects AMD GPUs (machine: frontier). Another torch is simulated by a small
-package in front of the real torch. It changes the real torch's build information, or cannot be imported. The installed
-package is a copy of this checkout with some GPU kernels.
+package in front of the real torch. This package changes the real torch's build information, or cannot be imported. The
+installed package is a copy of this checkout with some GPU kernels.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def s3_server(bucket: str) -> Iterator[Wire]:
     finally:
         S3FileSystem.retries = retries
         S3FileSystem.clear_instance_cache()
-        _registry.pop("s3", None)  # other tests see the state before the first use
+        _registry.pop("s3", None)  # fsspec forgets this entry, so that other tests find the state before the first use
         os.environ.clear()
         os.environ.update(before)
         wire.close()

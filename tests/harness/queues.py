@@ -1,9 +1,10 @@
 """Executes lists of communication on devices whose streams share hardware queues.
 
 A queue runs its packets in the order in which the host issued them. Each packet waits for the packet before it, even if
-that belongs to another stream. A packet may also wait for earlier packets of other streams (events). A communication
-ends when its packet is at the head of a queue on all its ranks. A function gives the queue of each packet, so that
-streams may also move between queues, as newer ROCm places them by load. The packets of a stream then keep their order.
+the two packets belong to different streams. A packet may also wait for earlier packets of other streams (events). A
+communication ends when its packet is at the head of a queue on all its ranks. A function gives the queue of each
+packet. A stream may therefore move between queues, as in newer ROCm, which assigns streams to queues by load. The
+packets of a stream keep their order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Runs tests that mostly wait for Slurm's timers at the same time, each on its own local Slurm cluster.
 
-`@scenario(nodes=3)` turns `def test_x(cluster, tmp_path)` into a test that waits for the result. All selected scenarios
-start with the first of them. A failure keeps its traceback and is reported for its own test.
+`@scenario(nodes=3)` turns `def test_x(cluster, tmp_path)` into a test that waits for the result. When the first
+selected scenario is requested, all selected scenarios start. A failure keeps its traceback and is reported for its own
+test.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class LocalSlurm:
     def __init__(
         self, nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local", settings: Sequence[str] = ()
     ) -> None:
-        """`settings` are further lines of slurm.conf."""
+        """`settings` are additional lines of slurm.conf."""
         self.settings = settings
         self.nodes = [f"n{index}" for index in range(nodes)]
         self.shape = shape

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-COMMANDS = ("install", "scripts/")  # a reason with one of these names a remedy
+# a reason for skipping that contains one of these words also has the command that installs what is missing
+COMMANDS = ("install", "scripts/")
 SECOND_LOOK = "FRONTIER_LLM_SECOND_LOOK"  # `.ci/run` sets it when it repeats the failed tests
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-# The files and folders that take longest, in the order in which workers begin them: otherwise one worker runs the last
-# of them for minutes after the others have ended. tests/slurm is first, because its tests mostly wait.
+# The files and folders that take longest, in the order in which workers begin them. Without this order, one worker
+# would run the last of them for minutes after the others have ended. tests/slurm is first, because its tests mostly
+# wait.
 LONGEST = (
     "tests/slurm/",
     "tests/docs/test_commands.py",

@@ -67,8 +67,8 @@ def mixture(x_SH: Tensor, params: Params, name: str, config: Config) -> tuple[Te
 
 
 def balance(said: Said, config: Config, load_E: Tensor | None) -> Tensor:
-    """Return E times the sum over experts of (share of the sequence's choices) x (mean score). With `load_E`, the load
-    of the complete step before, return the sum of (load) x (mean score).
+    """Return E times the sum over experts of (share of the sequence's choices) x (mean score). `load_E` is the load in
+    the complete previous step. If it is given, return the sum of (load) x (mean score).
     """
     if load_E is not None:
         return (said.scores_SE.mean(0) * load_E.detach()).sum()

@@ -1,6 +1,6 @@
 """Plants known mistakes of parallel training into the ranks' code.
 
-A parity test that does not fail under one of them is useless.
+A parity test that passes in spite of the mistake that it should find proves nothing.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_a_plan_counts_what_a_rank_holds(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("layout", but_first([{"tp": 2, "pp": 2}, {"dp": 4, "zero": 0}]), ids=str)
 def test_it_resumes_on_another_layout(ranks: RankPool, layout: dict[str, Any], tmp_path: Path) -> None:
-    """Also compares the copies of the means over dp and tp."""
+    """The replica check of `resume` also compares the copies of the row and column means on the ranks of dp and tp."""
     losses = ranks.run(8, save_and_go_on, Case("llama", tp=2, dp=4, settings=ADAFACTOR), tmp_path)[0]
     manifest = CheckpointWeights(tmp_path / "checkpoints" / "step_00000002").manifest
     elements = sum(prod(tensor.shape) * len(manifest.kinds_of(tensor)) for tensor in manifest.tensors)

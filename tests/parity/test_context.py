@@ -1,4 +1,4 @@
-"""Level 2 of context parallelism: a run equals one rank and the oracle for every distribution of tokens over ranks.
+"""Context parallelism: a run equals one rank and the oracle for every distribution of tokens over ranks.
 
 The tests compare losses, target counts, gradients and parameters.
 """

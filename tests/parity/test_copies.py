@@ -51,7 +51,9 @@ def flipped(rank: int, case: Case) -> list[str]:
 
 
 def test_a_copy_that_has_drifted_is_found(ranks: RankPool) -> None:
-    """Replicas 0 and 1 together hold the same state as replicas 2 and 3, so the shards can be compared."""
+    """Replicas 0 and 1 together hold one copy of the state, and replicas 2 and 3 hold another. The shards of the two
+    copies can be compared.
+    """
     for problems in ranks.run(4, flipped, COPIES):
         assert "exp_avg of " in problems[0] and "dp ranks [1, 3] differ" in problems[0]
 

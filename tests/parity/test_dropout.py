@@ -1,6 +1,7 @@
 """Dropout masks depend only on counters.
 
-Every rank, order and repetition that computes a token drops the same elements, and so does the oracle.
+The dropped elements of a token are the same on every rank, in every order of computation and in a recomputation. They
+are also the oracle's.
 """
 
 from __future__ import annotations

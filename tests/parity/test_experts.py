@@ -1,5 +1,5 @@
-"""Tests in float64 that experts on several ranks compute the same as one rank, and that one rank computes the
-formulas.
+"""Tests in float64 that experts on several ranks compute the same as one rank, and that one rank computes the same as
+the oracle.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ CROWDED = ("model.moe.capacity=0.75", "model.moe.balance_weight=0")
 
 
 def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
-    """Each microbatch has one sequence that no tensor rank splits, because the oracle does the same."""
+    """Each microbatch has one sequence, which is not split over tensor ranks, because the oracle applies a capacity to
+    one sequence.
+    """
     case = Case("mixtral", dp=2, settings=(*CROWDED, *experts(2)))
     serial = run(ranks, case.serial())
     assert differences(serial, witness(case.serial(), serial.initial)) == []
@@ -106,7 +108,7 @@ def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
     ids=str,
 )
 def test_with_a_capacity_as_many_rows_travel_as_may_and_the_same_count(ranks: RankPool, case: Case) -> None:
-    """Calls and bytes equal the closed form, which does not depend on the routing here."""
+    """Calls and bytes equal the closed form. With a capacity it does not depend on the routing."""
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
 
 

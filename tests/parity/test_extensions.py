@@ -49,7 +49,7 @@ def v_order(placement: Placement, microbatches: int, rank: int) -> list[Action]:
 
 
 def small_activations(x_SBH: torch.Tensor, batch: Microbatch, tp: Axis) -> torch.Tensor:
-    """Return the mean square of the last block's output, as the share of each position."""
+    """Return this rank's contribution to the mean square of the last block's output over all targets."""
     return x_SBH.square().mean(-1).sum() / batch.global_targets
 
 
@@ -115,7 +115,7 @@ class Recorded(NamedTuple):
 
 def record(rank: int, case: Case) -> Recorded:
     state = build_case(rank, case)
-    train_step(state)  # the second step also has the weights' communication of the first step
+    train_step(state)  # the second step also completes the weight gathers that the first step started
     begins: list[tuple[Action | None, int]] = []
     entries = state.mesh.ledger.recent = deque()
     state.pipeline.on_action = lambda action: begins.append((action, len(entries)))

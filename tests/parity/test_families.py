@@ -1,6 +1,7 @@
 """Further families and losses, which are not tested on every layout.
 
-A few layouts compute the same as one rank, and one rank computes the formulas. All comparisons are in float64.
+A few layouts compute the same as one rank, and one rank computes the same as the oracle. All comparisons are in
+float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Level 1: every tensor-parallel mapping and layer equals the unsharded operation.
+"""Every tensor-parallel mapping and layer equals the unsharded operation.
 
 The tests compare value, input gradient and weight gradients in float64. Linear, norm, embedding and cross-entropy are
 compared with torch's own functions on the gathered weights. Attention, MLP and block are compared with themselves on
@@ -104,7 +104,8 @@ class Positioned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.layer, Attention):
             return self.layer(x, self.positions)
-        return sum(self.layer(x / 2, x / 2, self.positions)[:2])  # a block reads and writes two summands
+        # a block takes and returns the residual stream as two summands
+        return sum(self.layer(x / 2, x / 2, self.positions)[:2])
 
 
 class Kind(NamedTuple):

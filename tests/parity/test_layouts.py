@@ -1,4 +1,4 @@
-"""Level 2: every layout computes the same as one rank, and one rank computes the formulas. All comparisons are in
+"""Every layout computes the same as one rank, and one rank computes the same as the oracle. All comparisons are in
 float64.
 """
 
@@ -72,7 +72,8 @@ def test_further_schedules(run_case: RunCase, case: Case) -> None:
 
 
 FOUND = [  # random runs found these cases; each showed a defect
-    # A weight gradient's factor kept its graph until W. gloo must not write into a gather that autograd records.
+    # A tensor that was kept for a weight gradient also kept its autograd graph until the W action. In addition, gloo
+    # must not write into a gathered tensor that autograd records.
     Case("llama", tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", transport="torch"),
     # ALiBi slopes for a number of heads that is not a power of two were rounded to fp32.
     Case("mpt", tp=3, settings=("model.heads=6", "model.head_dim=4", "model.vocab_multiple=51")),

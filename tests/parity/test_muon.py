@@ -23,7 +23,8 @@ from tests.parity.witness import witness
 
 MUON = ("optimizer.name=muon",)
 GROUPS = (*MUON, "optimizer.heads=groups")
-# Its eight matrices would leave large parts of eight owners' slices empty. They are therefore split and gathered.
+# With two layers, complete matrices would leave large parts of the slices of eight owners empty. Muon therefore splits
+# the eight matrices and gathers them.
 FEW = (*MUON, "model.layers=2")
 FEWER = (*MUON, "model.layers=1")  # with half the number of matrices, four owners show the same effect
 
@@ -52,7 +53,9 @@ def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
 
 
 def cut(rank: int, case: Case) -> tuple[int, int]:
-    """Return the number of buckets for Muon's matrices, and how many of them have a matrix in two owners' slices."""
+    """Return the number of buckets for Muon's matrices, and the number of those in which a matrix lies in the slices of
+    several owners.
+    """
     buckets = [bucket for bucket in build(rank, case).optimizer.buckets if bucket.whole]
     return len(buckets), sum(not bucket.apart for bucket in buckets)
 

@@ -1,5 +1,4 @@
-"""Level 3: ZeRO-1 equals plain AdamW bit for bit, and a step with a gradient that is not finite changes nothing on any
-rank.
+"""ZeRO-1 equals plain AdamW bit for bit. A step with a gradient that is not finite changes nothing on any rank.
 
 Lower precisions stay close to float64.
 """

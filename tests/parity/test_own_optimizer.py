@@ -74,8 +74,8 @@ NORMALIZED = OptimizerRule("sgd-normalized", lambda parameter: (), statistics=si
 
 
 class Normalized:
-    """Divides each parameter's gradient by the root of a running sum of its squares, so that each parameter moves by
-    one norm (Ginsburg et al. 2019).
+    """Divides each parameter's gradient by the root of a moving average of its squared norm. The updates of all
+    parameters then have about the same norm (Ginsburg et al. 2019).
     """
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:

@@ -70,7 +70,7 @@ def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
 def learnt(tokens: Any) -> Any:
     """Return the mask of trained tokens if some are only read.
 
-    Runs of tokens differ much in length, and some rows have none.
+    The trained part of a row varies between rows. Each row also has tokens that are only read.
     """
     return tokens.cumsum(1) % 97 > 40
 

@@ -2,7 +2,7 @@
 signal.
 
 As a module it is the program of each rank. `stand_in.py job …` is the batch script's supervisor with this program in
-place of `frontier-llm train`. It makes tests of node failures and walltimes take seconds.
+place of `frontier-llm train`. With this program, tests of node failures and walltimes take seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def train(words: list[str]) -> int:
         wrong = environ("STAND_IN_WRONG")
         if wrong in run_dir.untrusted_hosts(directory):
             wrong = None
-        say_alive(step)  # rank 0 may have saved the last step before a slower rank begins
+        say_alive(step)  # if rank 0 has already saved the last step, a slower rank does not enter the loop
         while step < config.train.steps and watcher.requested is None and not (directory / run_dir.STOP_FILE).exists():
             if planted := environ("STAND_IN_CRASH"):
                 when, who = map(int, planted.split(":"))

@@ -32,7 +32,7 @@ def test_node_hours_are_those_of_slurms_accounting(charged: LocalSlurm, tmp_path
     run.wait_step(20)
     charged.run("scontrol", "requeue", run.job_id)
     assert run.wait()["JobState"] == "COMPLETED", run.text()
-    assert len(run.causes()) == 1, run.text()  # the first start did not end in order
+    assert len(run.causes()) == 1, run.text()  # only the second start recorded its end
 
     def accounted() -> list[list[str]]:
         fields = "--format=State,AllocNodes,ElapsedRaw"

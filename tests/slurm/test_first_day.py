@@ -1,9 +1,9 @@
 """Every command of docs/first_day.md, in order, on a local Slurm whose nodes have Frontier's shape.
 
-Small scripts replace what this machine does not have: modules, conda, and git clone (a copy of this checkout).
-The environment is the tests' own, with its CPU wheel in place of the ROCm wheel.
-`scripts/install_site.sh` is the real one. pip and the build of GPU kernels, which it calls, are only recorded.
-Jobs of the large models are checked by `sbatch --test-only`.
+Small scripts replace what this machine does not have: modules, conda, and git clone (a copy of this checkout). The
+environment is the tests' own, with its CPU wheel in place of the ROCm wheel. `scripts/install_site.sh` is the real
+script. It calls pip and the build of GPU kernels, and these two calls are only recorded. Jobs of the large models do
+not run; `sbatch --test-only` checks them.
 """
 
 from __future__ import annotations

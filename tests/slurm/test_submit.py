@@ -27,7 +27,8 @@ TINY = (
 
 
 def test_submitted_old_and_new_runs_go_on(cluster: LocalSlurm, tmp_path: Path) -> None:
-    """A submitted job trains. Then the record is removed, as in a directory from before job.json, and the run resumes.
+    """A submitted job trains. Then its record is removed, as in a directory of an older version without job.json, and
+    the run resumes.
 
     At the end, a damaged record ends the job before any rank starts.
     """
@@ -71,7 +72,8 @@ def test_submitted_old_and_new_runs_go_on(cluster: LocalSlurm, tmp_path: Path) -
 def test_a_run_out_of_memory_goes_on_with_the_roomier_plan(cluster: LocalSlurm, tmp_path: Path) -> None:
     """Rank 1 is out of memory in step 2 of the first start, before any checkpoint (planted).
 
-    The second start uses the roomier plan and reads the same samples from step 0 on.
+    The second start uses the roomier plan, the layout in job.json that needs less memory. It reads the same samples
+    from step 0 on.
     """
     directory = tmp_path / "run"
     machine = {"base": "local", "stacks": {"frontier-llm": {"reserve_gib": {**NOTHING, "value": 0.001}}}}
@@ -102,7 +104,8 @@ def test_a_run_out_of_memory_goes_on_with_the_roomier_plan(cluster: LocalSlurm, 
         ("out of memory", own_plan, 0),
         ("finished", roomier, 3),
     ]
-    (switch,) = run_dir.plan_switches(directory)  # the ranks' resume has kept the supervisor's line
+    # the line that the supervisor wrote is still there after the ranks have resumed
+    (switch,) = run_dir.plan_switches(directory)
     assert switch.plan == roomier and "HIP out of memory" in switch.reason and switch.step == 0
     assert "the roomier one since step 0" in render([read_status(directory)])
     rows = [row for row in run_dir.read_jsonl(directory / "metrics.jsonl") if row["kind"] == "step"]

@@ -189,7 +189,7 @@ def test_dead_node_is_replaced_by_the_spare_while_its_ranks_live_on(cluster: Loc
     )
     hosts = {(run.directory / "alive" / f"2-{rank}").read_text().split()[0] for rank in range(6)}
     assert hosts == {"n0", "n2", "n3"}
-    # The ranks on the dead node live on. tests/slurm/test_train.py shows that they cannot save.
+    # The ranks on the dead node continue to run. tests/slurm/test_train.py shows that they cannot save.
     stale = run.directory / "alive" / "1-2"
     before = stale.read_text()
     cluster.wait_for(lambda: stale.read_text() != before, 60, "step of a stale rank")
@@ -200,7 +200,7 @@ def test_dead_node_is_replaced_by_the_spare_while_its_ranks_live_on(cluster: Loc
 @pytest.mark.thorough
 @scenario(nodes=4)
 def test_dead_batch_host_requeues_the_job_elsewhere(cluster: LocalSlurm, tmp_path: Path) -> None:
-    # The supervisor dies with its node, so this is Slurm's own --requeue.
+    # The supervisor dies with its node, so Slurm itself requeues the job (--requeue).
     run = Run(cluster, tmp_path, 2, 1, ("train.steps=160", "batch.global_batch=6"), {"STAND_IN_STEP_S": "0.5"})
     run.wait_step(3)
     cluster.kill_node("n0")

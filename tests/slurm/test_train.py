@@ -41,7 +41,7 @@ def sbatch(
     words: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
 ) -> str:
-    """Submit a committed script. It differs from Frontier in the partition, not in the script."""
+    """Submit a committed script without a change. Only the partition differs from a job on Frontier."""
     local = ("--partition=local", f"--output={directory}/job.out", *options)
     directory.mkdir(parents=True, exist_ok=True)
     return cluster.submit(
@@ -280,8 +280,8 @@ def test_a_node_that_differs_from_one_other_ends_the_job(cluster: LocalSlurm, tm
 @pytest.mark.thorough
 @scenario(nodes=2)
 def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:
-    """This rank has no peer whose death would end it. After its node is declared dead, it continues to train, while the
-    requeued job runs.
+    """The job has a single rank, so the death of another rank cannot end it. After its node is declared dead, the rank
+    continues to train, while the requeued job runs.
     """
     words = (
         "parallel.tensor=1",

@@ -48,8 +48,8 @@ def test_a_search_goes_on_after_its_walltime(cluster: LocalSlurm, tmp_path: Path
         300,
         "a trial",
     )
-    # Set the time limit so that the job ends in about two minutes. Without Slurm's warning time and the end of the job,
-    # this is too short for many more trials.
+    # Set the time limit so that the job ends in about two minutes. Slurm's warning time and the end of the job take a
+    # part of this time, so that only a few more trials fit.
     cluster.run("scontrol", "update", f"JobId={first}", f"TimeLimit={int(time.monotonic() - began_s) // 60 + 2}")
     assert cluster.wait_job(first, 300)["JobState"] == "COMPLETED", (tmp_path / "first.out").read_text()[-3000:]
     assert "run the same command again to continue" in (tmp_path / "first.out").read_text()

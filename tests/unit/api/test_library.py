@@ -192,7 +192,9 @@ def test_a_refused_run_raises_the_error_of_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_ranks_end_with_the_calling_process(tmp_path: Path) -> None:
-    """The caller ends without a word in the second step. Its child saves and ends, far before the last step."""
+    """The calling process exits in the second step without a message to its rank. The rank, a child process, saves a
+    checkpoint and ends long before the last step.
+    """
     run_dir = tmp_path / "run"
     program = (
         "import os, frontier_llm\n"

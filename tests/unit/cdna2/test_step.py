@@ -62,8 +62,8 @@ def test_three_steps_are_as_near_to_float64_as_the_reference_in_bf16(objects, na
 
 @pytest.mark.thorough
 def test_two_ranks_of_tensor_parallelism(objects, ranks):
-    """Shards of the vocabulary, of the heads and, between the blocks, of the sequence. The result is compared with the
-    same float64 run on one rank.
+    """The vocabulary and the heads are sharded. Between the blocks, the sequence is sharded too. The result is compared
+    with the same float64 run on one rank.
     """
     case = dataclasses.replace(CASES["llama"], tp=2, sequence_parallel=True)
     both = ranks.run(2, on_machine_code, case, 2, objects, timeout_s=600.0)

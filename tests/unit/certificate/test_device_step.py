@@ -89,7 +89,7 @@ def test_mixed_devices_are_refused_with_their_line(
 
 
 def test_the_section_is_refused_for_mixed_devices() -> None:
-    """The small copy of the section runs on the CPU and cannot find them."""
+    """The section also runs a small copy of the model on the CPU, which cannot find mixed devices."""
     config = Case("gpt", settings=ON_FRONTIER).config("bf16")
     assert check_axis_types(config, 1).verdict is SectionVerdict.PASSED
     with planted("frontier_llm.model.layers", "Mlp.forward", UP, f"({UP} + x.new_zeros(1, device='cpu'))"):

@@ -195,7 +195,7 @@ def test_a_parent_looks_at_the_data_before_ranks_start(tmp_path: Path) -> None:
 
 
 def resume_changed(change: dict, refused: bool, step: int, tmp_path: Path) -> None:
-    """Continue a run that was saved at `step` with `change`, and check if it is refused."""
+    """Save a run at `step`, continue it with the changed keys in `change`, and check whether the change is refused."""
     run = Run(tmp_path)
     run.save(step)
     run.checkpoints.close()

@@ -57,8 +57,8 @@ def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[st
 
 
 def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> None:
-    """Commands find the same checkpoints as training. The newest one is determined by its name, even if a crash came
-    before LATEST was moved. A single checkpoint's folder may be given too.
+    """Commands find the same checkpoints as training. The newest checkpoint is determined by its name, even if a crash
+    came before LATEST was updated. A command also accepts the folder of a single checkpoint.
     """
     directory = run.checkpoints.directory
     folder.point_latest(directory, "step_00000002")

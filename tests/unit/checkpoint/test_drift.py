@@ -46,7 +46,9 @@ def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None
 
 
 def test_a_run_with_phases_may_change_its_microbatch() -> None:
-    """Regression: a run with phases could not resume with another microbatch, as its roomier plan has."""
+    """Regression: a run with phases could not resume with another microbatch. A roomier plan, which needs less memory,
+    has one.
+    """
     phases = "train.phases=[{steps: 3, batch: {global_batch: %d, micro_batch: %d}}, {steps: 2}]"
     saved, roomier, other_batch = (
         load_run("quickstart", [phases % (batch, own), f"batch.micro_batch={micro}"]).model_dump(mode="json")

@@ -1,5 +1,5 @@
-"""Tests the lock of a run directory: only one start of a run can use it, and an earlier start can neither write nor
-delete checkpoints.
+"""Tests the lock of a run directory. Only one start of a run can use the directory, and an earlier start can neither
+write nor delete checkpoints.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_unreadable_lock_is_taken_over(content: str, tmp_path: Path) -> None:
 
 
 def replaced(run: Run) -> None:
-    """Start a newer incarnation while the old one still lives, as after a requeue that left orphans."""
+    """Start a newer incarnation while the process of the old one still runs, as after a requeue that left orphans."""
     path = run.checkpoints.directory / "incarnations" / "00000001.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "released": True}))
 

@@ -128,7 +128,7 @@ def test_the_manifest_is_sent_last_and_only_missing_files_are_sent(
 
 
 def test_the_rest_of_another_checkpoint_of_the_same_step_is_not_mixed_in(run: Run, url: str, tmp_path: Path) -> None:
-    """After a rewind, step 4 has other values in files of the same size."""
+    """After a rewind, the second checkpoint of step 4 has other values in files of the same size."""
     place, writer = claimed(run, url)
     remote.push(newest(run), place, writer, NO_LIMIT)
     (in_store(url) / "manifest.json").unlink()
@@ -204,7 +204,9 @@ def test_one_run_writes_to_a_url(run: Run, url: str, tmp_path: Path, capsys: pyt
 
 
 def test_a_reader_never_sees_half_of_a_small_file(run: Run, url: str) -> None:
-    """Regression: on file:// the claim was truncated and then written."""
+    """Regression: on file:// the claim, the file that names the writer of the URL, was truncated before it was written
+    again.
+    """
     place, writer = claimed(run, url)
     with (in_store(url, "writer.json")).open("rb") as open_before:
         claim(place, replace(writer, host="another"))
@@ -214,7 +216,9 @@ def test_a_reader_never_sees_half_of_a_small_file(run: Run, url: str) -> None:
 
 
 def test_a_push_reports_progress_while_it_reads_a_local_file(run: Run, url: str) -> None:
-    """Regression: an upload was ended as stalled while large shards were compared with their digests."""
+    """Regression: while large shards were compared with their digests, the upload was ended because it seemed to have
+    stalled.
+    """
     place, writer = claimed(run, url)
     counts: list[int] = []
     remote.push(newest(run), place, writer, NO_LIMIT, counts.append)
@@ -268,7 +272,7 @@ def test_a_push_whose_url_is_taken_changes_nothing_more(run: Run, url: str) -> N
 def test_a_url_without_a_checkpoint_is_taken_over(
     run: Run, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: after a writer that died before its first upload, no command could take over."""
+    """Regression: if a writer had died before its first upload, no command could take over its URL."""
     place, _ = claimed(run, url)
     moved = tmp_path / "moved"
     assert main(["checkpoint", "pull", url, str(moved)]) == 2
@@ -283,7 +287,7 @@ def test_a_url_without_a_checkpoint_is_taken_over(
 
 
 def test_a_push_goes_on_after_a_damaged_checkpoint(run: Run, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Regression: a damaged newest checkpoint kept all older ones from being sent."""
+    """Regression: if the newest checkpoint was damaged, no older checkpoint was sent."""
     run_dir = run.checkpoints.directory.parent
     (newest(run) / "shard_00000.safetensors").write_bytes(b"short")
     assert main(["checkpoint", "push", str(run_dir), url]) == 1

@@ -246,7 +246,7 @@ def test_a_lost_run_directory_is_not_tolerated(tmp_path: Path) -> None:
     lock.rename(lock.with_name("00000002.json"))
     with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
         attempt(run, 5)
-    lock.with_name("00000002.json").rename(lock)  # the heartbeat's thread would warn during later tests
+    lock.with_name("00000002.json").rename(lock)  # otherwise the heartbeat's thread would warn during later tests
 
 
 @pytest.mark.parametrize("lag_steps", [0, 1, 3])

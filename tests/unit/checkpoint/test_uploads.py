@@ -1,4 +1,4 @@
-"""Uploads of a running job: nothing is lost here or at the URL, whatever the store does."""
+"""Uploads of a running job: no checkpoint is lost locally or at the URL, whatever the store does."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_kept_checkpoints_are_uploaded_and_the_higher_step_that_is_intact_wins(t
 
 
 def test_marks_of_several_threads_are_no_answer() -> None:
-    """Threads may write between the mark and the end of line of another thread."""
+    """A progress mark is a plus sign and an end of line. Another thread may write its own mark between the two."""
     assert _answers(b"+\n++\n\n+\n") == []
     assert _answers(b"+\n++\n\nnull\n") == [b"null"]
 
@@ -185,7 +185,7 @@ def test_a_stalled_upload_is_ended(tmp_path: Path, url: str, monkeypatch: pytest
 def test_a_rank_that_waits_for_the_store_reports_progress(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: one rank makes no collective while it waits, so the watchdog ended it after 540 s."""
+    """Regression: a run on one rank makes no collective while it waits, so the watchdog ended the run after 540 s."""
     reports: list[str] = []
     three_reports = threading.Event()
 
@@ -281,7 +281,7 @@ def test_a_run_continues_from_a_local_checkpoint_if_the_remote_one_cannot_be_cop
         claim(RemoteFolder(url), again.checkpoints.uploads._writer, take_over=True)
         again = started(tmp_path / "run", url)
         again.checkpoints.close(verify=False)
-        assert 6 in remote_steps(url)  # no later step was saved, so the next start can still use it
+        assert 6 in remote_steps(url)  # no later step was saved, so the next start can still use step 6
         again = started(tmp_path / "run", url)
         again.save(5)
         again.checkpoints.close()
@@ -315,7 +315,9 @@ def test_a_later_checkpoint_of_another_run_directory_is_never_passed_over(
 def test_two_histories_are_never_mixed(
     tmp_path: Path, url: str, is_store_back_for_the_uploads: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run continues from its local checkpoint while the store is away, and another directory has continued it."""
+    """A run continues from its local checkpoint while the store does not respond. Another run directory has continued
+    the same run before.
+    """
     run = started(tmp_path / "run", url)
     run.save(2)
     run.checkpoints.close()
@@ -348,7 +350,9 @@ def test_two_histories_are_never_mixed(
 
 
 def test_a_stalled_upload_does_not_claim_again(tmp_path: Path, url: str) -> None:
-    """Regression: an upload that claimed the URL and then stalled claimed it again, from another run directory."""
+    """Regression: an upload claimed the URL, and its first push stalled. It then claimed the URL again, although
+    another run directory had claimed it in between.
+    """
     run = Run(tmp_path / "run", remote=url)
     uploads = run.checkpoints.uploads
     requests: list[str] = []

@@ -53,7 +53,7 @@ READERS = (
     "bench comm",
 )
 WRITERS = {name: words for name, words in COMMANDS.items() if "{d}" in words and name not in READERS}
-# one process for all of them, because starting Python takes the most time
+# one process for all commands, because starting Python takes the most time
 _EACH = """
 import contextlib, io, json, sys
 from frontier_llm.cli.main import main

@@ -100,7 +100,9 @@ def test_the_models_and_runs_of_the_examples_are_shipped() -> None:
 
 
 def test_the_models_of_the_scaling_examples_have_a_published_batch() -> None:
-    """Otherwise the example fails: without --batch-per-replica or batch.global_batch there is no other batch."""
+    """Without a published batch, the example would fail, because it states neither --batch-per-replica nor
+    batch.global_batch.
+    """
     lines = [line for parser in PARSERS.values() for line in str(parser.epilog or "").splitlines()]
     models = {m[1] for line in lines if (m := re.search(r"scaling (?:weak|strong) .*--model ([\w-]+)", line))}
     assert models and models <= PUBLISHED_BATCHES.keys()

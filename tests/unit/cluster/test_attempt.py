@@ -199,8 +199,8 @@ def test_nobody_is_blamed_for_losing_a_peer(tmp_path: Path, end: str, silent: bo
 
 
 def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
-    """The refusal is reported with the message of `frontier-llm train`. The ranks that srun ends because of it are
-    victims, not causes.
+    """The refusal is reported with the message of `frontier-llm train`. The ranks that srun ends because of the refusal
+    are victims, not causes.
     """
     write(tmp_path, 0, "frontier-llm train: error\n/nowhere.bin: no such file\n    fix: give the path\n", 100)
     said = [
@@ -228,7 +228,9 @@ SURVIVORS = Failure(
 
 @pytest.mark.parametrize("record", [None, SURVIVORS], ids=["no record", "record of the survivors"])
 def test_a_refusal_after_the_ranks_have_agreed_is_no_crash(tmp_path: Path, record: Failure | None) -> None:
-    """One rank refuses. The other ranks only detect that it is gone, and one of them may have recorded that first."""
+    """One rank refuses the start. The other ranks only detect that this rank is gone, and one of them may have recorded
+    its loss first.
+    """
     refusal = "frontier-llm train: error\ncomm.backend: no process group of nccl fits\n    fix: comm.backend=gloo\n"
     write(tmp_path, 1, refusal, 100)
     write(tmp_path, 0, TRACE.format("RankFailure: all_reduce on axis dp: rank 1 has died or left"), 101)

@@ -183,7 +183,7 @@ def test_a_script_of_submit_receives_the_directory(
 def test_a_directory_without_a_record_gets_it_from_the_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script from before job.json leaves such a directory."""
+    """A batch script of an older version, without job.json, leaves such a directory."""
     (tmp_path / "run.yaml").write_text(f"base: train_small\ntrain: {{run_dir: {tmp_path}}}\n")
     words = [f"--run-dir={tmp_path}", *SMALL[1:]]
     for name, value in VARIABLES.items():

@@ -92,7 +92,7 @@ TABLE: list[Row] = [
         GiveUp,
         {"avoid": ("n0", "n1")},
     ),
-    # budget: Slurm charges 2 nodes and a spare, so 12 node-hours last 4 h
+    # budget: Slurm charges 2 nodes and a spare node, so 12 node-hours last 4 h
     ("ranks save when the budget ends", BUDGET, NEW, NOW, Start, {"save_after_s": 4 * 3600 - 120.0}),
     (
         "all nodes of the allocation are charged",

@@ -63,9 +63,10 @@ def test_months_of_a_run_are_simulated_in_a_moment() -> None:
 
 
 def chain_of_starts(seed: int, good_share: float) -> Decision:
-    """Return the end of a chain on 384 nodes of which only `good_share` of the starts reach a step.
+    """Return the last decision for a chain of jobs on 384 nodes. Only the share `good_share` of the starts reaches a
+    step.
 
-    A good start trains until the walltime of 12 h. Another start fails after ten minutes.
+    A good start trains until the walltime of 12 h. Every other start fails after ten minutes.
     """
     drawn = random.Random(seed)
     job = replace(JOB, nodes=384, spares=4, failed_start_node_hours=None)
@@ -102,7 +103,7 @@ def chain_of_starts(seed: int, good_share: float) -> Decision:
 
 
 def test_chains_with_less_than_half_good_starts_reach_their_end() -> None:
-    """With a limit of three starts in a row, nearly every one of these chains died."""
+    """With a limit of three failed starts in a row, nearly every one of these chains was given up."""
     ends = [chain_of_starts(seed, good_share=0.45) for seed in range(100)]
     assert [type(end) for end in ends] == [Done] * len(ends)
 

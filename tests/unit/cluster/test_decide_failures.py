@@ -1,4 +1,6 @@
-"""The supervisor's decisions after failed starts: crash loops, the limit in node-hours, and roomier plans."""
+"""The supervisor's decisions after failed starts: crash loops, the limit in node-hours, and roomier plans, which need
+less memory.
+"""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ TABLE: list[Row] = [
         Requeue,
         {"avoid": ("n1",)},
     ),
-    # rank 0 moves: its lock must be stale
+    # rank 0 moves to another node: its lock must be stale
     (
         "rank 0's new node waits until the old lock is stale",
         JOB,

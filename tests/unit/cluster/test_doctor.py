@@ -100,8 +100,8 @@ def test_only_what_distinguishes_a_node_excludes_it() -> None:
 
 
 def test_one_node_needs_no_network() -> None:
-    """Slurm gives a single-node job no access to Slingshot, so fi_info finds nothing. RCCL is configured to use sockets
-    there.
+    """Slurm gives a single-node job no access to Slingshot, so fi_info finds nothing. In such a job RCCL is configured
+    to use sockets.
     """
     fact = replace(healthy("n0"), provider_error="no data", plugin_error="missing")
     found = judge(FRONTIER, {"n0": fact}, {}, ["n0"], 0)
@@ -127,7 +127,7 @@ def test_one_node_needs_no_network() -> None:
         ((500, 0), [], ""),  # no history: the errors can be years old
         ((130, 0), [(0, 0), (10, 0), (20, 0), (30, 0)], "100 corrected memory errors since the last examination"),
         ((129, 0), [(0, 0), (10, 0), (20, 0), (30, 0)], ""),  # 99 new errors are less than 10 times the usual 10
-        ((9, 0), [(0, 0)] * 4, ""),  # a healthy node may have some
+        ((9, 0), [(0, 0)] * 4, ""),  # a healthy node may have a few errors
         ((10, 0), [(0, 0)] * 4, "10 corrected memory errors since the last examination, and usually 0"),
         (None, [(0, 0)], ""),
     ],

@@ -1,4 +1,4 @@
-"""The command `evaluate --follow`: which checkpoints it evaluates, when it ends, and how it answers failures."""
+"""The command `evaluate --follow`: which checkpoints it evaluates, when it ends, and how it handles failures."""
 
 from __future__ import annotations
 

@@ -83,7 +83,9 @@ def test_a_webhook_receives_the_event(job: Job, tmp_path: Path) -> None:
 def test_a_server_that_fails_or_hangs_does_not_hold_the_supervisor(
     job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], status: int | None, message: str
 ) -> None:
-    """A server that hangs would hold the supervisor for ever: it answers only after `close` has returned."""
+    """The server that hangs ends a request only after `close` has returned. Without its time limit, `close` would
+    therefore never return.
+    """
     with server(status) as (address, contents):
         monkeypatch.setenv(WEBHOOK_VARIABLE, address)
         notifier = Notifier(job, "77", limit_s=60.0 if status else 0.5)

@@ -22,8 +22,8 @@ from frontier_llm.run.job_secret import VARIABLE, folder_of
 from frontier_llm.run.rank_env import with_this_package
 from frontier_llm.topology.rank_variables import MODULE_NAMES, ORIGINS, USER_NAMES
 
-# Python imports this module first. At the import of torch it prints the environment of that moment, as the C library
-# sees it, and ends.
+# Python imports this module first. When torch is imported, this module prints the environment as the C library sees it,
+# and ends the process.
 WATCH = """
 import ctypes, json, os, sys
 class Watch:

@@ -204,7 +204,9 @@ def planted_site(tmp_path: Path, modules: str = "[]") -> Path:
 def test_the_interpreter_of_the_job_is_asked_with_the_modules_of_the_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`module` is a function of the login shell. Here `module load rocm/9` sets a variable for the interpreter."""
+    """`module` is a function of the login shell. In this test, `module load rocm/9` sets a variable for the
+    interpreter.
+    """
     monkeypatch.setattr(slurm, "cluster_name", lambda: "here")
     monkeypatch.setenv(
         "BASH_FUNC_module%%", '() { [[ "$2" != gone/* ]] && export PYTHONPATH="' + str(tmp_path) + '"; }'

@@ -44,7 +44,7 @@ def test_a_person_is_told_at_once(sinfo: Path) -> None:
 
 
 def test_node_hours_of_slurms_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A requeued job has one line per start. Without accounting nothing is known."""
+    """sacct prints one line per start of a requeued job. Without accounting the node-hours are unknown."""
     script = tmp_path / "sacct"
     script.write_text(
         '#!/bin/bash\n[[ "$*" == *--jobs=7,8* ]] || exit 3\necho "7|17|3600"; echo "7|17|1800"; echo "8||"\n'

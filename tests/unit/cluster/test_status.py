@@ -52,7 +52,9 @@ def test_status_of_a_directory(run_directory: Path) -> None:
 
 
 def test_the_plan_in_use(run_directory: Path) -> None:
-    """Regression: after a new submission with another plan, the change to the earlier roomier plan was still shown."""
+    """Regression: a run had changed to its roomier plan, which needs less memory. After a new submission with another
+    plan, this change was still shown.
+    """
     own = ("batch.micro_batch=8",)
     roomier = ("batch.micro_batch=4",)
     other = ("batch.micro_batch=2",)
@@ -116,7 +118,9 @@ def test_what_the_job_asks_for(run_directory: Path, capsys: pytest.CaptureFixtur
 
 
 def test_node_hours_are_what_slurm_charges(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two starts of one requeued job and a job that runs. Spares, gaps and the time before the first start count."""
+    """The run has two starts of one requeued job, and a job that is running now. Spare nodes, gaps and the time before
+    the first start count.
+    """
     for restarts, start_h, end_h in ((0, 0, 1), (0, 0, 4), (1, 5, 6)):
         one = Allocated("77", restarts, nodes=17, started_unix_s=3600.0 * start_h, seen_unix_s=3600.0 * end_h)
         allocations.record(run_directory, one)

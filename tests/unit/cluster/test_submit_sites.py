@@ -65,15 +65,16 @@ def test_debug_must_not_chain(fake_slurm: Path, tmp_path: Path, capsys: pytest.C
 def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """statvfs reports the capacity of all of Orion. A project may keep 50 TB there, and a checkpoint of the 1T run has
-    12 TB.
+    """statvfs reports the capacity of all of Orion. A project may keep 50 TB on Orion, and a checkpoint of the 1T run
+    has 12 TB.
     """
     words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r", "train.steps=100"]
     assert main(words) == 0
     assert "50 TB" not in capsys.readouterr().err
     assert main([*words, "train.keep_checkpoints=3"]) == 0
     assert "up to 4 checkpoints of 12.1 TB exist at the same time, 48 TB in total" in capsys.readouterr().err
-    assert main([*words, "train.steps=15259", "train.keep_every=5000"]) == 0  # three more that are kept permanently
+    # `train.keep_every` keeps three more checkpoints permanently
+    assert main([*words, "train.steps=15259", "train.keep_every=5000"]) == 0
     assert "up to 6 checkpoints of 12.1 TB exist at the same time, 73 TB in total" in capsys.readouterr().err
     assert (
         main([*words, "train.keep_checkpoints=3", "train.save_interval=0", "train.save_final=false", "train.steps=5"])

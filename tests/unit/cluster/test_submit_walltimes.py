@@ -89,7 +89,9 @@ def request_of_10_hours(directory: Path) -> JobRequest:
 
 
 def test_the_walltime_is_what_the_run_needs(tmp_path: Path) -> None:
-    """1.5 x simulated, or the slow end of a wider band; never more than the bin; less for steps that are saved."""
+    """The walltime covers 1.5 times the simulated time, or the slow end of the prediction interval if it is longer. It
+    is at most the site's limit for these nodes, and shorter if few steps remain.
+    """
     request = request_of_10_hours(tmp_path)
     warning_s = request.job.warning_s
     assert request.job_s == START_S + 60 * 400 * 1.5

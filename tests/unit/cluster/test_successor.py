@@ -57,7 +57,7 @@ def test_a_successor_runs_where_its_predecessor_did_on_none_of_the_bad_hosts(
     recorded = read_job(tmp_path)
     assert recorded is not None and recorded.warning_s == 300  # measured: 2 x (30 + 90) + 60
     assert "--signal=USR1@300" in command and env.get("FRONTIER_LLM_SIGNAL_LEAD_S") is None
-    # a script from before job.json reads the variable
+    # a script of an older version, without job.json, reads the variable
     monkeypatch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "25")
     monkeypatch.setattr(slurm, "is_active", lambda job_id: False)
     queue_successor(BatchRun(job=job, config=load_run("train_small"), site=load_site("local"), allocation=allocation))

@@ -1,5 +1,5 @@
-"""The shell around `decide`: the records that it reads, and how it executes decisions. Functions replace Slurm and the
-ranks.
+"""The code that calls `decide`: the records that it reads, and how it executes decisions. Functions replace Slurm and
+the ranks.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Cluster:
 
 
 def test_starts_of_earlier_jobs_count_as_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each requeued job starts the ranks once. The third one gives the run up."""
+    """Each requeued job starts the ranks once. The third job gives the run up."""
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 0))
     assert [cluster.supervise() for _ in range(3)] == ["requeued", "requeued", 2]
     assert (len(cluster.used), cluster.requeued) == (3, 2)
@@ -182,7 +182,9 @@ def test_the_operator_is_told_that_the_run_is_given_up(tmp_path: Path, monkeypat
 
 
 def test_each_change_of_plan_is_recorded_once(tmp_path: Path) -> None:
-    """Regression: after a new submission on other nodes, the second change to the roomier plan was not recorded."""
+    """Regression: after a new submission on other nodes, the second change to the roomier plan, which needs less
+    memory, was not recorded.
+    """
     own = ("batch.micro_batch=8",)
     roomier = ("batch.micro_batch=4",)
 

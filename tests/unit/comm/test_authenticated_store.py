@@ -190,7 +190,7 @@ def test_questions_that_no_rank_asks_end_their_connection_alone(name: str) -> No
             unauthenticated_peer.sendall(nonsense)
             unauthenticated_peer.shutdown(socket.SHUT_WR)
             unauthenticated_peer.settimeout(5.0)
-            with suppress(ConnectionResetError):  # the server may have left some of it unread
+            with suppress(ConnectionResetError):  # closing a connection with unread data resets it
                 assert unauthenticated_peer.recv(1) == b""
     store.set("still", "works")
 

@@ -144,7 +144,9 @@ def test_halving_covers_every_block_in_the_fewest_rounds(size: int) -> None:
 
 
 def _one_level(rank: int) -> list[bool]:
-    """Check that axes inside a node, uneven axes and axes of a flat table stay one-level."""
+    """Check that three kinds of axes use no two-stage collectives: inside a node, uneven over nodes, and with
+    comm.algorithms=flat.
+    """
     inside = build_mesh(
         Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=8
     ).dp

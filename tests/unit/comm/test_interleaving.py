@@ -60,7 +60,7 @@ def fails(interleaving: Interleaving) -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("others", [0, 1, 5])
 def test_a_failure_in_one_half_ends_the_other_with_the_same_error(first: bool, others: int) -> None:
-    """The other half waits for its turn or has already ended. Its thread is free for the next pair."""
+    """The other half waits for its turn or has already ended. After the error its thread is free for the next pair."""
     log: list[str] = []
     other = {"other": rounds("o", others, log)}
     interleaving = Interleaving()
@@ -99,8 +99,8 @@ class Waiting(Function):
 
 
 def test_an_error_reaches_through_autograd_and_the_next_pair_begins_anew() -> None:
-    """A backward that is stopped in the middle leaves no state behind. A forward beside a backward records its
-    graph.
+    """A backward that is stopped in the middle leaves no state behind. A forward that runs beside a backward still
+    records its autograd graph.
     """
     interleaving = Interleaving()
     x = torch.ones(2, requires_grad=True)

@@ -1,5 +1,5 @@
-"""Pipeline messages under conditions of RCCL that the CPU's transports hide: both hosts open each stream, and sends end
-late.
+"""Pipeline messages under conditions of RCCL that the CPU's transports hide. The first use of a stream waits for the
+host at its other end, and sends end late.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Channel:
 
 
 def test_a_send_that_is_done_lets_go_of_its_tensor_long_before_the_limit() -> None:
-    """Otherwise a limit of 130 messages, as for 64 stages, would hold 130 activations."""
+    """If a finished send kept its tensor, a limit of 130 messages, as for 64 stages, would hold 130 activations."""
     group = _Channel()
     sends = Sends(limit=130)
     axis = Axis("pp.forward", 0, 2, (0, 1), group)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Ranges for a profiler: what they name, and that a step without a profiler executes no code of theirs."""
+"""Ranges for a profiler: the names that they have, and that a step without a profiler executes no code for ranges."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_profiler_gets_actions_and_collectives_by_name(events, monkeypatch, va
 
 
 def test_without_a_profiler_the_step_has_the_plain_code(events, monkeypatch):
-    """The price is 0 instructions: neither class nor function differs from that of a package without ranges."""
+    """Ranges then cost no instruction: neither class nor function differs from that of a package without ranges."""
     monkeypatch.setenv("ROCPROF_MARKER_API_TRACE", "0")
     ledger, runs = run_one_of_each(events)
     assert events == ["runs"] and type(ledger) is Ledger

@@ -65,7 +65,9 @@ def asked() -> Iterator[SimpleNamespace]:
 
 
 def test_no_communicator_is_made_before_it_is_used(asked: SimpleNamespace) -> None:
-    """With `device_id`, torch would open the world's communicator at once, and every smaller one by splitting it."""
+    """With `device_id`, torch would open the world's communicator at once, and would make every smaller communicator by
+    splitting the world's.
+    """
     store = dist.HashStore()
     with (
         patch.object(dist, "is_backend_available", lambda name: True),

@@ -166,7 +166,9 @@ def test_collectives_under_way_complete_in_any_order_of_waiting(ranks: RankPool,
 
 
 def _start_early(rank: int, told: str) -> None:
-    """Rank 0 starts a collective and continues to compute. Rank 1 must get its result without rank 0's wait."""
+    """Rank 0 starts a collective and continues to compute. Rank 1 must get the result although rank 0 has not yet
+    waited for it.
+    """
     axis = _axis(rank, 2)
     x = torch.full((100_000,), float(rank + 1))
     barrier(axis)
@@ -213,8 +215,8 @@ def test_groups_that_overlap_do_not_mix(ranks: RankPool) -> None:
 
 
 def _check_messages(rank: int, size: int) -> None:
-    """Many messages around the ring are received late. Their sizes wrap the arena, and two channels are in use at
-    once.
+    """Many messages around the ring of ranks are received late. They wrap around the end of the arena, the ring buffer
+    for messages between two ranks. Two channels are in use at once.
     """
     mesh = build_mesh(
         Grid(1, size, 1), rank, placement=round_robin(size, 2), timeout_s=30.0, comm=CommConfig(transport="shm")

@@ -141,7 +141,7 @@ def test_rank_0_turns_seconds_into_steps_for_all(
 
 
 def test_milliseconds_of_noise_are_no_message() -> None:
-    """12 ms more than 30 ms is a third, but nothing that an operator of a laptop has to know."""
+    """12 ms more than 30 ms are 40 %, but so short a delay needs no message."""
     detector = StragglerDetector([0, 0, 0, 0])
     assert [detector.compare([0.03, 0.03, 0.042, 0.03]) for _ in range(4)] == [[]] * 4
     assert [found.global_rank for _ in range(2) for found in detector.compare([0.03, 0.03, 0.06, 0.03])] == [2]

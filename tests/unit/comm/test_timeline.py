@@ -24,7 +24,9 @@ from tests.harness.timeline import Interval, MeasuredTimeline, draw, write_chrom
 
 
 def _record(rank: int) -> MeasuredTimeline:
-    """Record two all-reduces: one waited for at once, and one in flight during 60 ms of compute."""
+    """Record two all-reduces. The first is waited for at once. The second is in flight during a sleep of 1 s, which
+    stands for compute.
+    """
     mesh = build_mesh(Grid(1, 1, 2), rank, timeout_s=30.0)
     barrier(mesh.world)
     timeline = MeasuredTimeline(rank)
@@ -40,7 +42,9 @@ def _record(rank: int) -> MeasuredTimeline:
 
 
 def test_exposed_and_hidden(ranks: RankPool, tmp_path: Path) -> None:
-    """The bounds hold on a busy machine: a sleep is at least as long as requested, and a wait is counted as one."""
+    """The bounds also hold on a busy machine. A sleep is at least as long as requested, and all time in a wait counts
+    as blocked.
+    """
     timelines = ranks.run(2, _record)
     for timeline in timelines:
         spent = timeline.exposed_and_hidden_s()

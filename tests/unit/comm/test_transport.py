@@ -41,7 +41,8 @@ def test_older_plugins_spell_it_differently() -> None:
     assert read_transport(text) == TransportInUse("AWS Libfabric", "cxi", "1.3.0aws", 0, 0)
 
 
-# of plugin 1.21: libfabric's version, and a plugin that does not fit the provider (published log of a Slingshot system)
+# Lines of plugin 1.21: the version of libfabric, and a plugin that does not fit the provider (from a published log of a
+# Slingshot system).
 NEWEST = GOOD.replace("1.19.2", "1.21.1\nNCCL INFO NET/OFI Using Libfabric version 2.3")
 MISFIT = """\
 NCCL INFO NET/Plugin: Loaded net plugin AWS Libfabric (v11)

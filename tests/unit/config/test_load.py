@@ -143,7 +143,9 @@ def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("filler", ["x", "é", "語"])
 def test_a_file_that_is_too_long_is_refused_and_never_cut(tmp_path: Path, filler: str) -> None:
-    """The keys after the limit would be lost. The limit counts bytes, also of text with longer characters."""
+    """If the file were cut at the limit, the keys after it would be lost. The limit counts bytes, also if characters
+    have several bytes.
+    """
     comment = "#" + filler * (MAXIMUM_BYTES // len(filler.encode()))
     path = write(tmp_path / "long.yaml", f"model: gpt-tiny\n{comment}\nbatch: {{global_batch: 8}}\n")
     with pytest.raises(ConfigError, match=r"long\.yaml: has more than 131,072 bytes"):

@@ -151,7 +151,8 @@ def test_the_same_tokens_are_no_change_whatever_the_steps(tmp_path: Path) -> Non
         "train": {**saved["train"], "steps": 40},
         "optimizer": {**saved["optimizer"], "warmup_steps": 10},
     }
-    assert config_changes(before, saved, step=20, done=[(20, 256)]) == []  # of a checkpoint that stores steps
+    # this checkpoint stores steps instead of tokens
+    assert config_changes(before, saved, step=20, done=[(20, 256)]) == []
 
 
 def test_epochs_are_of_the_data_that_lie_there(tmp_path: Path) -> None:

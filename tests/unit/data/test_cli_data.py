@@ -179,7 +179,7 @@ def test_records_of_datasets_are_no_text(corpus: Path, capsys: pytest.CaptureFix
 
 
 def test_the_tokens_that_lose_their_beginning_are_counted() -> None:
-    """Compared with cuts at every offset of the concatenated documents."""
+    """The expected number is the mean over cuts of the concatenated documents at every offset."""
     lengths = np.array([3, 17, 40, 8, 1])
     S = 8
     ends = lengths.cumsum()

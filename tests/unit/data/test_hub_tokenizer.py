@@ -93,7 +93,8 @@ def test_it_is_fetched_once_and_then_needs_no_network(
     with pytest.raises(UnreachableError, match=r"(?s)hf://me/other.*HF_HOME"):
         load_tokenizer("hf://me/other")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "another machine"))
-    assert inspect(str(tmp_path / "out"))["samples"][0]["text"] is None  # a name from a record is not looked up
+    # a name from a dataset's record is not looked up on the Hub
+    assert inspect(str(tmp_path / "out"))["samples"][0]["text"] is None
 
 
 def test_what_is_no_tokenizer_is_not_fetched(server: type[_Hub]) -> None:

@@ -211,7 +211,8 @@ def test_missing_files_and_given_endings(small: Path) -> None:
 def test_digest_follows_content(small: Path, tmp_path: Path) -> None:
     write(tmp_path / "same", [[[9, 9, 9]], [[9], [9, 9]]])
     write(tmp_path / "other", [[[1, 2, 3]], [[4, 5], [6]]])
-    assert IndexedDataset(small).digest() == IndexedDataset(tmp_path / "same").digest()  # of lengths, not of tokens
+    # the digest covers lengths, not tokens
+    assert IndexedDataset(small).digest() == IndexedDataset(tmp_path / "same").digest()
     assert IndexedDataset(small).digest() != IndexedDataset(tmp_path / "other").digest()
 
 
@@ -276,7 +277,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_another_dataset_of_the_same_name_takes_the_record_along(tmp_path: Path) -> None:
-    """This holds for every writer, because a record beside other tokens would let the wrong tokenizer pass."""
+    """Every writer removes the record of the replaced dataset. Beside other tokens, this record would let the wrong
+    tokenizer pass.
+    """
     write(tmp_path / "d", [[[1]]])
     write_meta(tmp_path / "d", DatasetMeta("bytes", "0" * 64, 257, 256, 1, 1, text_bytes=1))
     write(tmp_path / "d", [[[2]]])

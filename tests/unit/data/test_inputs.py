@@ -107,7 +107,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, monkeypatch: pytest.Monkey
     lines = tmp_path / "a.jsonl"
     text.write_text("first\nsecond\n\ufeffthird", encoding="utf-8-sig")
     lines.write_text('{"text": "first"}\n', encoding="utf-8-sig")
-    whole = [Text("first\nsecond\n\ufeffthird")]  # inside a text it is an ordinary character
+    whole = [Text("first\nsecond\n\ufeffthird")]  # inside a text a byte order mark is an ordinary character
     assert read_all(text, documents="file") == whole
     assert read_all(text) == [Text("first"), Text("second"), Text("\ufeffthird")]
     assert read_all(lines) == [Text("first")]

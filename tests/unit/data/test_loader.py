@@ -287,7 +287,9 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(cor
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 def test_the_origin_of_each_token_of_a_sample_is_known(tmp_path: Path, packing: str) -> None:
-    """Documents of several and of empty sequences, samples that cross documents and epochs, and padding."""
+    """Covers documents with several sequences and with empty ones, samples that cross documents and epochs, and
+    padding.
+    """
     with IndexedWriter(tmp_path / "d", "<u2") as writer:
         for document in range(40):
             for part in range(document % 3):

@@ -1,5 +1,5 @@
-"""Tests reading of Mosaic MDS shards. MDSWriter of mosaicml-streaming 0.13.0 wrote `mds_shards/`, with 40 (or 5)
-samples each.
+"""Tests reading of Mosaic MDS shards. MDSWriter of mosaicml-streaming 0.13.0 wrote the folders in `mds_shards/`, each
+with 40 or 5 samples.
 """
 
 from __future__ import annotations

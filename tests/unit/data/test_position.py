@@ -207,7 +207,8 @@ def test_a_position_that_cannot_be_true_is_named(field: str, value: object, what
         target = target[int(key) if key.isdecimal() else key]
     target[last] = value
     faults = list(Position.model_validate_json(json.dumps(content)).faults(3, 12, 96))
-    if what is None:  # other proportions from here on are possible, but contradict the samples dealt before
+    # other weights are possible from this point on, but they contradict the number of samples dealt before
+    if what is None:
         assert faults == ["position.dealt is 12, more than position.streams.0.taken 6 allows"]
     else:
         assert any(fault.startswith(what) for fault in faults), faults

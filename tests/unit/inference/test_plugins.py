@@ -25,7 +25,7 @@ from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.run.complete import digest_line
 from tests.harness.marks import but_first
 
-# A user's own activation, which neither the configuration nor the weights show.
+# A plugin with an activation of the user. Neither the configuration nor the weights show this activation.
 PLUGIN = """
 from frontier_llm.model.layers import Mlp
 
@@ -185,7 +185,9 @@ def test_a_plugin_that_only_lies_elsewhere_is_the_same(trained: Path, tmp_path: 
 
 
 def test_a_checkpoint_from_before_digests_is_known_by_its_plugins_names(trained: Path, tmp_path: Path) -> None:
-    """Up to version 3, a manifest has no plugins. Its configuration names them relative to the working directory."""
+    """Up to version 3, a manifest has no list of plugins. The configuration in the manifest names the plugins, relative
+    to the working directory.
+    """
     run_dir = copy_of(trained, tmp_path)
     manifest = json.loads((run_dir / CHECKPOINT / "manifest.json").read_text())
     del manifest["plugins"]

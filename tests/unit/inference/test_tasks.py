@@ -261,7 +261,8 @@ def test_generated_texts_do_not_depend_on_their_batch(exported: Path, monkeypatc
         for n, text in enumerate(contexts)
     ]
     together = lm.generate_until(asked)
-    assert batches == [3, 4, 1]  # numbers 0, 3 and 6 end at a string; the other five fill a batch and begin another
+    # requests 0, 3 and 6 end at a stop string; the other five fill one batch and begin another
+    assert batches == [3, 4, 1]
     assert together == [lm.generate_until([one])[0] for one in asked]
     assert len(set(together)) > 5 and any(len(text) < 6 for text in together[::3])  # otherwise this test proves nothing
 

@@ -96,7 +96,7 @@ def test_environment_depends_on_the_size_and_says_why() -> None:
 
 
 def test_each_machine_has_what_its_own_guide_says() -> None:
-    """LUMI's multi-node starts hung with NCCL_NET_GDR_LEVEL=PHB. Its jobs do not request the network setting that
+    """Multi-node starts on LUMI hung with NCCL_NET_GDR_LEVEL=PHB. Jobs on LUMI do not request the network setting that
     alt_read needs.
     """
     frontier, lumi = (

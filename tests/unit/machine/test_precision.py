@@ -66,7 +66,7 @@ def test_a_resume_on_another_cpu_keeps_the_type(tmp_path: Path, monkeypatch: pyt
     save(tmp_path, 200, "fp32")
     assert resolved(monkeypatch, tmp_path, True) == "fp32"
     assert "was trained in this precision" in capsys.readouterr().err
-    (tmp_path / "checkpoints" / step_name(200) / MANIFEST).write_text("{}")  # damaged, so the older one counts
+    (tmp_path / "checkpoints" / step_name(200) / MANIFEST).write_text("{}")  # damaged, so the older checkpoint counts
     assert resolved(monkeypatch, tmp_path, False) == "bf16"
 
 

@@ -114,7 +114,9 @@ def test_torch_onednn_and_ours_use_the_limit() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["avx2", "avx512"])
 def test_the_ops_of_a_cpu_are_correct_if_torch_and_onednn_are_limited(name: str) -> None:
-    """Where this package's ops call torch, results under a smaller set come from other code. Takes 8 s on one core."""
+    """Some of this package's ops call torch, which uses other code under a smaller instruction set. The test takes 8 s
+    on one core.
+    """
     if name not in {instructions.name for instructions in processor.supported_sets()}:
         pytest.skip(f"this CPU has no {name}")
     kept = {name: value for name, value in os.environ.items() if name not in LIMITS}

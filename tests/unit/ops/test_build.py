@@ -79,7 +79,9 @@ def test_the_list_of_exceptions_on_sm_90_does_not_grow():
 
 
 def is_no_new_exception(line):
-    """Compare the notes of ptxas 12.9 with the list of exceptions, which names each kernel that has notes."""
+    """Compare the warnings, stack and spills that ptxas 12.9 reports with the list of exceptions. The list names each
+    kernel for which ptxas reports any.
+    """
     name = line["file"].removesuffix(".cubin")
     assembled = line["assembled"]
     expected = EXCEPTIONS.get(name, {"warnings": [], "stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0})

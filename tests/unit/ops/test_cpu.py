@@ -405,7 +405,7 @@ def test_wrong_shapes_and_types_are_refused():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(40, 72), (7, 33)])
 def test_products_over_groups(isa, dtype, inputs, outputs):
-    """The groups have no, few and many rows. The largest is one part of 512 rows and a remainder."""
+    """The groups have no rows, few rows or many rows. The largest group has one part of 512 rows and a remainder."""
     ends = torch.tensor([0, 5, 605, 605, 640], dtype=torch.int32)
     for make in (cases.grouped_linear, cases.grouped_gradient):
         compare(make(dtype, ends, inputs, outputs))

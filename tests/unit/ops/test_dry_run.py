@@ -97,7 +97,7 @@ def test_a_layer_launches_no_more_than_the_page_says(kernels, model, forward, ba
     ],
 )
 def test_a_layer_of_one_of_four_ranks_launches_no_more_than_the_page_says(kernels, model, parallel, forward, backward):
-    """Collectives count, but the ring's messages do not. The same table as above."""
+    """Compare with the same table. Collectives count as launches, but the messages of ring attention do not."""
     counts = of_a_layer(kernels, load_model(model), parallel)
     assert sum(count for (phase, _), count in counts.items() if phase == "forward") == forward, counts
     assert sum(count for (phase, _), count in counts.items() if phase == "backward") == backward, counts

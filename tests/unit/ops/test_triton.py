@@ -1,8 +1,9 @@
 """The Triton sources in the interpreter against the reference in float64: each kernel, odd shapes, forward and
 backward.
 
-The interpreter computes in the kernels' own dtypes, so that the tolerances of test_cpu.py apply.
-bf16 is only compiled, because numpy, on which the interpreter runs, has no bf16 products. fp16 represents both.
+The interpreter computes in the kernels' own dtypes, so that the tolerances of test_cpu.py apply. The interpreter runs
+on numpy, which has no bf16 products. The bf16 kernels are therefore only compiled, and fp16 stands for both 16-bit
+types.
 """
 
 from __future__ import annotations

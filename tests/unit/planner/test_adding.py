@@ -1,4 +1,4 @@
-"""Price of the method with which the installed torch adds weight gradients to their fp32 buffers."""
+"""Predicted time of the method with which the installed torch adds weight gradients to their fp32 buffers."""
 
 from __future__ import annotations
 

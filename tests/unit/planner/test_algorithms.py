@@ -75,7 +75,9 @@ def test_the_choice_of_a_plan_is_that_of_its_buckets() -> None:
 
 
 def test_a_stack_that_sums_all_gradients_on_every_rank_has_an_all_reduce() -> None:
-    """Its price has one (`gradient_reduction_s`), although ZeRO shards the state and gathers the weights."""
+    """The predicted time contains an all-reduce (`gradient_reduction_s`), although ZeRO shards the state and gathers
+    the weights.
+    """
     numbers = replace(FRONTIER, all_reduces_gradients=True)
     assert bucket_bytes(plan(256), numbers) == {"all_reduce": 160e6, "all_gather": 80e6}
     assert [one.operation for one in gradient_choices(plan(256), numbers)] == ["all_reduce", "all_gather"]

@@ -1,4 +1,6 @@
-"""The choice among simulated plans: good with slow constants too, then the simplest, and a plan within safe memory."""
+"""The choice among simulated plans prefers plans that are fast with slow constants too, and that stay within safe
+memory. Among these it prefers the simplest.
+"""
 
 from __future__ import annotations
 

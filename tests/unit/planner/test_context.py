@@ -1,5 +1,5 @@
-"""The algorithm of context-parallel attention is a choice of the planner: it is enumerated, priced and written into the
-run.
+"""The algorithm of context-parallel attention is a choice of the planner. The planner enumerates the algorithms,
+predicts their times, and writes its choice into the run.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_131072_tokens_on_sixteen_nodes_get_a_layout_that_fits_and_says_why(
 
 
 def test_memory_knows_the_way() -> None:
-    """With "heads", attention keeps its own output and the output that was sent back.
+    """With the algorithm "heads", attention keeps its own output and the output that was sent back.
 
     With "gather", a rank holds keys and values of the complete sequence.
     """
@@ -111,7 +111,9 @@ def test_memory_knows_the_way() -> None:
 
 
 def test_a_choice_without_context_parallelism_is_not_compared_with_itself() -> None:
-    """The choice comes from the simulation. By formula another layout, with context parallelism, may be the fastest."""
+    """The choice comes from the simulation. By the closed form, another layout with context parallelism may be the
+    fastest.
+    """
     layouts = enumerate_layouts(LONG, 16, 64, 8, {"tp": 2, "recompute": "none"})
     seconds = np.where(layouts.cp > 1, 1.0, 1.01)
     split = int(np.argmax(layouts.cp > 1))

@@ -1,4 +1,6 @@
-"""Data modes: ZeRO, fully sharded weights, and 16-bit gradients. The tests check prices, memory and the emitted run."""
+"""Data modes: ZeRO, fully sharded weights, and 16-bit gradients. The tests check predicted times, memory and the
+emitted run.
+"""
 
 from __future__ import annotations
 

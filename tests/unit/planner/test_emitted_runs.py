@@ -1,4 +1,4 @@
-"""Run files that `frontier-llm plan --emit` writes, and their comparison with what a run took."""
+"""Run files that `frontier-llm plan --emit` writes, and the comparison of their predictions with measured runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The two plans of a job for a run that is out of memory: overrides of the run's own layout and of a roomier layout."""
+"""The two plans of a job: overrides of the run's own layout, and of a roomier layout. The roomier layout needs less
+memory, for a run that is out of memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def plans_of(*words: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def test_a_phase_with_a_microbatch_of_its_own_follows_the_roomier_plan() -> None:
-    """Regression: the phase kept its microbatch, and the run was out of memory again."""
+    """Regression: with the roomier plan, a phase kept its own microbatch, and the run was out of memory again."""
     own, roomier = (run("batch.micro_batch=8", *words) for words in plans_of())
     assert [phase.config.batch.micro_batch for phase in phases_of(own)] == [6, 8]
     assert [phase.config.batch.micro_batch for phase in phases_of(roomier)] == [4, 4]

@@ -23,9 +23,8 @@ from frontier_llm.planner.pipeline import simulate_step
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.topology.plan import split_layers
 
-# These rates are for one communication in flight.
 LARGE = load_model("xmoe-large")
-FRONTIER = rates(load_machine("frontier"))
+FRONTIER = rates(load_machine("frontier"))  # these rates are for one communication in flight
 MANY = replace(FRONTIER, one_in_flight=False)
 
 

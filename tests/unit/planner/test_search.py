@@ -1,4 +1,6 @@
-"""The planner's choices and refusals. It reproduces the findings of the ORNL paper without being given them."""
+"""The planner's choices and refusals. The planner reproduces the findings of the ORNL paper, which are not among its
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,9 @@ def test_recomputing_every_second_layer_is_priced_between_all_and_none() -> None
 
 
 def test_modes_that_repeat_are_priced_by_each_stage_s_own_layers() -> None:
-    """Two of three layers are recomputed on one stage, and one of two on the other.
+    """With the modes "full,none", two of three layers are recomputed on the first stage, and one of two on the second.
 
-    A single layout has the same price as in a table.
+    The predictions for a single layout equal those for the same layout in a table.
     """
     model = load_model("gpt-22b", {"layers": 5})
     stages = split_layers(model, 2, (3, 2))
@@ -101,9 +103,10 @@ def test_more_pp_at_a_fixed_global_batch_loses(numbers: Rates) -> None:
 
 
 def test_flash_attention_pays_at_sequence_2048() -> None:
-    """ORNL measured about 30 % against softmax by separate kernels.
+    """ORNL measured a gain of about 30 % over softmax in separate kernels.
 
-    Their scripts' 22B has 96 heads, the paper's has 48 and therefore half the scores.
+    The 22B model in their scripts has 96 heads. The one in the paper has 48 heads, and therefore half the attention
+    scores.
     """
     separate = replace(ORNL, attention="unfused", fused_softmax=False)
 
@@ -140,7 +143,7 @@ BIG = pytest.mark.parametrize(("model", "nodes"), [("gpt-1t", 384), ("gpt-175b",
 
 @BIG
 def test_big_searches_keep_tensor_parallelism_inside_the_node(model: str, nodes: int) -> None:
-    """Run the complete command. `benchmarks/planner/plan.py` reports how long it takes."""
+    """Run the complete command in its own process."""
     done = subprocess.run(
         [sys.executable, "-m", "frontier_llm.cli.main", "plan", model, "--machine", "frontier", "--nodes", str(nodes)],
         capture_output=True,

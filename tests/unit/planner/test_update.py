@@ -79,7 +79,7 @@ def test_columns_are_the_layouts_one_by_one() -> None:
 
 
 def test_a_v_in_pairs_is_chosen_where_one_communication_is_in_flight() -> None:
-    """With dualpipe-v the messages of neighbouring ranks are in step.
+    """With dualpipe-v, neighbouring ranks reach their messages at about the same time.
 
     With the other schedules of this shape, ranks wait for messages.
     """

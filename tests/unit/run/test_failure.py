@@ -22,11 +22,15 @@ def test_errors_of_the_devices_memory_are_a_cause_of_their_own(text: str) -> Non
 
 @pytest.mark.parametrize("text", ["RuntimeError: CUDA error: an illegal memory access", "MemoryError", "killed"])
 def test_other_errors_of_memory_are_crashes(text: str) -> None:
-    """A roomier layout does not help if the host has too little memory."""
+    """In none of these errors is the device's memory too small, so a roomier layout, which needs less of it, does not
+    help.
+    """
     assert cause_of(text) == "crash"
 
 
 def test_out_of_memory_is_a_fault_of_the_program() -> None:
-    """The same text three times before the first step ends a run without a roomier plan."""
+    """The supervisor compares this text between starts. If it occurs three times before the first step, a run without a
+    roomier plan ends.
+    """
     failure = Failure("HIP out of memory. Tried to allocate 2.00 GiB", Evidence.EXCEPTION, OUT_OF_MEMORY)
     assert failure.program_fault == "HIP out of memory. Tried to allocate #.# GiB"

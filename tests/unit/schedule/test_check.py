@@ -152,7 +152,7 @@ def _backward_first(placement: Placement, microbatches: int, rank: int) -> list[
     ids=["fails", "nothing", "empty", "no action", "a message", "deadlock"],
 )
 def test_a_wrong_order_of_a_plugin_is_an_error_for_people(order, expected, monkeypatch):
-    """With and without messages: the engine needs them, the planner's simulation does not."""
+    """Checks schedules with and without messages. The engine needs messages, and the planner's simulation does not."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     register("Mine", ScheduleRule(order))
     assert parse_fixed(["schedule=Mine"]) == {"schedule": "Mine"}, "plan --fix accepts a plugin's schedule"

@@ -140,7 +140,7 @@ def test_two_entries_exchanged_on_one_rank_hang(name: str, pp: int, m: int, v: i
 def test_a_collective_before_the_message_that_its_peer_is_computed_from_hangs() -> None:
     """On one of two tensor-parallel ranks the receive comes before another action's sum.
 
-    Its sender waits for that sum's result.
+    The sender of the message waits for the result of that sum.
     """
     schedule = build("1f1b", 2, 4)
     collectives = inside_and_behind(schedule)

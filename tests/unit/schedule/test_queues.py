@@ -1,6 +1,6 @@
 """If all ranks issue parts of one common order, no assignment of streams to hardware queues has a circular wait.
 
-Ranks with orders of their own need a queue for each stream: streams that share one deadlock.
+If ranks have different orders, each stream needs a queue of its own. Streams that share a queue can deadlock.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def test_fsdp_alone_ends_for_any_assignment_of_streams_to_queues() -> None:
 
 
 def test_sums_over_copies_beside_gathers_can_deadlock() -> None:
-    """This is the reason for which HSDP stays refused with one communication in flight."""
+    """This is why HSDP is refused with one communication in flight."""
     ranks = [packets(each, one_in_flight=False) for each in sharded_step(dp=4, blocks=3, microbatches=2, copies=True)]
     execute(ranks, own_queues())
     with pytest.raises(ScheduleError, match="deadlock: queues wait for"):

@@ -128,7 +128,9 @@ def test_a_schedule_for_simulation_has_the_same_compute(schedule: Schedule) -> N
 
 @given(st.permutations(range(4)), st.permutations(range(4)))
 def test_communication_fits_any_order_of_compute(forwards: list[int], backwards: list[int]) -> None:
-    """All forwards in any order, then all backwards in any other order, equal on all stages, are legal."""
+    """A schedule with all forwards in any order and then all backwards in any order is legal, if the orders are equal
+    on all stages.
+    """
     check(custom([f"F{m}" for m in forwards] + [f"B{m}" for m in backwards], stages=3))
 
 

@@ -33,7 +33,7 @@ def driver(scripts: Any) -> ModuleType:
     spec = importlib.util.spec_from_file_location("first_gpu", FOLDER / "__main__.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["first_gpu"] = module  # its dataclass looks up its module
+    sys.modules["first_gpu"] = module  # a dataclass in this module looks up the module by this name
     spec.loader.exec_module(module)
     return module
 
@@ -63,7 +63,7 @@ def test_a_stage_that_fails_is_a_result_with_the_end_of_its_log(
 
 
 def test_what_has_nothing_to_do_is_skipped_with_a_reason(tmp_path: Path) -> None:
-    """Runs on machines with less than two GPUs."""
+    """This test runs only on machines with fewer than two GPUs."""
     if torch.cuda.device_count() > 1:
         pytest.skip("there are GPUs to test")
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
@@ -168,7 +168,7 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
 @pytest.mark.timeout(900)
 def test_the_rehearsal_plays_every_stage_in_a_bare_environment(driver: ModuleType, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    # Other tests of this process interpret kernels, and the rehearsal compiles one.
+    # Other tests in this process may have enabled Triton's interpreter, but the rehearsal compiles a kernel.
     environment.pop("TRITON_INTERPRET", None)
     # 14 minutes are enough on a busy machine.
     command = [str(FOLDER.with_suffix(".sh")), "--rehearse", "--out", str(tmp_path), "--minutes", "14"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-# Creating pip takes most of the seconds of a new environment, and the stand-in takes its place.
+# Installing pip takes most of the time of creating an environment. The stand-in replaces pip.
 PYTHON = """#!/usr/bin/env bash
 python="$(dirname "$0")/active/bin/python"
 if [[ "$1 $2" == "-m venv" ]]; then exec "$python" -m venv --without-pip "${@:3}"; fi

@@ -112,7 +112,7 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
 
 
 def test_a_tensor_degree_that_does_not_divide_a_node_is_refused_on_several_nodes() -> None:
-    """With 3 ranks per group, ranks 6 to 8 would be on two nodes of 8 devices. One node has no such group."""
+    """With 3 ranks per group, ranks 6 to 8 would be on two nodes of 8 devices. On a single node this cannot happen."""
     three = {"heads": 12, "kv_heads": 12, "ffn_hidden": 384, "vocab_multiple": 3}
     problem = only(config(tensor=3, model=three), 24, "parallel.tensor")
     assert "some groups of 3 tensor ranks span nodes: 3 does not divide the 8 devices of a node" in problem.what

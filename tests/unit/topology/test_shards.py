@@ -32,7 +32,7 @@ def test_shards_cover_every_element_once(
     dims: tuple[int, int],
     data: st.DataObject,
 ) -> None:
-    """Splits along one axis or two, in different dims or in the same dim."""
+    """The shards are split along one axis or two, in different dims or in the same dim."""
     shape = [data.draw(st.integers(1, 4)) for _ in range(3)]
     for dim in dims:
         shape[dim] = degrees[0] * degrees[1] * part

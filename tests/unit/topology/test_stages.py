@@ -50,5 +50,5 @@ def test_given_counts_are_kept() -> None:
 
 @pytest.mark.parametrize(("name", "published"), [("gpt-1t", 0.17), ("gpt-175b", 0.35), ("gpt-22b", 0.69)])
 def test_head_cost_is_about_vocabulary_over_12_hidden(name: str, published: float) -> None:
-    """The cost is V/12H. Attention scores make a real layer up to 3 % more expensive than 12 H^2."""
+    """The head costs V/12H layers. Attention scores make a real layer up to 3 % more expensive than 12 H^2."""
     assert head_cost_in_layers(load_model(name)) == pytest.approx(published, rel=0.04)

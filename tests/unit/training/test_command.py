@@ -151,7 +151,7 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare
         [f"train.run_dir={tmp_path}", f"precision.dtype={dtype}", "parallel.pipeline=1", "train.device=cpu"],
     )
     weight_bytes = 2 if dtype == "bf16" else 4
-    # Three replicas of two ranks have one optimizer state.
+    # Three replicas, each of two ranks, hold weights and gradients. They share one copy of the optimizer state.
     held = total_parameters(config.model) * (3 * (weight_bytes + 4) + 12) + spare_bytes
     assert 0 < checks.available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(checks, "available_bytes", lambda: held)

@@ -196,7 +196,7 @@ def test_facts_tell_torches_kernels_and_libraries_apart(monkeypatch: pytest.Monk
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, count=4)
-    for local_rank in (0, 7):  # all ranks end with the reason, not only those without a GPU
+    for local_rank in (0, 7):  # ranks with a GPU end with this reason too, not only ranks without a GPU
         with pytest.raises(FrontierError, match="8 ranks on n0, where torch sees 4 GPUs"):
             choose_device(run("train.device=cuda"), place(local_rank), None)
 

@@ -1,5 +1,5 @@
-"""metrics.jsonl and the TensorBoard events of a run that was interrupted or rewound: one value per step for each
-reader.
+"""metrics.jsonl and the TensorBoard events of a run that was interrupted or rewound: a reader of either gets one value
+per step.
 """
 
 from __future__ import annotations

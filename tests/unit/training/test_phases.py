@@ -64,7 +64,7 @@ def test_a_run_resumed_inside_or_at_the_border_of_a_phase_is_the_uninterrupted_o
     source = CheckpointWeights(tmp_path / "whole" / "checkpoints" / "step_00000006")
     length = 2 * 32 * 2 + 4 * 32 * 2 + 2 * 96 * 2
     assert (source.manifest.progress.consumed_samples, source.manifest.progress.tokens) == (16, length)
-    # This model is exported, generated with and evaluated.
+    # Export, generation and evaluation use this model.
     assert source.model.sequence_length == 96 and source.model.rope_scaling is not None
     # The last step of this checkpoint was in phase 2.
     assert CheckpointWeights(tmp_path / "2-4" / "checkpoints" / "step_00000004").model.rope_scaling is None
@@ -76,7 +76,8 @@ def test_a_run_resumed_inside_or_at_the_border_of_a_phase_is_the_uninterrupted_o
 def _last_phase(rank: int, words: list[str], world_size: int, built: bool) -> list[tuple[float, float]]:
     """Return loss and gradient norm of two steps of the last phase.
 
-    The phase is entered from the first one, or the run is built with its settings if `built`.
+    With `built`, the run is built with the settings of the last phase. Otherwise it enters the last phase from the
+    first phase.
     """
     config: RunConfig = load_run("bench", [*WORDS, *words, "precision.dtype=fp64", "data.seed=7"])
     phase = phases_of(config)[-1]

@@ -94,7 +94,9 @@ def test_another_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
 
 
 def test_a_run_in_tokens_whose_batch_doubled_ends_after_its_tokens(tmp_path: Path) -> None:
-    """Regression: the length was counted with the present batch from step 0, so that no step was left to train."""
+    """Regression: the run's length was counted with the present batch from step 0 on, so that no step was left to
+    train.
+    """
     words = ("data.train=a", "train.steps=192 tokens", "optimizer.schedule=cosine", f"train.run_dir={tmp_path}/run")
     trained(tmp_path / "run", 6, "data.train=a", "optimizer.decay_steps=12", "optimizer.schedule=cosine")
     config = load_run("bench", [*RUN, *words, "batch.global_batch=2", "optimizer.decay_steps=12"])

@@ -1,4 +1,6 @@
-"""Which nodes the measurement before the first step names. The measured times are given."""
+"""Tests which nodes the measurement before the first step reports as slow. Most tests replace the measured times by
+given times.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def _place(rank: int, per_node: int) -> RankEnv:
 
 
 def _measured_on(rank: int) -> tuple[list[int], list[tuple[str, Failure]], str]:
-    """Measure as two nodes of two ranks, and then as four nodes of which the third takes twice the time."""
+    """Measure as two nodes of two ranks, and then as four nodes, of which the third node takes twice the time."""
     mesh = build_mesh(Grid(1, 1, 4), rank)
     device = torch.device("cpu")
     measured = start_rates._measure(_place(rank, 2), mesh, device)
@@ -132,7 +134,7 @@ def _measured_with_a_limit(rank: int, share: float | None) -> list[RankTimes]:
 
 
 def test_a_node_that_a_cgroup_slows_down_is_found(ranks: RankPool) -> None:
-    """The limit is a twentieth of a core, below what a busy machine leaves to the other ranks."""
+    """The limit is a twentieth of a core, which is less than a busy machine leaves to each of the other ranks."""
     if reason := cgroups.why_unavailable():
         pytest.skip(reason)
     measured = ranks.run(4, _measured_with_a_limit, 0.05)[0]

@@ -100,7 +100,7 @@ def _recorded(case: Case) -> list[tuple[object, ...]]:
 
 
 def test_records_do_not_depend_on_addresses_or_on_earlier_runs() -> None:
-    """A recorder that takes a new tensor for a freed one at its address would name a line at random."""
+    """If the recorder mistook a new tensor for a freed tensor at the same address, it would name a random line."""
     case = LAYOUTS["moe"]
     first = _recorded(case)
     held = [torch.zeros(3) for _ in range(1000)]
@@ -172,7 +172,9 @@ def _fail(*_: object) -> None:
 
 
 def test_a_step_that_fails_on_one_rank_is_not_checkable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout cannot be the cause, so `submit --force types` must be possible."""
+    """The layout cannot be the cause, because the step already fails on one rank. `submit --force types` must therefore
+    be possible.
+    """
     monkeypatch.setattr("frontier_llm.certificate.axis_types.check.run_step", _fail)
     section = check_axis_types(Case("llama", tp=2).config(), 2)
     assert section.verdict is SectionVerdict.NOT_CHECKABLE

@@ -171,7 +171,9 @@ def test_collectives_are_priced_by_their_own_measurements() -> None:
 
 
 def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
-    """Two stages share one core. With both busy a kernel takes twice its time, so a pipeline's bubble costs nothing."""
+    """Two stages share one core. If both are busy, a kernel takes twice its time. During the bubble of one stage the
+    other runs at full speed, so the bubble costs nothing.
+    """
     made = samples()
     made.contention = [(1, 0.5), (2, 1.0)]
     found = calibrated(made)

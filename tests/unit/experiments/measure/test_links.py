@@ -212,7 +212,7 @@ def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
 def test_memory_of_communicators_is_measured_and_written_as_the_reserve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver with 64 GiB, of which torch has reserved 3 GiB."""
+    """Simulates a driver with 64 GiB, of which torch has reserved 3 GiB."""
     used_gib = [3.5]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int((64 - used_gib[0]) * GIB), 64 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)

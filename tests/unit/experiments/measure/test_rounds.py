@@ -1,4 +1,6 @@
-"""A calibration with a budget measures in rounds, as many as fit, and takes the median of each time."""
+"""A calibration with a budget measures in as many rounds as fit into the budget. For each time it takes the median over
+the rounds.
+"""
 
 from __future__ import annotations
 

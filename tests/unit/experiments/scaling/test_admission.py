@@ -168,8 +168,8 @@ def test_the_preview_says_nodes_minutes_node_hours_and_bytes(
     assert main(production) == 0
     err = capsys.readouterr().err
     assert "for about 687 minutes" in err and "70 steps of about 580 s" in err
-    # A checkpoint after every second step of 70, and one at the walltime. It has 12 bytes for each of 1.008e12
-    # parameters.
+    # A checkpoint after every second step of 70, and one at the walltime. Each checkpoint has 12 bytes for each of
+    # 1.008e12 parameters.
     assert (
         f"396.1 TiB, 36 checkpoints of 11.0 TiB, to {tmp_path}/p/checkpoints, and keeps 2 (train.keep_checkpoints)"
         in err
@@ -204,8 +204,8 @@ def test_a_chain_pays_for_each_start_and_each_save() -> None:
 def test_a_lead_time_shorter_than_a_step_is_pointed_out(
     allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`sbatch slurm/train_1t.sbatch train.save_final=true` starts the same job as these words. The benchmark's script
-    warns 60 s before the walltime.
+    """`sbatch slurm/train_1t.sbatch train.save_final=true` starts the same job as the command of this test. The
+    benchmark's script warns the ranks 60 s before the walltime.
     """
     words = ("train_1t", f"train.run_dir={tmp_path}/r", "train.save_final=true")
     admit_job(open_batch((*words, "job.warning_s=60")))

@@ -137,7 +137,7 @@ def test_the_page_is_self_contained_and_marks_what_is_simulated(tmp_path: Path) 
 
 
 def test_the_axis_of_efficiencies_begins_just_below_the_lowest(tmp_path: Path) -> None:
-    """On an axis from 0, two weak scaling curves near 100 % were one line."""
+    """On an axis that begins at 0, two weak scaling curves near 100 % would look like one line."""
     chart = list(charts(simulated(tmp_path)))[1]
     bottom, top = chart.layout["yaxis"]["range"]
     values = [value for trace in chart.traces for value in trace["y"]]

@@ -44,8 +44,8 @@ def trial_of(search: Tuner, proposal: Proposal, step_s: float | None, status: st
 
 
 def true_times(space: Space) -> np.ndarray:
-    """Return the step times of a machine on which messages are slower and pipelines faster than the planner
-    predicts.
+    """Return the step times of a machine on which tensor parallelism is slower and pipelines are faster than the
+    planner predicts.
     """
     return np.array(
         [plan.step_s * (1.3 + 0.2 * (plan.layout.tp > 1) - 0.35 * (plan.layout.pp > 1)) for plan in space.plans]
@@ -155,7 +155,7 @@ def test_it_goes_on_from_its_table(space: Space, tmp_path: Path) -> None:
     )
     trials = read_trials(path, space.plans[0].layout)
     assert [trial.layout for trial in trials] == [trial.layout for trial in whole.trials[:6]]
-    # of a search with other fixed choices
+    # a trial of a search with other fixed choices
     other = replace(space.plans[0].layout, gradient_wire="bf16", data_shard=2)
     assert read_trials(path, other) == trials
     assert trials[0].detail == 'a "quoted", broken line'

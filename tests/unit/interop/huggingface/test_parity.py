@@ -34,8 +34,8 @@ def rounding_limit(ours: InferenceModel, expected_BSV: torch.Tensor) -> float:
     """Return six standard deviations of the difference between two computations of the logits in fp32.
 
     A logit passes through sums of `terms` products in all. Each rounding has a relative error of at most the unit
-    roundoff, with either sign, so that the error of one computation grows with the square root of `terms`. The result
-    does not depend on the order of a CPU's sums, but their errors do.
+    roundoff, with either sign, so that the error of one computation grows with the square root of `terms`. This limit
+    does not depend on the order in which a CPU adds. The errors of the logits do.
     """
     model = ours.config
     terms = model.layers * (3 * model.hidden + S + model.ffn_hidden) + model.hidden

@@ -79,7 +79,7 @@ def kept_bytes(config: RunConfig) -> int:
 
 
 def listed(config: RunConfig) -> float:
-    """Return the bytes that a layer keeps according to the planner's list of work."""
+    """Return the bytes that a layer keeps according to the planner's list of a layer's operations (`block_work`)."""
     return kept_by_the_list(block_work(config.model, layout_of(config, 1), Software()), config.train.recompute)
 
 
@@ -107,7 +107,7 @@ def test_of_every_second_layer_recomputed_the_others_keep_everything() -> None:
 
 
 def test_layers_that_the_list_does_not_divide_keep_what_the_planner_says() -> None:
-    """Two of three layers are recomputed, not one and a half."""
+    """With the modes "full,none", two of three layers are recomputed, not one and a half."""
     config, whole = (config_of(3, modes, 1) for modes in ("full,none", "none"))
     priced = [held(one.model, layout_of(one, 1), rates(load_machine("local"))).block * 3 for one in (config, whole)]
     assert priced[1] - priced[0] == pytest.approx(kept_bytes(whole) - kept_bytes(config), rel=0.02)

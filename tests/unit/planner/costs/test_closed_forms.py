@@ -235,7 +235,9 @@ def test_zero_2_scatters_after_every_microbatch_and_holds_a_part_of_the_gradient
 
 
 def test_the_gradient_of_a_tied_embedding_is_summed_over_the_first_and_the_last_stage() -> None:
-    """The runtime adds it in fp32 after the last backward (`topology.traffic`), so the step is longer by this sum."""
+    """The runtime sums this gradient in fp32 after the last backward (`topology.traffic`), so the step is longer by the
+    time of this sum.
+    """
     model = load_model("gpt-22b")
     layout = Layout(tp=8, pp=4, dp=2, microbatches=32)
     seconds = float(tied_sum_s(model, layout, FRONTIER))

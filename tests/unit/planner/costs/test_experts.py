@@ -84,7 +84,8 @@ def test_two_stages_save_the_share_that_x_moe_measured_and_are_taken_where_they_
     # all experts are in one node, so the two-stage form has no effect
     assert over_nodes(LARGE, Layout(dp=64, ep=8), FRONTIER, "hierarchical").expert_nodes == 1
     one_choice = LARGE.model_copy(update={"moe": LARGE.moe.model_copy(update={"top_k": 1})})  # type: ignore[union-attr]
-    # No row is redundant, and inside the node rows are sent twice.
+    # With one expert per token no row is redundant, and the two-stage form would send rows a second time inside the
+    # node.
     assert over_nodes(one_choice, layout, FRONTIER).expert_nodes == 1
 
 
@@ -104,10 +105,10 @@ def test_rows_travel_beside_the_shared_expert() -> None:
 def test_a_layer_keeps_what_xmoes_theory_allows_without_the_experts_outputs() -> None:
     """Table 4 of the X-MoE paper (arXiv:2508.13337) has Large at EP64.
 
-    It lists 1.125 GiB of activations in theory, 1.21 in X-MoE, 1.95 in Tutel and 2.81 in DeepSpeed-MoE.
-    The theory counts the rows before and after the experts and twice between their matrices: 2 k S (2 H + 2 F).
-    Here the weights are applied between the matrices, so that outputs are not kept.
-    The router's input and its scores are kept, which that formula leaves out.
+    It lists 1.125 GiB of activations in theory, 1.21 in X-MoE, 1.95 in Tutel and 2.81 in DeepSpeed-MoE. The theory
+    counts the rows before and after the experts and twice between their matrices: 2 k S (2 H + 2 F). Here the weights
+    are applied between the matrices, so that outputs are not kept. The router's input and its scores are kept too, and
+    the theory's formula omits them.
     """
     assert LARGE.moe is not None
     rows = LARGE.moe.top_k * LARGE.sequence_length

@@ -1,4 +1,6 @@
-"""Allocator retries above the stated rate end a start as out of memory, with a checkpoint, if a roomier plan exists."""
+"""Allocator retries above the stated rate end a start as out of memory, with a checkpoint. This needs a roomier plan,
+which is a layout with less memory.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_one_retry_per_step_over_a_window_is_too_much(
 ) -> None:
     monkeypatch.setenv(ROOMIER_PLAN_VARIABLE, "1")
     assert ends(counter(retries_in_window), 3) == expected
-    assert ends(None, 3) == []  # a CPU
+    assert ends(None, 3) == []  # a CPU has no allocator retries
     monkeypatch.delenv(ROOMIER_PLAN_VARIABLE)
     assert ends(counter(retries_in_window), 3) == []  # without a roomier plan, another start would not help
 

@@ -80,7 +80,7 @@ def test_the_others_leave_when_all_is_on_record(tmp_path: Path, monkeypatch: pyt
     inquiry(heartbeat_store, 0).accuse(wrong(3))
     assert heartbeat_store.files_at_claim == ["failure.json", "untrusted_nodes.json"]
     inquiry(heartbeat_store, 1).accuse(wrong(3))
-    assert heartbeat_store.late == -1  # it polled until it found the claim
+    assert heartbeat_store.late == -1  # the rank polled until it found the claim
 
 
 def test_the_others_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
