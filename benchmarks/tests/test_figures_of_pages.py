@@ -52,7 +52,7 @@ def test_differences_from_the_strong_series_of_ornl(page: str) -> None:
         predicted = efficiencies(plans)[-1]
         difference = predicted - published.efficiency
         points.append(f"{100 * difference:.1f}")
-    words = f"measured {' and '.join(points)} percentage points less than predicted"
+    words = f"measured {' and '.join(points)} percentage points less efficiency than predicted"
     assert words in text_of(page)
 
 
