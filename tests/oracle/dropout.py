@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def words(counter: int, key: int) -> list[int]:
-    """Return the four words of one block."""
+    """Return the four 32-bit words that Philox computes from one counter and one key."""
     c = [counter >> (32 * i) & 0xFFFFFFFF for i in range(4)]
     k = [key & 0xFFFFFFFF, key >> 32]
     for _ in range(10):

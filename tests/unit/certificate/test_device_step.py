@@ -15,7 +15,7 @@ from tests.harness.planted import planted
 from tests.parity.cases import Case, pairwise
 
 ON_FRONTIER = ("machine=frontier", "precision.dtype=bf16")
-# The step's only wait: its sums of losses and norms.
+# The only place in a step where the host waits for the GPU: the sums of losses and norms.
 SUMS = "at frontier_llm/training/step.py:"
 
 
