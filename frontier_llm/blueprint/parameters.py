@@ -196,7 +196,8 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
     yield from column("attention.qkv", (G, Q + 2, D, H), 0, model.has_qkv_bias, qkv)
     if model.qk_norm is not None:
         for piece, heads in (("q", A), ("k", G)):
-            # A weight that all heads share gets gradients only from its rank's heads, so they are summed over tp.
+            # If all heads share the weight, each rank has only the gradients from its own heads, so the gradients are
+            # summed over tp.
             shape, split = ((D,), How.PARTIAL) if model.qk_norm == "head" else ((heads, D), Split(0))
             yield Parameter(
                 f"{name}.attention.{piece}_norm.weight",
@@ -281,9 +282,9 @@ def stage_parameters(
 ) -> Iterator[Parameter]:
     """Yield the parameters of a virtual stage, in the order of the model.
 
-    With tied weights the embedding and the head are one parameter, and `tied_ranks` pipeline ranks hold it. If there
-    are two, each has a copy, and gradients are summed over the axis "tied". If `embedding_elsewhere` is set, another
-    virtual stage of the same rank declares the tied parameter.
+    With tied weights the embedding and the head are one parameter, and `tied_ranks` pipeline ranks hold it. If two
+    ranks hold it, each rank has a copy, and gradients are summed over the axis "tied". If `embedding_elsewhere` is set,
+    another virtual stage of the same rank declares the tied parameter.
     """
     across = sequence_axes(sequence_parallel)
     vocabulary = (model.padded_vocab_size, model.hidden)

@@ -87,7 +87,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
         # residual, which costs one more kernel. In backward, the gradient of each dropout needs a separate pass.
         items += [Item(Phase.F, PASSES, Pass(0, 1), FULL), Item(Phase.I, PASSES, Pass(4 * size * T * H / cut, 2))]
     boundary = size * T * H
-    # inputs of the norms, and the masks of the two dropouts
+    # kept tensors that only sequence parallelism divides: inputs of the norms, and masks of the two dropouts
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
     # The backward of the activation needs its input. GeGLU also keeps a copy of its gate before GELU and one after it.
@@ -206,7 +206,7 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
                     backward=True,
                 ),
             ),
-            # log-sum-exp
+            # the log-sum-exp of each query, which backward needs
             Item(Phase.F, ATTENTION, Keep(float(statistics_bytes(layout.dtype)) * B * queries * a, modes)),
         ]
     batch = B * a
@@ -291,7 +291,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         yield Item(Phase.F, EXCHANGE, Pass(7 * merged, 6 * (cp - 1)), ANY)
         yield Item(Phase.I, EXCHANGE, Pass(3 * merged * (1 + 2 * g / a), 3 * (cp - 1)))
     else:
-        # selective recomputation repeats only the core, which does not need the second exchange
+        # Full recomputation also repeats the second all-to-all, which sends the outputs. Selective recomputation
+        # repeats only the attention core, which does not need it.
         for phase, again in ((Phase.F, FULL), (Phase.I, ())):
             yield send(phase, "all_to_all", held * (a + 2 * g) * row)
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
@@ -306,9 +307,9 @@ def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) 
     """Return the memory traffic of a block's elementwise operations in (forward, backward). F is the width of its MLP.
 
     These are norms, biases, activation, rotary embedding, dropout and residual additions. The unit of traffic is one
-    read or write of S·B·H elements. A norm has 2, a residual addition 3 (+1.5 with dropout and its mask). These are
-    divided by tp only with sequence parallelism. The qkv split and merge and the activation over F are always divided
-    by tp.
+    read or write of S·B·H elements. A norm has 2 units, a residual addition 3 (+1.5 with dropout and its mask). Norms
+    and residual additions are divided by tp only with sequence parallelism. The qkv split and merge and the activation
+    over F are always divided by tp.
     """
     token_bytes = 2.0 * rank_tokens(model, layout)
     residual = 3.0 + (1.5 if software.dropout else 0.0)

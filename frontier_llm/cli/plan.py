@@ -243,7 +243,7 @@ def _plan(args: argparse.Namespace) -> int:
         **shared,
     )
     check_found(outcome, machine, numbers)
-    # search first, then shorten the list, so that --top does not change the choice
+    # The list of layouts is shortened after the search, so that --top does not change the chosen layout.
     best = outcome.best
     outcome = replace(outcome, plans=outcome.plans[: args.top])
     run_of = campaign(machine, best, args.tokens)

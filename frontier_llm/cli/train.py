@@ -55,7 +55,8 @@ def train(args: argparse.Namespace) -> int:
     from frontier_llm.run.signals import BEFORE_RANKS, held
 
     if discover() is not None:
-        # Signals stay pending until the rank can save. Reading files and importing modules takes seconds.
+        # Signals stay pending until the rank can handle them by a save. Until then it reads files and imports modules
+        # for several seconds.
         with held():
             return _run(args)
     with held(BEFORE_RANKS):  # until ranks start, SIGTERM ends the command at once, because nothing can be lost

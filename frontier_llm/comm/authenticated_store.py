@@ -29,8 +29,8 @@ from frontier_llm.libraries import load_library
 # Time limit for replies that the server can send at once. After this time the server counts as stopped or gone.
 ANSWER_S = 30.0
 CONNECT_S = 10.0  # Time limit for one attempt to connect.
-# Limits of a message, as in csrc/store_server.cpp. The largest requests have some hundred parts: RCCL reads the ids of
-# all roots of a communicator over the complete machine.
+# Limits of a message, the same as in csrc/store_server.cpp. The largest requests have some hundred parts: for a
+# communicator over the complete machine, RCCL reads the ids of all root ranks in one request.
 MOST_PARTS = 1 << 16
 MOST_BYTES = 64 << 20
 
@@ -113,11 +113,12 @@ class AuthenticatedStore(dist.Store):
         the requests of all other threads.
         """
         super().__init__()
-        # The C++ base class stores the time-out, because groups and prefixes also set it there.
+        # The C++ base class stores the time-out, because torch's process groups and PrefixStore also set it there.
         self.set_timeout(timedelta(seconds=timeout_s))
         self._connect = connect
         self._room = threading.BoundedSemaphore(connections)
-        # Connections are pooled and not kept per thread: for Python, a C++ thread is a new thread at each call.
+        # All threads share the idle connections. A connection per thread would not be reused, because Python treats a
+        # C++ thread as a new thread at each call.
         self._idle: list[socket.socket] = []
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -132,8 +133,9 @@ class AuthenticatedStore(dist.Store):
                 time.sleep(0.01)
 
     def _ask(self, operation: str, *arguments: bytes, within_s: float = 0.0) -> Parts:
-        """Send a request and return the values in the reply. The server has `within_s` seconds longer than usual to
-        reply.
+        """Send a request and return the values in the reply.
+
+        The time limit for the reply is `within_s` + ANSWER_S seconds.
         """
         with self._room:
             try:

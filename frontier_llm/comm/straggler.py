@@ -110,11 +110,13 @@ class StragglerDetector:
         pace = self._pace(busy_s)
         for rank, past in self._past.items():
             if len(past) < MIN_PAST:
-                usual[rank] = busy_s[rank], 0.0  # no past intervals yet
+                usual[rank] = busy_s[rank], 0.0  # too few past intervals: the present busy time counts as usual
             else:
                 usual[rank] = median(past) * pace, _spread(list(past)) * pace
             if busy_s[rank] <= usual[rank][0] * (1 + MIN_SHARE):
-                past.append(busy_s[rank] / pace)  # slow intervals are left out, so a slow rank stays slow
+                # Slow intervals are not recorded. Otherwise a slow rank's usual time would grow, and the rank would no
+                # longer count as slow.
+                past.append(busy_s[rank] / pace)
         return usual
 
     def _pace(self, busy_s: list[float]) -> float:
@@ -237,7 +239,7 @@ class StragglerWatch:
             busy_s = gathered[0::2]
             self._begin_interval(step_s=gathered[1])
             named = self._detector.compare(busy_s)
-            if named:  # equal on all ranks
+            if named:  # `named` is equal on all ranks, so all ranks take part in the collective
                 hosts = all_gather_json(self._host, self._mesh.world, self._device)
                 stragglers += [replace(straggler, host=hosts[straggler.global_rank]) for straggler in named]
 

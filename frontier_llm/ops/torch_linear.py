@@ -15,7 +15,8 @@ from torch import Tensor
 from frontier_llm import log
 from frontier_llm.blueprint.items import WeightGradients
 
-# Number of elements. BLAS and the cross-entropy kernels use 16-byte accesses only if rows begin at multiples of it.
+# Number of elements. BLAS and the cross-entropy kernels use 16-byte accesses only if each row begins at a multiple of
+# this number.
 _ROW_ALIGNMENT = 16
 
 

@@ -22,7 +22,7 @@ Peaks = tuple[tuple[int, int], ...]
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
     """Return the highest number of virtual-stage activations that a stage keeps at the same time.
 
-    Without a formula in the schedule's rule the number is counted on the list of actions.
+    If the schedule's rule has no formula, the number is counted on the list of actions.
     """
     return _peak(rule(name).peak_in_flight, 0, name, stages, chunks, microbatches, stage)
 

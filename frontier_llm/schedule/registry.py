@@ -165,8 +165,8 @@ def _wrong_order(name: str, what: str, fix: str) -> LayoutError:
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the schedule of an evaluation: the forwards of `schedule`, in their order, without backwards.
 
-    If all microbatches first passed through chunk 0, no rank would receive the last stage's messages to chunk 1 until
-    all had passed. With a limited number of sends in flight this is a deadlock.
+    An order in which all microbatches first pass through chunk 0 could deadlock: until the last of them has passed, no
+    rank receives the last stage's messages to chunk 1, and the number of sends in flight is limited.
     """
     orders = [[action for action in actions if action.kind is Kind.FORWARD] for actions in schedule.compute]
     return Schedule(FORWARD_ONLY, schedule.placement, schedule.microbatches, with_messages(schedule.placement, orders))

@@ -55,8 +55,8 @@ from frontier_llm.interop.huggingface.names import (
     Names,
 )
 
-# Values of a model without features that few architectures have. An architecture that has such a feature lists it in
-# `always` or `free`.
+# Values of our fields in a model that uses none of the features that only few architectures have. An architecture with
+# such a feature lists its field in `always` or `free`.
 _USUAL: dict[str, Any] = {
     "sliding_window": None, "qk_norm": None, "norm_placement": "pre", "norm_plus_one": False, "scaled_embedding": False,
     "full_attention_every": None, "score_width": None, "score_softcap": None, "logit_softcap": None,
@@ -336,7 +336,7 @@ FAMILIES = [
         routing={**_PLAIN, "dense_layers": 0},
         moe_keys=_MOE_KEYS,
     ),
-    # DeepSeek's experts with ordinary attention (rednote-hilab/dots.llm1)
+    # dots.llm1 (rednote-hilab/dots.llm1) has DeepSeek's experts, but ordinary attention.
     Family(
         "Dots1ForCausalLM",
         "dots1",

@@ -32,7 +32,7 @@ class HuggingFaceModel:
         if vocab_multiple is not None:
             self.model = self.model.model_copy(update={"vocab_multiple": vocab_multiple})
         self._reader = ShardedReader(self.directory)
-        if self.model.layers > len(self._reader.files):  # checked before a list of this length is made
+        if self.model.layers > len(self._reader.files):  # checked before a list with an entry per layer is made
             what = f"has {self.model.layers} layers, more than the {len(self._reader.files)} tensors in the files"
             raise CheckpointError(what, "use config and weights of the same revision", str(self.directory / CONFIG))
         self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self.model)}
