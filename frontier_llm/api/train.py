@@ -29,7 +29,7 @@ from frontier_llm.run.rank_env import environment, with_this_package
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 
 POLL_S = 0.1  # time between two reads of the child's metrics
-SHOWN_LINES = 20  # lines of a failed rank's log that an exception shows
+SHOWN_LINES = 20  # number of lines at the end of a failed rank's log that an exception shows
 Step = dict[str, Any]
 
 

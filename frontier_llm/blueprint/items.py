@@ -18,7 +18,7 @@ from frontier_llm.config.fields import NonNegativeFloat
 ALIGNMENT = 8  # elements (16 bytes in 16 bit): the alignment that matrix units and vector loads need
 STATISTICS = 3  # numbers that the cross-entropy keeps per token: maximum, sum of exponentials and target logit
 
-# causes of time, which are the lines of a plan's breakdown
+# Values of `Item.cause`. A plan's breakdown of the step time has one line for each.
 PRODUCTS = "matrix products"
 ATTENTION = "attention"
 PASSES = "norms, activation, residual"

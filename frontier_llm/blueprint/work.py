@@ -257,9 +257,9 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     B = layout.micro_batch
     a = model.heads // layout.tp
     g = model.num_kv_heads // layout.tp
-    # bytes of one head at one position, and number of positions on this rank
+    # bytes of one head at one position, for all sequences of the microbatch
     row = B * D * DTYPE_BYTES[layout.dtype]
-    held = model.sequence_length // cp
+    held = model.sequence_length // cp  # number of positions on this rank
 
     def send(phase: Phase, operation: str, size: int, under: Under = Under.NOTHING, calls: int = 1) -> Item:
         return Item(
@@ -271,19 +271,21 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
     way = context_way(model, layout.tp, cp, layout.context_attention)
     if way == "gather":
-        for under in (Under.NOTHING, Under.ATTENTION):  # attention to half 1 overlaps with the gather of half 2
+        for under in (Under.NOTHING, Under.ATTENTION):  # the gather of half 2 overlaps with attention to half 1
             half = held * cp * g * row
             yield send(Phase.F, "all_gather", half, under)
             yield send(Phase.I, "all_gather", half, under)
             yield send(Phase.I, "reduce_scatter", half, under)
-        yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # reorders half 2, whose chunks arrive in reverse
+        # a copy that reorders the second half, whose chunks arrive in reverse order
+        yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)
         # backward: keys and values are reordered again, and both gradients are summed and reordered
         yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))
     elif way == "ring":
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
-        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # Gradients return to the rank of their keys.
+        # The gradients of keys and values are sent once more, so that they return to the rank of their keys.
+        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)
         # From the second block on, separate kernels merge the output of a block into the sum (in fp32) and sum
         # gradients. Half of the blocks have all queries, and the other half have only half of the queries, so the mean
         # is 0.75.
@@ -296,7 +298,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         for phase, again in ((Phase.F, FULL), (Phase.I, ())):
             yield send(phase, "all_to_all", held * (a + 2 * g) * row)
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
-            packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # packing by rank, and unpacking in order
+            # copies that sort the data by target rank before an all-to-all, and by position after it
+            packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)
             yield Item(phase, EXCHANGE, packed, ANY if phase is Phase.F else ())
         # The input of the all-to-all, which is attention's output, is kept until backward. The output of the all-to-all
         # is kept too, by another item.
@@ -383,7 +386,7 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
         Item(Phase.F, LOSS, Keep(logits * (size if in_place else size + 4))),
         Item(Phase.W, LOSS, Keep(logits * size)),  # the head's weight gradient needs the gradient of the logits
     ]
-    if model.logit_softcap is not None:  # division, tanh and product; the output of tanh is kept
+    if model.logit_softcap is not None:  # kernels for division, tanh and product; backward needs the output of tanh
         items += [Item(Phase.F, LOSS, Pass(6 * size * logits, 3)), Item(Phase.I, LOSS, Pass(7 * size * logits, 3))]
         items.append(Item(Phase.F, LOSS, Keep(size * logits)))
     if layout.tp > 1:

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str, fix: str = "") -> NoReturn:
         """Print the fault and its repair, and exit with 2."""
-        # argparse also reports an optional `*` argument as required
+        # argparse also reports optional `*` arguments, such as key=value, as missing. Remove them from the message.
         message = message.replace(", key=value", "")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])

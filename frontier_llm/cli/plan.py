@@ -327,7 +327,7 @@ def _width() -> int:
     return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
-# keys that a plan without a run uses
+# key=value settings that affect a plan of a model, without a run
 _USED = ("batch.global_batch", "precision.dtype", "optimizer.name")
 
 

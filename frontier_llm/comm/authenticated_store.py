@@ -202,7 +202,7 @@ class AuthenticatedStore(dist.Store):
         """Return this store. Threads can share it, because concurrent requests use different connections."""
         return self
 
-    # torch's C++ code calls the methods by these names
+    # torch's C++ code calls these two methods by other names
     deleteKey = delete_key
     getNumKeys = num_keys
 

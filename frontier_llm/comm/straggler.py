@@ -35,7 +35,7 @@ MIN_PEERS = 4  # Smallest number of ranks in a stage for a comparison with each 
 # the usual busy time; a smaller excess is not reported. SPREADS is a multiple of the usual spread (median absolute
 # deviation).
 MIN_SHARE = 0.10
-MIN_EXCESS_S = 0.02  # A smaller excess can come from other programs of the operating system.
+MIN_EXCESS_S = 0.02  # Seconds per step. Other programs on the node can cause a smaller excess.
 FIRST_STEPS = 2  # Steps of the first interval. The time of its second step determines the length of later intervals.
 SPREADS = 6.0
 

@@ -24,7 +24,7 @@ LOW = HALVES | {torch.float32}
 ALL = LOW | {torch.float64}
 # additional ops of a back-end whose attention supports queries and keys from different parts of a sequence
 PARTS = frozenset({"attention_block", "attention_block_backward"})
-# "cuda" is also ROCm's name in torch
+# torch's name for AMD GPUs (ROCm) is "cuda", too
 CPU = frozenset({"cpu"})
 GPU = frozenset({"cuda"})
 
@@ -165,7 +165,7 @@ def _triton_missing() -> str | Refusal:
     try:
         kernels_of_this_gpu()
     except BackendError as error:
-        first = error.problems[0]  # each damaged file is one problem, and all have the same fix
+        first = error.problems[0]  # with damaged files there are several problems, all with the same fix
         return Refusal(f"{first.where}: {first.what}".removeprefix(": "), first.fix or build_command("gfx90a"))
     return ""
 
@@ -240,7 +240,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=CPU | GPU,
             dtypes=ALL,
             load=_module("reference"),
-            on_gpu="on request",  # index_add_ adds with atomics
+            on_gpu="on request",  # torch's index_add_ uses atomics, unless deterministic algorithms are enabled
             parts=_any_part,
             softcaps=True,
         ),

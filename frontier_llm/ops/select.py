@@ -217,7 +217,7 @@ def _use_deterministic_algorithms() -> None:
     # By default torch then also fills new memory, which costs time. No kernel of this package reads unwritten memory.
     torch._C._set_deterministic_fill_uninitialized_memory(False)
     if environ("CUBLAS_WORKSPACE_CONFIG") is None:
-        put("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with a workspace of fixed size, cuBLAS is deterministic
+        put("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a workspace of fixed size
 
 
 def _measured_first(table: str, device_type: str, shape: AttentionShape) -> tuple[str, ...]:

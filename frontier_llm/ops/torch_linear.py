@@ -96,7 +96,7 @@ def weight_gradient_method(dtype: torch.dtype, device: torch.device) -> WeightGr
         ones = torch.ones(16, 16, dtype=dtype, device=device)
         try:
             _METHODS[method](total, ones, ones)
-        except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
+        except (RuntimeError, TypeError):  # torch does not support the method; includes NotImplementedError
             continue
         if bool((total == 17).all()):
             return method

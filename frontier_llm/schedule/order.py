@@ -78,7 +78,7 @@ def with_messages(
         ):
             first = place = begun[end]
             times = starts[end]
-            while times[place] < moment:  # actions that have begun earlier precede the message
+            while times[place] < moment:  # place the message after all actions that have begun before it is sent
                 place += 1
             if place > first:
                 placed[end] += orders[end][first:place]

@@ -13,7 +13,7 @@ from frontier_llm.schedule.registry import Formula, Number, ScheduleRule, rule
 # Peaks are counted with at most this number of microbatches per stage, if more microbatches do not change them.
 STEADY_ROUNDS = 4
 
-Order = Callable[[Placement, int, int], list[Action]]  # as in ScheduleRule
+Order = Callable[[Placement, int, int], list[Action]]  # type of `ScheduleRule.order`
 Place = Callable[[int, int], Placement]
 # for each rank: the peak number of kept activations, and the peak number of activations that wait for their W
 Peaks = tuple[tuple[int, int], ...]

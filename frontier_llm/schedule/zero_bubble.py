@@ -45,7 +45,7 @@ def v_shape(stages: int, chunks: int) -> Placement:
 class Pattern:
     """Time unit of each position's three passes for microbatch 0. Microbatch i runs PERIOD · i units later."""
 
-    forward: tuple[int, ...]  # by position
+    forward: tuple[int, ...]  # time of the forward, by position
     backward: tuple[int, ...]  # time of the input gradient, by position
     weight: tuple[int, ...]  # time of the weight gradient, by position
 
@@ -186,7 +186,8 @@ def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tu
     run as early as possible, because other ranks wait for them.
     """
     ranks = [_Rank(order) for order in orders]
-    ended: dict[tuple[bool, int, int], int] = {}  # (forward?, microbatch, position) → unit
+    # (True for a forward, microbatch, position) → time unit at which the pass has ended
+    ended: dict[tuple[bool, int, int], int] = {}
     moment = 0
     left = sum(map(len, orders))
     while left:

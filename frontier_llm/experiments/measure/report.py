@@ -372,7 +372,7 @@ def _data(records: Sequence[RunRecord]) -> str:
             traces.append({**bar, "marker": {"color": COLORS[index % len(COLORS)]}})
     if not rows:
         return ""
-    has_blend = len(dict.fromkeys(row[1] for row in rows)) > 1  # one source alone needs no chart
+    has_blend = len(dict.fromkeys(row[1] for row in rows)) > 1  # a run with one source needs no chart
     chart = figure(Chart("Tokens read by source", "", "tokens", traces)) if has_blend else ""
     return f"<h2>Data</h2>{table(('run', 'source', 'tokens', 'epochs'), rows)}{chart}"
 

@@ -100,7 +100,7 @@ class _Bench:
         self.stretch = 1.0
         self.dtype = working_dtype(config.precision.dtype)
         self.ops = select_run_ops(config, device.type, attends_in_parts=False)
-        self.surplus_bytes = 0  # largest memory that belongs to no tensor
+        self.surplus_bytes = 0  # largest measured memory that belongs to no tensor
         self.by_cpu_time = device.type == "cpu" and torch.get_num_threads() == 1
 
     def microbatch(self, share: float) -> int:

@@ -32,7 +32,7 @@ GEMM_REPEATS = 2  # repetitions of each product per round
 class StepBench:
     """Result of one rank. Values are medians over the measured steps."""
 
-    step_times_s: list[float]  # every measured step
+    step_times_s: list[float]  # seconds of every measured step
     cpu_times_s: list[float]  # CPU seconds of each step, summed over ranks; stays comparable on a shared machine
     tokens_per_s: float  # rate of the complete job in the median step
     step_time_s: float

@@ -43,7 +43,7 @@ HOST_OUT_OF_MEMORY = re.compile(
     r"out of memory|oom[-_]kill|can't allocate memory|cannot allocate memory|MemoryError|SIGKILL", re.IGNORECASE
 )
 RCCL_WATCHDOG = "Watchdog caught collective operation timeout"  # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
-GRACE_S = 30.0  # Slurm's KillWait: from SIGTERM to SIGKILL
+GRACE_S = 30.0  # time between SIGTERM and SIGKILL, Slurm's KillWait
 # settings of every short run: no saves, no evaluation, no TensorBoard
 BARE = (
     "train.save_interval=0",

@@ -73,7 +73,7 @@ class Family:
     always: Mapping[str, Any]  # our fields that have only one value in this architecture
     # our field → their key and, unless the key is required, its default; `vocab_size` is read for every family
     keys: Mapping[str, tuple[Any, ...]]
-    # reads our other fields, and refuses values that our model does not support
+    # returns our fields that are not in `keys`, and refuses values that our model does not support
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]  # returns the other keys of config.json
     ignored: tuple[str, ...]  # endings of tensors in older files that are buffers, not weights

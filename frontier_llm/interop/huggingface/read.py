@@ -47,7 +47,7 @@ class HuggingFaceModel:
         Reads the complete tensors of which the parameter consists; of experts only those in the rectangle.
         """
         rule = self.rules[name]
-        if rule.parameter.kind is ParameterKind.EXPERTS:  # read only the rank's own experts, which are few
+        if rule.parameter.kind is ParameterKind.EXPERTS:  # read only the experts of this rank
             some = rule.join(
                 [self._reader.read(self._name(part)) for part in rule.experts(offset[0], offset[0] + shape[0])]
             )

@@ -67,7 +67,7 @@ class _Ring(Function):
                         logsumexp_BaQ,
                         query.scores(ctx.scores, keys),
                     )
-                    grad_q[own].add_(grad_q_QBaD)  # `+=` would also copy the sum to itself
+                    grad_q[own].add_(grad_q_QBaD)  # `+=` on an indexed tensor would also copy the sum to itself
                     for to_KBgD, grad_KBgD in zip(grad_S2BgD[rows].unbind(1), grads, strict=True):
                         to_KBgD += grad_KBgD
             if arriving is not None:

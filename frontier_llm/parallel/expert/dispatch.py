@@ -149,7 +149,7 @@ def plan_dispatch(
     else:
         sent = received = [most] * ranks
         held = ranks * most
-    end = sum(sent)  # index for dropped choices, which the slice below removes
+    end = sum(sent)  # index that dropped choices get; the slice [:end] below removes it
     held_A = at_A if dropped_Nk is None else at_A % (end + 1)
     source = torch.full((end + 1,), -1, device=device).scatter_(0, held_A, order)[:end]
     tokens = source // fan
