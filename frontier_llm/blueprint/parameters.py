@@ -91,8 +91,8 @@ class Parameter:
     init_std: float | None = None  # normal(0, std), random by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
     pieces: tuple[Piece, ...] = ()
-    # number of uses of the parameter per microbatch on a rank, each of which adds a gradient; 2 if the embedding is
-    # also the rank's head; 0 = no gradient
+    # Number of uses of the parameter per microbatch on a rank. Each use adds a gradient. 2: the rank uses the parameter
+    # as embedding and as head. 0: no gradient.
     uses: int = 1
     grouped: bool = False  # The index of dim 0 is the key/value head, with its query heads in dim 1.
     wide: bool = False  # Always kept in fp32 (in fp64 if the model computes in fp64).

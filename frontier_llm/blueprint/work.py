@@ -212,8 +212,8 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
     square = batch * S * S * 2.0  # bytes of the score matrix in 16 bit
-    # Number of times that the 16-bit score matrix is read or written. Separate softmax kernels compute in fp32: 3 for
-    # the conversion, 4 for the scale, 4.5 for the mask, 4 for the softmax and 3 for the conversion back.
+    # Memory traffic in units of one read or write of the 16-bit score matrix. Separate softmax kernels compute in fp32
+    # and have 18.5 units: conversion 3, scale 4, mask 4.5, softmax 4, conversion back 3.
     passes = (2.0 if software.fused_softmax else 18.5) + (2.5 if software.dropout else 0.0)
     forward = [Item(Phase.F, ATTENTION, work, ANY) for work in (scores, values, Pass(passes * square, 2))]
     backward = [

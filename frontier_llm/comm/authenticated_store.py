@@ -101,9 +101,9 @@ def _as_bytes(value: str | bytes) -> bytes:
 class AuthenticatedStore(dist.Store):
     """A rank's client of the job's store. Methods raise DistStoreError if the server is gone.
 
-    torch's C++ code (prefixes, gloo, RCCL's groups and their watchdogs) calls methods of this Python class, some of
-    them by names that torch's Python interface does not have. This class defines all methods that C++ can call. It has
-    no queues and no list_keys, because C++ cannot call them on a Python store, and no group needs them.
+    torch's C++ code (PrefixStore, gloo, RCCL's groups and their watchdogs) calls methods of this Python class. It calls
+    some of them by names that torch's Python interface does not have. This class defines all methods that C++ can call.
+    It has no queues and no list_keys, because C++ cannot call them on a Python store, and no group needs them.
     """
 
     def __init__(self, connect: Connect, timeout_s: float, patient: bool = True, connections: int = 1000) -> None:

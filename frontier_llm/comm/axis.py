@@ -37,8 +37,8 @@ class Axis:
     # several nodes
     hierarchical: Collectives | None = field(default=None, compare=False, repr=False)
     nodes: int = 1  # Number of nodes if communication in two stages is possible, otherwise 1.
-    # (node axis, rail axis) of this rank, if tokens are sent to experts in two stages; a rail connects the ranks with
-    # the same local rank on each node
+    # (node axis, rail axis) of this rank, if tokens are sent to experts in two stages. The rail axis has the ranks with
+    # the same local rank on all nodes.
     levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call
     # lets only one communication of this rank be in flight; None if a rank may have several

@@ -3,8 +3,8 @@
 Step times do not show which rank is slow, because all other ranks wait for it. Busy times show the slow rank. The
 *busy* time of a rank is the time of a step without the time spent waiting for communication. At regular intervals of
 steps, all ranks exchange their busy times. Ranks of the same pipeline stage are compared with each other, because
-stages differ by design. If a stage has too few ranks, each rank is compared with its own past. A rank's busy time of an
-interval is the median over some of the interval's steps, so a delay of one or two steps is ignored.
+stages differ by design. If a stage has too few ranks, each rank is compared with its own past. The busy time of an
+interval is the median over some of its steps, so a delay of one or two steps is ignored.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class StragglerDetector:
     def _pace(self, busy_s: list[float]) -> float:
         """Return the median over ranks of the ratio of this interval's busy time to past busy times.
 
-        Expected times are multiplied by this ratio, so that longer batches or a busy machine, which slow all ranks, do
-        not make a rank a straggler.
+        Expected times are multiplied by this ratio. Otherwise every rank could count as a straggler if all ranks are
+        slow, for example because of longer batches or a busy machine.
         """
         if any(len(past) < MIN_PAST for past in self._past.values()) or not self._past:
             return 1.0

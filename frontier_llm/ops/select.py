@@ -60,9 +60,10 @@ def choose(
 ) -> ChosenBackend | Problem:
     """Return the provider for one group of ops, or a Problem.
 
-    A Problem is returned if an explicitly chosen back-end is not available. Without `allow_fallback`, a Problem is also
-    returned in two cases of `auto`: this package's own kernels are not available, so that a slower back-end would be
-    used, or only the reference could compute attention on a GPU. The Problem gives the flag and the fix.
+    A Problem is returned if an explicitly chosen back-end is not available. Without `allow_fallback`, `auto` also
+    returns a Problem in two cases. In the first, this package's own kernels are not available, and a slower back-end
+    would be used. In the second, only the reference could compute attention on a GPU. The Problem gives the flag and
+    the fix.
 
     `auto` tries the back-ends in `first`, which are known to be faster, before the others. With `deterministic` a
     back-end is refused if two runs of it may differ.

@@ -83,8 +83,8 @@ class CommunicatorMemory:
 
     before_bytes: int  # memory before the first use of a group
     warm_bytes: int  # memory after the first use of every group
-    measured_bytes: int  # memory after the measurements, for which communicators allocate more
-    communicators: int  # number of groups of the rank with most groups
+    measured_bytes: int  # memory after the measurements, whose larger messages need more memory
+    communicators: int  # number of groups of the rank with the most groups
 
     @property
     def per_communicator_bytes(self) -> float:
