@@ -23,7 +23,7 @@ def end_with(parent: int) -> None:
     """Receive SIGTERM when the process `parent` dies. A training run then saves and ends within a step."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # the parent died before the call of prctl
+    if os.getppid() != parent:  # True if the parent died before the call of prctl, which then has no effect
         sys.exit(128 + signal.SIGTERM)
 
 

@@ -28,8 +28,8 @@ from frontier_llm.run.failure import forget_failure, read_failure
 from frontier_llm.run.rank_env import environment, with_this_package
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 
-POLL_S = 0.1  # how often the metrics of the child are read
-SHOWN_LINES = 20  # lines of a failed rank's log that an exception shows
+POLL_S = 0.1  # time between two reads of the child's metrics
+SHOWN_LINES = 20  # number of lines at the end of a failed rank's log that an exception shows
 Step = dict[str, Any]
 
 
@@ -108,7 +108,7 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C of a terminal reaches the child only as the request of `wait`
+                start_new_session=True,  # a terminal's Ctrl-C does not reach the child: `wait` sends a signal instead
             )
 
     def wait(self, rows: _Rows, on_step: Callable[[Step], object] | None, bar: _Bar | None) -> int:

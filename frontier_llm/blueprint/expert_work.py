@@ -194,7 +194,8 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
         yield send(Phase.I, "all_to_all", received * size * H, axis=axis, under=under)
         yield send(Phase.I, "all_to_all", received * weights * wide, axis=axis)
 
-    # the balance loss needs the load of complete sequences
+    # A balance loss per sequence needs the experts' load over the complete sequence, so the loads are summed over tp
+    # and cp.
     for axis in () if moe.balance == "global" else ("tp", "cp"):
         if getattr(layout, axis) > 1:
             yield send(

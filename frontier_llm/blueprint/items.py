@@ -18,7 +18,7 @@ from frontier_llm.config.fields import NonNegativeFloat
 ALIGNMENT = 8  # elements (16 bytes in 16 bit): the alignment that matrix units and vector loads need
 STATISTICS = 3  # numbers that the cross-entropy keeps per token: maximum, sum of exponentials and target logit
 
-# causes of time, which are the lines of a plan's breakdown
+# Values of `Item.cause`. A plan's breakdown of the step time has one line for each.
 PRODUCTS = "matrix products"
 ATTENTION = "attention"
 PASSES = "norms, activation, residual"
@@ -31,8 +31,9 @@ LOSS = "cross-entropy"
 SHARDS = "sharded weights and gradients"
 
 
-# How this package adds a weight gradient to its fp32 buffer on a GPU (ops/torch_linear.py): by the kernel of the
-# product, after a product with fp32 output, or after a product that is rounded to 16 bit.
+# How this package adds a weight gradient to its fp32 buffer on a GPU (ops/torch_linear.py). "in-product": the kernel of
+# the matrix product adds it. Otherwise a separate kernel adds the product's output, which is in fp32 ("fp32-product")
+# or rounded to 16 bit ("rounded-product").
 WeightGradients = Literal["in-product", "fp32-product", "rounded-product"]
 # Bytes of memory traffic per parameter of each method, in addition to a product that writes its result in 16 bit.
 # "in-product" reads 4 and writes 4, and saves the write of 2. "fp32-product" writes 4 instead of 2, then reads 4 + 4
@@ -42,7 +43,7 @@ ADDING_BYTES: dict[WeightGradients, float] = {"in-product": 6.0, "fp32-product":
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareOptions:
-    """Software options: how a training framework executes a step, read from a stack of the machine file.
+    """Software options: how a training framework executes a step. A machine file lists them per software stack.
 
     The defaults describe this package.
     """
@@ -67,17 +68,17 @@ class SoftwareOptions:
     # True: the kernel that computes a weight gradient also adds it to the buffer. The kernel takes as long as the
     # product or the addition, whichever is longer.
     adding_in_product: bool = False
-    # How the installed torch adds weight gradients. A value replaces the two options above, unless `accumulate_bytes`
-    # is 0. None: not known.
+    # How the installed torch adds weight gradients. A value replaces `accumulate_bytes` and `adding_in_product`, unless
+    # `accumulate_bytes` is 0. None: not known.
     weight_gradients: WeightGradients | None = None
     optimizer_bytes: NonNegativeFloat = 30.0  # Bytes of memory traffic per owned parameter in the optimizer step.
     # True: pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
     p2p_split: bool = False
-    # Communication of experts that are split over etp ranks. False sends each row to all of these ranks. True sends it
-    # once over ep, gathers it over tp, and sums the outputs with a reduce-scatter.
+    # Communication of experts that are split over etp ranks. False: each token row is sent to all of these ranks. True:
+    # each token row is sent once over ep and gathered over tp, and a reduce-scatter sums the outputs.
     expert_rows_gathered: bool = False
     # True: FP8 has one scale per row. A separate kernel scales and converts each operand of a product, once for each
-    # dim along which it is multiplied. False: FP8 has one scale per tensor, and `linear_speedup` includes conversions.
+    # dim over which products sum. False: FP8 has one scale per tensor, and `linear_speedup` includes the conversions.
     scales_fp8_rows: bool = False
     # True: pipeline messages block the rank (Megatron, DeepSpeed) and do not overlap with its compute.
     blocking_messages: bool = False

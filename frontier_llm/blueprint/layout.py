@@ -72,7 +72,8 @@ class Layout:
     data_shard: int = 0  # Replicas that together hold one copy of the weights (only for sharding "weights"). 0 = all.
     axis_order: str = "tp-dp-pp"  # Axes of the mesh, innermost first.
     dtype: str = "bf16"
-    gradient_wire: str = "full"  # Dtype in which gradients are summed over dp. "full" = the software's dtype.
+    # Dtype in which gradients are summed over dp. "full" = the dtype of the training framework (`gradient_bytes`).
+    gradient_wire: str = "full"
     optimizer: str = "adamw"
     context_attention: str = "auto"  # An algorithm of WAYS, or auto.
     tensor_chunks: int = 1  # Number of pieces of a tp collective. Each piece overlaps a piece of a matrix product.
@@ -148,7 +149,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
         "sharding": "weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
         "data_shard": parallel.data_shard or 0,
-        "expert_nodes": 1,  # topology.expert_nodes.over_nodes sets the number
+        "expert_nodes": 1,  # replaced later by topology.expert_nodes.over_nodes
         "dtype": config.precision.dtype,
         "optimizer": config.optimizer.name,
     }
@@ -179,7 +180,7 @@ def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
         "stage_layers": None,
     }
     if sharded:
-        del parallel["zero"]  # the key allows 0 and 1 only, and FSDP does not use it
+        del parallel["zero"]  # a run file allows only 0 and 1 for this key, and FSDP does not use it
     return sections
 
 

@@ -31,12 +31,13 @@ class OptimizerRule:
     # True if the update needs the complete tensor, so that ZeRO must not cut it
     whole: Callable[[Parameter], bool] = lambda parameter: False
     gathers: bool = (
-        # True: if complete tensors leave large gaps, ZeRO may cut this tensor, and the update gathers it
-        # (optim.matrices)
+        # True: if slices of complete tensors would need too much padding, ZeRO may cut the tensor. The update then
+        # gathers it (optim.matrices).
         False
     )
     # Small additional tensors with other shapes than the parameter. They are PARTIAL on the axes over which the update
-    # sums them. Each replica that owns a slice of the parameter keeps its rank's tensors completely (optim.matrices).
+    # sums them. Tensor parallelism may split them, but ZeRO does not: every replica that owns a slice of the parameter
+    # keeps them (optim.matrices).
     statistics: Callable[[Parameter], tuple[Parameter, ...]] = lambda parameter: ()
 
     def kinds(self, parameter: Parameter) -> tuple[str, ...]:

@@ -91,8 +91,8 @@ class Parameter:
     init_std: float | None = None  # normal(0, std), random by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
     pieces: tuple[Piece, ...] = ()
-    # number of uses of the parameter per microbatch on a rank, each of which adds a gradient; 2 if the embedding is
-    # also the rank's head; 0 = no gradient
+    # Number of uses of the parameter per microbatch on a rank. Each use adds a gradient. 2: the rank uses the parameter
+    # as embedding and as head. 0: no gradient.
     uses: int = 1
     grouped: bool = False  # The index of dim 0 is the key/value head, with its query heads in dim 1.
     wide: bool = False  # Always kept in fp32 (in fp64 if the model computes in fp64).
@@ -196,7 +196,8 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
     yield from column("attention.qkv", (G, Q + 2, D, H), 0, model.has_qkv_bias, qkv)
     if model.qk_norm is not None:
         for piece, heads in (("q", A), ("k", G)):
-            # A weight that all heads share gets gradients only from its rank's heads, so they are summed over tp.
+            # If all heads share the weight, each rank has only the gradients from its own heads, so the gradients are
+            # summed over tp.
             shape, split = ((D,), How.PARTIAL) if model.qk_norm == "head" else ((heads, D), Split(0))
             yield Parameter(
                 f"{name}.attention.{piece}_norm.weight",
@@ -281,9 +282,9 @@ def stage_parameters(
 ) -> Iterator[Parameter]:
     """Yield the parameters of a virtual stage, in the order of the model.
 
-    With tied weights the embedding and the head are one parameter, and `tied_ranks` pipeline ranks hold it. If there
-    are two, each has a copy, and gradients are summed over the axis "tied". If `embedding_elsewhere` is set, another
-    virtual stage of the same rank declares the tied parameter.
+    With tied weights the embedding and the head are one parameter, and `tied_ranks` pipeline ranks hold it. If two
+    ranks hold it, each rank has a copy, and gradients are summed over the axis "tied". If `embedding_elsewhere` is set,
+    another virtual stage of the same rank declares the tied parameter.
     """
     across = sequence_axes(sequence_parallel)
     vocabulary = (model.padded_vocab_size, model.hidden)

@@ -87,7 +87,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
         # residual, which costs one more kernel. In backward, the gradient of each dropout needs a separate pass.
         items += [Item(Phase.F, PASSES, Pass(0, 1), FULL), Item(Phase.I, PASSES, Pass(4 * size * T * H / cut, 2))]
     boundary = size * T * H
-    # inputs of the norms, and the masks of the two dropouts
+    # kept tensors that only sequence parallelism divides: inputs of the norms, and masks of the two dropouts
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
     # The backward of the activation needs its input. GeGLU also keeps a copy of its gate before GELU and one after it.
@@ -206,14 +206,14 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
                     backward=True,
                 ),
             ),
-            # log-sum-exp
+            # the log-sum-exp of each query, which backward needs
             Item(Phase.F, ATTENTION, Keep(float(statistics_bytes(layout.dtype)) * B * queries * a, modes)),
         ]
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
     square = batch * S * S * 2.0  # bytes of the score matrix in 16 bit
-    # Number of times that the 16-bit score matrix is read or written. Separate softmax kernels compute in fp32: 3 for
-    # the conversion, 4 for the scale, 4.5 for the mask, 4 for the softmax and 3 for the conversion back.
+    # Memory traffic in units of one read or write of the 16-bit score matrix. Separate softmax kernels compute in fp32
+    # and have 18.5 units: conversion 3, scale 4, mask 4.5, softmax 4, conversion back 3.
     passes = (2.0 if software.fused_softmax else 18.5) + (2.5 if software.dropout else 0.0)
     forward = [Item(Phase.F, ATTENTION, work, ANY) for work in (scores, values, Pass(passes * square, 2))]
     backward = [
@@ -257,9 +257,9 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     B = layout.micro_batch
     a = model.heads // layout.tp
     g = model.num_kv_heads // layout.tp
-    # bytes of one head at one position, and number of positions on this rank
+    # bytes of one head at one position, for all sequences of the microbatch
     row = B * D * DTYPE_BYTES[layout.dtype]
-    held = model.sequence_length // cp
+    held = model.sequence_length // cp  # number of positions on this rank
 
     def send(phase: Phase, operation: str, size: int, under: Under = Under.NOTHING, calls: int = 1) -> Item:
         return Item(
@@ -271,19 +271,21 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
     way = context_way(model, layout.tp, cp, layout.context_attention)
     if way == "gather":
-        for under in (Under.NOTHING, Under.ATTENTION):  # attention to half 1 overlaps with the gather of half 2
+        for under in (Under.NOTHING, Under.ATTENTION):  # the gather of half 2 overlaps with attention to half 1
             half = held * cp * g * row
             yield send(Phase.F, "all_gather", half, under)
             yield send(Phase.I, "all_gather", half, under)
             yield send(Phase.I, "reduce_scatter", half, under)
-        yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # reorders half 2, whose chunks arrive in reverse
+        # a copy that reorders the second half, whose chunks arrive in reverse order
+        yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)
         # backward: keys and values are reordered again, and both gradients are summed and reordered
         yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))
     elif way == "ring":
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
-        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # Gradients return to the rank of their keys.
+        # The gradients of keys and values are sent once more, so that they return to the rank of their keys.
+        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)
         # From the second block on, separate kernels merge the output of a block into the sum (in fp32) and sum
         # gradients. Half of the blocks have all queries, and the other half have only half of the queries, so the mean
         # is 0.75.
@@ -291,11 +293,13 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         yield Item(Phase.F, EXCHANGE, Pass(7 * merged, 6 * (cp - 1)), ANY)
         yield Item(Phase.I, EXCHANGE, Pass(3 * merged * (1 + 2 * g / a), 3 * (cp - 1)))
     else:
-        # selective recomputation repeats only the core, which does not need the second exchange
+        # Full recomputation also repeats the second all-to-all, which sends the outputs. Selective recomputation
+        # repeats only the attention core, which does not need it.
         for phase, again in ((Phase.F, FULL), (Phase.I, ())):
             yield send(phase, "all_to_all", held * (a + 2 * g) * row)
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
-            packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # packing by rank, and unpacking in order
+            # copies that sort the data by target rank before an all-to-all, and by position after it
+            packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)
             yield Item(phase, EXCHANGE, packed, ANY if phase is Phase.F else ())
         # The input of the all-to-all, which is attention's output, is kept until backward. The output of the all-to-all
         # is kept too, by another item.
@@ -306,9 +310,9 @@ def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) 
     """Return the memory traffic of a block's elementwise operations in (forward, backward). F is the width of its MLP.
 
     These are norms, biases, activation, rotary embedding, dropout and residual additions. The unit of traffic is one
-    read or write of S·B·H elements. A norm has 2, a residual addition 3 (+1.5 with dropout and its mask). These are
-    divided by tp only with sequence parallelism. The qkv split and merge and the activation over F are always divided
-    by tp.
+    read or write of S·B·H elements. A norm has 2 units, a residual addition 3 (+1.5 with dropout and its mask). Norms
+    and residual additions are divided by tp only with sequence parallelism. The qkv split and merge and the activation
+    over F are always divided by tp.
     """
     token_bytes = 2.0 * rank_tokens(model, layout)
     residual = 3.0 + (1.5 if software.dropout else 0.0)
@@ -382,7 +386,7 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
         Item(Phase.F, LOSS, Keep(logits * (size if in_place else size + 4))),
         Item(Phase.W, LOSS, Keep(logits * size)),  # the head's weight gradient needs the gradient of the logits
     ]
-    if model.logit_softcap is not None:  # division, tanh and product; the output of tanh is kept
+    if model.logit_softcap is not None:  # kernels for division, tanh and product; backward needs the output of tanh
         items += [Item(Phase.F, LOSS, Pass(6 * size * logits, 3)), Item(Phase.I, LOSS, Pass(7 * size * logits, 3))]
         items.append(Item(Phase.F, LOSS, Keep(size * logits)))
     if layout.tp > 1:

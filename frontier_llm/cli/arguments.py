@@ -41,12 +41,12 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **settings: Any) -> None:
-        # an abbreviation would make a new option change the meaning of old commands
+        # If options could be abbreviated, a new option could change the meaning of old commands.
         super().__init__(**{"formatter_class": _Formatter, "allow_abbrev": False, **settings})
 
     def error(self, message: str, fix: str = "") -> NoReturn:
         """Print the fault and its repair, and exit with 2."""
-        # argparse also reports an optional `*` argument as required
+        # argparse also reports optional `*` arguments, such as key=value, as missing. Remove them from the message.
         message = message.replace(", key=value", "")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
@@ -232,7 +232,7 @@ def run_options(about: str = "", default: str | None = None) -> tuple[Option, Op
 
 # options that have the same meaning in all commands
 JSON = option("--json", action="store_true", help="machine-readable result on stdout")
-# the only way to import code for a checkpoint that is not in the user's own run directory
+# Only this option can import code for a checkpoint that is not in the user's own run directory.
 PLUGIN = option(
     "--plugin",
     action="append",

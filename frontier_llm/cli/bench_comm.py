@@ -236,7 +236,7 @@ def _report(
     }
     lines = [*_lines(measurements, pairs, slow, kind), *_piece_lines(pieces), *memory_lines(memory)]
     show(args, content, lambda: "\n".join(lines))
-    if args.figures and pairs:  # last, because a missing plotting package must not prevent the output above
+    if args.figures and pairs:  # drawn last, because a missing plotting package must not prevent the output above
         draw_pairs(args.figures, pairs)
 
 

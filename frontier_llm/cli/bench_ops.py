@@ -66,11 +66,11 @@ def ops(args: argparse.Namespace) -> int:
         fix = "check the module, the container and ROCR_VISIBLE_DEVICES, or use --device cpu"
         raise BackendError("torch sees no GPU", fix, "--device cuda")
     if args.device == "cpu":
-        keep_freed_memory()  # as in training
+        keep_freed_memory()  # training uses the same allocator setting
     dtype = working_dtype(args.dtype)
     timings = list(compare(select_ops(OpsConfig(), args.device, dtype), model, args.micro_batch, dtype, args.device))
     copy_bytes_per_s = copy_bandwidth(args.device)
-    rows = [asdict(timing) | ({"seconds": None} if timing.error else {}) for timing in timings]  # JSON has no nan
+    rows = [asdict(timing) | ({"seconds": None} if timing.error else {}) for timing in timings]  # JSON has no NaN
     where = f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads"
     head = f"{args.model}, microbatch {args.micro_batch}, {where}; copy {copy_bytes_per_s / 1e9:.0f} GB/s"
     show(args, {"copy_bytes_per_s": copy_bytes_per_s, "ops": rows}, lambda: f"{head}\n{_table(timings)}")

@@ -88,7 +88,7 @@ def calibrate(args: argparse.Namespace) -> int:
         "calibrate chooses the layout and the batch; set --ranks",
     )
     if place is not None:
-        set_rank_variables(config, place)  # must precede the import of torch
+        set_rank_variables(config, place)  # torch reads these variables when it is imported
     tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
     batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})

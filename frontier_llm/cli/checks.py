@@ -80,7 +80,7 @@ def check_start(config: RunConfig, world_size: int) -> None:
     dtype = config.precision.dtype
     whole = parallel.data_mode == "zero" and parallel.zero < 2  # each replica holds all weights and gradients
     replicas = world_size // parallel.model_ranks if whole else 1
-    # weights and gradients
+    # bytes of the weights and gradients of one replica
     per_replica = (DTYPE_BYTES[dtype] + statistics_bytes(dtype)) * total_parameters(config.model)
     needed_bytes = replicas * per_replica + state_bytes(config.model, config.optimizer.name, dtype)
     held_bytes = available_bytes()

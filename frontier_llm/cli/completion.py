@@ -23,7 +23,7 @@ _BASH = """_frontier_llm() {{
     COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o bashdefault -o default -F _frontier_llm frontier-llm"""
-_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit"  # makes zsh accept bash's completion script
+_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit"  # lets zsh run bash's completions
 
 
 def completions(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, Sequence[str]]]:

@@ -184,7 +184,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.open import check_dataset, open_model, open_tokenizer
 
     opened = open_model(args.model, plugins=args.plugin)
-    # everything that is missing is refused before the weights are read
+    # Missing data and files are reported before the weights are read.
     datasets = args.data or ([] if args.task else _validation(opened.run))
     if args.needles and not datasets:
         raise ConfigError(

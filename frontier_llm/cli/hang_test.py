@@ -36,7 +36,7 @@ def hang_test(args: argparse.Namespace) -> int:
     if args.mode:
         if place is None:
             return start_local_ranks(config, world_size, args.typed)
-        set_rank_variables(config, place)  # must precede the import of torch
+        set_rank_variables(config, place)  # torch reads these variables when it is imported
         hang.run_steps(config, place, args.steps, Path(config.train.run_dir) / "progress")
         return 0
     if place is not None:

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{called}: error\n{not_installed(package)}", file=sys.stderr)
         return FrontierError.exit_code
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # a failed write does not name its file
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # the error of a write to a full disk does not name the file
         if (error.filename is None and not full) or name == "train":  # a training rank's log needs the traceback
             raise
         what = str(error.strerror)

@@ -57,7 +57,7 @@ def _of_urls(words: Sequence[str]) -> dict[str, str]:
     """Return package → URL for the URLs in the words at which checkpoints are kept."""
     if not any("://" in word for word in words):
         return {}
-    # The package `config` imports pydantic, which takes longer than all of `--help`.
+    # Imported only here, because the package `config` imports pydantic, which takes longer than all of `--help`.
     from frontier_llm.config.urls import is_url, packages_of, without_secrets
 
     if words[:1] == ["checkpoint"]:

@@ -243,7 +243,7 @@ def _plan(args: argparse.Namespace) -> int:
         **shared,
     )
     check_found(outcome, machine, numbers)
-    # search first, then shorten the list, so that --top does not change the choice
+    # The list of layouts is shortened after the search, so that --top does not change the chosen layout.
     best = outcome.best
     outcome = replace(outcome, plans=outcome.plans[: args.top])
     run_of = campaign(machine, best, args.tokens)
@@ -327,7 +327,7 @@ def _width() -> int:
     return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
-# keys that a plan without a run uses
+# key=value settings that affect a plan of a model, without a run
 _USED = ("batch.global_batch", "precision.dtype", "optimizer.name")
 
 

@@ -71,7 +71,7 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     place = discover()
     config = read_run(args.run, args.overrides, place)
     if place is not None:
-        set_rank_variables(config, place)  # must precede the import of torch
+        set_rank_variables(config, place)  # torch reads these variables when it is imported
     world_size = place.world_size if place else local_world_size(config)
     if place is None and world_size == 1:
         set_own_threads()

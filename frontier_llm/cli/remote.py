@@ -87,7 +87,7 @@ def push(args: argparse.Namespace) -> int:
             line.close()
         if not args.json:
             print(f"{path.name}  {text}", flush=True)
-    if living_holder(run_dir) is None:  # a running job writes the record itself
+    if living_holder(run_dir) is None:  # if a job is running, it writes the record of uploads itself
         remote_writer.release(place, writer)
         if pushed:
             record = replace(record, uploaded_step=pushed[0].step, uploaded_unix_s=time.time())

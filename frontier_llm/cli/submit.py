@@ -153,7 +153,7 @@ def submit(args: argparse.Namespace) -> int:
         dependency=args.dependency,
         exclude=hostlist.expand(args.exclude or ""),
     )
-    webhook_address(request.job)  # raises an error before anything is queued
+    webhook_address(request.job)  # raises an error for an unusable webhook file before anything is queued
     request = admit(request)
     if args.compare_nodes:
         log.info(compare_nodes(request, args.compare_nodes))

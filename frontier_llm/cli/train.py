@@ -55,7 +55,8 @@ def train(args: argparse.Namespace) -> int:
     from frontier_llm.run.signals import BEFORE_RANKS, held
 
     if discover() is not None:
-        # Signals stay pending until the rank can save. Reading files and importing modules takes seconds.
+        # Signals stay pending until the rank can handle them by a save. Until then it reads files and imports modules
+        # for several seconds.
         with held():
             return _run(args)
     with held(BEFORE_RANKS):  # until ranks start, SIGTERM ends the command at once, because nothing can be lost
@@ -84,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
     config = read_run(args.run, overrides, place)
     check_allowable(args.allow_change)
     if place is not None:
-        set_rank_variables(config, place)  # must precede the import of torch
+        set_rank_variables(config, place)  # torch reads these variables when it is imported
     world_size = place.world_size if place else local_world_size(config)
     if place is None and world_size == 1:
         set_own_threads()
@@ -92,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
         refuse_second_start(Path(config.train.run_dir))
     if args.dry_run:
         return _dry_run(args, overrides, as_it_stands(config), world_size) if place is None or place.rank == 0 else 0
-    # for local ranks, the parent process has checked the run
+    # Local ranks do not check the run again, because the process that started them has checked it.
     if place is None or (place.rank == 0 and place.launcher != "local"):
         check(as_it_stands(config), world_size, position=recorded_position(Path(config.train.run_dir)) or START)
         if problems := list(resume_problems(config, args.allow_change)):

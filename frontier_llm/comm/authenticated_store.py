@@ -29,8 +29,8 @@ from frontier_llm.libraries import load_library
 # Time limit for replies that the server can send at once. After this time the server counts as stopped or gone.
 ANSWER_S = 30.0
 CONNECT_S = 10.0  # Time limit for one attempt to connect.
-# Limits of a message, as in csrc/store_server.cpp. The largest requests have some hundred parts: RCCL reads the ids of
-# all roots of a communicator over the complete machine.
+# Limits of a message, the same as in csrc/store_server.cpp. The largest requests have some hundred parts: for a
+# communicator over the complete machine, RCCL reads the ids of all root ranks in one request.
 MOST_PARTS = 1 << 16
 MOST_BYTES = 64 << 20
 
@@ -101,9 +101,9 @@ def _as_bytes(value: str | bytes) -> bytes:
 class AuthenticatedStore(dist.Store):
     """A rank's client of the job's store. Methods raise DistStoreError if the server is gone.
 
-    torch's C++ code (prefixes, gloo, RCCL's groups and their watchdogs) calls methods of this Python class, some of
-    them by names that torch's Python interface does not have. This class defines all methods that C++ can call. It has
-    no queues and no list_keys, because C++ cannot call them on a Python store, and no group needs them.
+    torch's C++ code (PrefixStore, gloo, RCCL's groups and their watchdogs) calls methods of this Python class. It calls
+    some of them by names that torch's Python interface does not have. This class defines all methods that C++ can call.
+    It has no queues and no list_keys, because C++ cannot call them on a Python store, and no group needs them.
     """
 
     def __init__(self, connect: Connect, timeout_s: float, patient: bool = True, connections: int = 1000) -> None:
@@ -113,11 +113,12 @@ class AuthenticatedStore(dist.Store):
         the requests of all other threads.
         """
         super().__init__()
-        # The C++ base class stores the time-out, because groups and prefixes also set it there.
+        # The C++ base class stores the time-out, because torch's process groups and PrefixStore also set it there.
         self.set_timeout(timedelta(seconds=timeout_s))
         self._connect = connect
         self._room = threading.BoundedSemaphore(connections)
-        # Connections are pooled and not kept per thread: for Python, a C++ thread is a new thread at each call.
+        # All threads share the idle connections. A connection per thread would not be reused, because Python treats a
+        # C++ thread as a new thread at each call.
         self._idle: list[socket.socket] = []
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -132,8 +133,9 @@ class AuthenticatedStore(dist.Store):
                 time.sleep(0.01)
 
     def _ask(self, operation: str, *arguments: bytes, within_s: float = 0.0) -> Parts:
-        """Send a request and return the values in the reply. The server has `within_s` seconds longer than usual to
-        reply.
+        """Send a request and return the values in the reply.
+
+        The time limit for the reply is `within_s` + ANSWER_S seconds.
         """
         with self._room:
             try:
@@ -200,7 +202,7 @@ class AuthenticatedStore(dist.Store):
         """Return this store. Threads can share it, because concurrent requests use different connections."""
         return self
 
-    # torch's C++ code calls the methods by these names
+    # torch's C++ code calls these two methods by other names
     deleteKey = delete_key
     getNumKeys = num_keys
 

@@ -37,13 +37,13 @@ class Axis:
     # several nodes
     hierarchical: Collectives | None = field(default=None, compare=False, repr=False)
     nodes: int = 1  # Number of nodes if communication in two stages is possible, otherwise 1.
-    # (node axis, rail axis) of this rank, if tokens are sent to experts in two stages; a rail connects the ranks with
-    # the same local rank on each node
+    # (node axis, rail axis) of this rank, if tokens are sent to experts in two stages. The rail axis has the ranks with
+    # the same local rank on all nodes.
     levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call
     # lets only one communication of this rank be in flight; None if a rank may have several
     in_flight: OneInFlight | None = field(default=None, compare=False, repr=False)
-    # on the axes of experts: computes one microbatch while tokens of another microbatch are sent
+    # on the axes of experts: computes one microbatch while tokens of another microbatch are sent to their experts
     interleaving: Interleaving | None = field(default=None, compare=False, repr=False)
 
     def collectives(self, operation: str, size_bytes: int) -> Collectives | None:
@@ -116,7 +116,8 @@ class Started:
         axis.ledger.count_in_flight(self._in_flight)
         with axis.ledger.blocked(self._call, last=False):
             self._work = begin() if axis.in_flight is None else axis.in_flight.take(begin, staged)
-        # end this communication before the next one begins, even if wait() is called later
+        # `take` has already ensured that this communication ends before the next one begins. It therefore counts as
+        # ended, even if wait() is called later.
         if axis.in_flight is not None:
             self._end()
 

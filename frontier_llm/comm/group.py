@@ -140,7 +140,7 @@ class TorchGroup:
         self._ranks = ranks
         self._name = name
         self._rank = ranks.index(dist.get_rank())
-        # Passed to `dist.barrier`. Otherwise torch derives the GPU's number from the rank and ignores the current GPU.
+        # `dist.barrier` needs the GPU's number. Otherwise torch derives it from the rank and ignores the current GPU.
         self._device_ids = [torch.cuda.current_device()] if dist.get_backend(process_group) == "nccl" else None
 
     def _watch(self, what: str, start: Callable[[], Any], peer: int | None = None) -> _Watched:

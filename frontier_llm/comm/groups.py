@@ -165,8 +165,8 @@ class _Groups:
             return single(name, self._global_rank), single(name, self._global_rank)
         node: tuple[int, ...] = (self._global_rank,)
         rail = node
-        # Two groups of one axis may have different results if the number of ranks per node is not a multiple of the
-        # group's size.
+        # `nodes_of` may allow two stages for one group of an axis and not for another group of the same axis. This
+        # happens if the number of ranks per node is not a multiple of the group's size.
         if nodes := nodes_of(ranks, self._ranks_per_node, multiple):
             node = next(members for members in nodes if self._global_rank in members)
             place = node.index(self._global_rank)

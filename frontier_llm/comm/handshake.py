@@ -1,8 +1,8 @@
 """Authenticates connections to the job's key-value store, so that only ranks of this job can use it.
 
 Within a node, ranks use a Unix socket, and the kernel reports the user of the process at the other end. Between nodes,
-both ends prove that they know the job's secret, which is never sent: each end answers a random challenge of the other
-end (HMAC-SHA256). The data after the handshake is neither encrypted nor signed (docs/security.md).
+each end answers a random challenge of the other end (HMAC-SHA256). The answers prove that both ends know the job's
+secret, which is never sent. The data after the handshake is neither encrypted nor signed (docs/security.md).
 """
 
 from __future__ import annotations

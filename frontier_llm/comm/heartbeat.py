@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from frontier_llm.libraries import load_library
 
-# first bytes of a TCPStore client: c10d::detail::QueryType::VALIDATE and validationMagicNumber
+# first bytes that a client sends to TCPStore: c10d::detail::QueryType::VALIDATE and validationMagicNumber
 VALIDATE = 0
 MAGIC = 0x3C85F7CE
 KEY_PREFIX = "/"  # TCPStore's clients add this prefix to each key

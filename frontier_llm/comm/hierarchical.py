@@ -222,12 +222,14 @@ class HierarchicalGroup:
         """
         nodes = self._rail.size
         places = self._node.size
-        x_kNp = x.view(nodes, places, -1).transpose(0, 1).contiguous()  # [to place, to node, …]
+        # dims: (place of the target rank inside its node, node of the target rank, data)
+        x_kNp = x.view(nodes, places, -1).transpose(0, 1).contiguous()
         from_node_kNp = x_kNp
         if places > 1:
             from_node_kNp = torch.empty_like(x_kNp)
             start_all_to_all_into(from_node_kNp, x_kNp, self._node).wait()
-        to_rail_Nkp = from_node_kNp.transpose(0, 1).contiguous()  # [to node, from place, …]
+        # dims: (node of the target rank, place of the source rank inside its node, data)
+        to_rail_Nkp = from_node_kNp.transpose(0, 1).contiguous()
         return start_all_to_all_into(arriving.view_as(to_rail_Nkp), to_rail_Nkp, self._rail)
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:

@@ -42,7 +42,7 @@ class Call:
     started_s: float  # Start time in seconds since the epoch (time.time()).
     blocked_s: float = 0.0  # Time that this rank has waited for the call.
     finished: bool = False  # True if the wait has ended on this rank, or on a GPU if the wait is queued.
-    # start time on the clock that measures intervals (time.perf_counter)
+    # start time of the call on the clock time.perf_counter, from which intervals are computed
     begun: float = field(default_factory=time.perf_counter)
 
 

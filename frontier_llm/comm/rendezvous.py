@@ -150,7 +150,7 @@ def limit_answer_time() -> None:
     peers = {(_plain(entry[4][0]), address[1]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)}
     limit = struct.pack("ll", int(ANSWER_S), 0)
     for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the socket was closed by another thread, or is not connected
+        with suppress(OSError):  # raised if another thread has closed the socket, or if the socket is not connected
             connection = socket.socket(fileno=int(entry))
             try:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):

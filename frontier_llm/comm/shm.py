@@ -21,8 +21,8 @@ from frontier_llm.comm.group import DONE, Pending, Sending, listed, named
 from frontier_llm.comm.host_memory import MEMORY_DIR, library
 from frontier_llm.errors import BackendError, RankFailure
 
-# Bytes that one step of a collective moves. The four slots of a rank fit into the part of the cache that a core can
-# use.
+# Size of a slot: the bytes that one step of a collective moves. The four slots of a rank fit into a core's share of the
+# cache.
 SLOT_BYTES = 512 * 1024
 # Address space for messages in flight between two ranks. Memory is committed only when it is used.
 ARENA_BYTES = 1 << 30

@@ -54,7 +54,7 @@ class StoreProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(listener.fileno(),),
-                start_new_session=True,  # launchers kill the process groups of ranks
+                start_new_session=True,  # launchers kill the process group of each rank, so the store leaves it
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -103,5 +103,5 @@ class StoreProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        # reaps the process when it ends, so that it does not stay a zombie
+        # a thread waits for the end of the process, so that the process does not remain as a zombie
         in_daemon(self._process.wait, "store process")

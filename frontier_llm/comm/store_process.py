@@ -95,7 +95,7 @@ def main() -> None:
     store.get(JOB_KEY)  # waits until the key is stored, because set() does not wait for a reply
     _answer({"port": store.port})
     _wait_until_left(0, _open_files(), request["longest_s"])
-    os._exit(0)  # skips the destructors of torch's threads
+    os._exit(0)  # ends at once: the destructors of torch's threads do not run
 
 
 if __name__ == "__main__":

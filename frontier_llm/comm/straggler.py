@@ -3,8 +3,8 @@
 Step times do not show which rank is slow, because all other ranks wait for it. Busy times show the slow rank. The
 *busy* time of a rank is the time of a step without the time spent waiting for communication. At regular intervals of
 steps, all ranks exchange their busy times. Ranks of the same pipeline stage are compared with each other, because
-stages differ by design. If a stage has too few ranks, each rank is compared with its own past. A rank's busy time of an
-interval is the median over some of the interval's steps, so a delay of one or two steps is ignored.
+stages differ by design. If a stage has too few ranks, each rank is compared with its own past. The busy time of an
+interval is the median over some of its steps, so a delay of one or two steps is ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIN_PEERS = 4  # Smallest number of ranks in a stage for a comparison with each 
 # the usual busy time; a smaller excess is not reported. SPREADS is a multiple of the usual spread (median absolute
 # deviation).
 MIN_SHARE = 0.10
-MIN_EXCESS_S = 0.02  # A smaller excess can come from other programs of the operating system.
+MIN_EXCESS_S = 0.02  # Seconds per step. Other programs on the node can cause a smaller excess.
 FIRST_STEPS = 2  # Steps of the first interval. The time of its second step determines the length of later intervals.
 SPREADS = 6.0
 
@@ -110,18 +110,20 @@ class StragglerDetector:
         pace = self._pace(busy_s)
         for rank, past in self._past.items():
             if len(past) < MIN_PAST:
-                usual[rank] = busy_s[rank], 0.0  # no past intervals yet
+                usual[rank] = busy_s[rank], 0.0  # too few past intervals: the present busy time counts as usual
             else:
                 usual[rank] = median(past) * pace, _spread(list(past)) * pace
             if busy_s[rank] <= usual[rank][0] * (1 + MIN_SHARE):
-                past.append(busy_s[rank] / pace)  # slow intervals are left out, so a slow rank stays slow
+                # Slow intervals are not recorded. Otherwise a slow rank's usual time would grow, and the rank would no
+                # longer count as slow.
+                past.append(busy_s[rank] / pace)
         return usual
 
     def _pace(self, busy_s: list[float]) -> float:
         """Return the median over ranks of the ratio of this interval's busy time to past busy times.
 
-        Expected times are multiplied by this ratio, so that longer batches or a busy machine, which slow all ranks, do
-        not make a rank a straggler.
+        Expected times are multiplied by this ratio. Otherwise every rank could count as a straggler if all ranks are
+        slow, for example because of longer batches or a busy machine.
         """
         if any(len(past) < MIN_PAST for past in self._past.values()) or not self._past:
             return 1.0
@@ -237,7 +239,7 @@ class StragglerWatch:
             busy_s = gathered[0::2]
             self._begin_interval(step_s=gathered[1])
             named = self._detector.compare(busy_s)
-            if named:  # equal on all ranks
+            if named:  # `named` is equal on all ranks, so all ranks take part in the collective
                 hosts = all_gather_json(self._host, self._mesh.world, self._device)
                 stragglers += [replace(straggler, host=hosts[straggler.global_rank]) for straggler in named]
 

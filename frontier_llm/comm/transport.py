@@ -16,7 +16,7 @@ PROVIDER = "cxi"  # libfabric's provider for Slingshot
 _NETWORK = re.compile(r"Using network (\S.*?)\s*$", re.MULTILINE)
 _PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([\w;]+)")
 _LIBFABRIC_VERSION = re.compile(r"NET/OFI Using Libfabric version (\S+)")
-# printed by a plugin that is incompatible with libfabric or its provider
+# An OFI plugin prints this if it is incompatible with the installed libfabric or its provider.
 _NO_PROVIDER = "NET/OFI No eligible providers were found"
 _CHANNEL = re.compile(r"via NET/(\S[^/\n]*)/\d+(\S*)")
 _PLUGIN_VERSION = re.compile(r"NET/OFI (?:Initializing|Using) aws-ofi-\w+ (\S+)")

@@ -38,15 +38,16 @@ MACHINE = RUN_DIR / "machine.yaml"
 PLANNED = RUN_DIR / "planned.yaml"
 DATA = Path("data/stdlib/validation.idx")  # the last file that `data stdlib` writes
 STATE = RUN_DIR / "seconds.json"
-START = "import frontier_llm.training.loop"  # the imports of a rank
+START = "import frontier_llm.training.loop"  # program that only imports the modules that a rank imports
 
-# Ratios to the first measurement, measured on two idle AVX-512 cores.
-TEXTS_PER_DATA = 8.0  # `data stdlib`, in times of `count_words`
-STARTS_PER_PLAN = 0.4  # the planner imports no torch
-STARTS_PER_TRAINING = 1.4  # the launcher's checks, and the start of the ranks
-STARTS_PER_REPORT = 0.7  # three commands on one rank: loss comparison, text sample and report
-FORWARD_SHARE = 1 / 3  # time of an evaluation relative to a step: no backward pass
-SAVE_S = 1.5
+# Times of the parts relative to the first measurement (`State.start_s`, `State.text_s`), from two idle AVX-512 cores.
+TEXTS_PER_DATA = 8.0  # time of `data stdlib` / time of `count_words`
+STARTS_PER_PLAN = 0.4  # time of `plan` / time of the ranks' imports; the planner does not import torch
+STARTS_PER_TRAINING = 1.4  # time of the launcher's checks and the ranks' start / time of the ranks' imports
+# time of three commands on one rank (loss comparison, text sample and report) / time of the ranks' imports
+STARTS_PER_REPORT = 0.7
+FORWARD_SHARE = 1 / 3  # time of an evaluation relative to a step, which also has a backward pass
+SAVE_S = 1.5  # time of one save of a checkpoint
 
 
 @dataclass
@@ -68,8 +69,8 @@ class QuickstartPart:
 class State:
     """First measurement, and the parts so far."""
 
-    start_s: float  # all ranks' imports, started at the same time
-    text_s: float  # `count_words`
+    start_s: float  # time of all ranks' imports, which start at the same time
+    text_s: float  # time of `count_words`
     parts: list[QuickstartPart] = field(default_factory=list)
 
     @property

@@ -37,7 +37,7 @@ class KeyValueCache:
 
         Each layer then calls `extend` once, in order.
         """
-        self.is_prefill = self.is_empty  # the tokens have positions 0, 1, … and attend only to each other
+        self.is_prefill = self.is_empty  # in the first pass the tokens have positions 0, 1, … and attend to each other
         self._positions_SB = positions_SB
         self._layer = 0
         self._biases: dict[int, Tensor] = {}  # biases of this pass by window size

@@ -126,7 +126,7 @@ class FrontierLM(TemplateLM):
         return texts
 
     def _fitting(self, context: str, new_tokens: int) -> str:
-        """Return the last tokens of a context, so many that the requested new tokens still fit."""
+        """Return the end of a context, cut so that the new tokens still fit into the model's context length."""
         room = self.max_length - min(new_tokens, self.max_length - 1)
         ids = self.tok_encode(context)
         return context if len(ids) <= room else self.tokens.decode(ids[-room:])

@@ -86,7 +86,7 @@ def open_tokenizer(opened: OpenedModel, given: str | None, otherwise: str = "") 
             where=str(opened.path),
         )
     if given is None and spec.startswith(HUB) and recorded_tokenizer(str(opened.path), spec) is None:
-        # a checkpoint may come from an untrusted source
+        # A checkpoint may come from an untrusted source, so the tokenizer that it names is not downloaded.
         what = f"names the tokenizer {spec[:200]}, which has not been fetched on this machine"
         raise DataError(
             what,

@@ -83,8 +83,8 @@ class Sampler:
             order_BK = _likeliest(scaled_BV, min(width, V))
             ordered_BK = scaled_BV.gather(1, order_BK)
             probabilities_BK = keep_likely(ordered_BK, sampling.top_k, sampling.top_p, sampling.min_p, log_total_B1)
-            # Otherwise the filters may also keep tokens beyond these K, or a token beyond K may have the same logit as
-            # the last kept token.
+            # Sort more tokens in two cases: the filters may also keep tokens beyond these K, or a token beyond K may
+            # have the same logit as the last kept token.
             if width >= V or bool((ordered_BK.gather(1, _last(probabilities_BK)) > ordered_BK[:, -1:]).all()):
                 return order_BK, probabilities_BK
             width *= 16

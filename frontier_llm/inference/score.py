@@ -49,7 +49,8 @@ def score(
     # fails
     order = sorted(range(len(texts)), key=lambda index: (-len(texts[index][0]), index))
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    sums_NP = torch.zeros(len(texts), 1 + parts, dtype=torch.float64)  # greedy flag, log-probability of each part
+    # columns: greedy flag, then the log-probability of each part
+    sums_NP = torch.zeros(len(texts), 1 + parts, dtype=torch.float64)
     for number, batch in enumerate(batches):
         if number % model.mesh.dp.size != model.mesh.dp.rank:
             continue
@@ -79,7 +80,7 @@ def token_scores(
     `counts` has the number of last tokens of each text. If it is None, all tokens but the first are scored. Both
     tensors have the shape (count,) and are on the CPU. Logits are computed only from the first position that a row
     needs. Collective over tp and pp. Stages without logits return None. Texts have 2 to S + 1 tokens. Rows are padded
-    on the right, to which causal attention never attends.
+    on the right. Causal attention never attends to this padding.
     """
     longest = max(map(len, texts))
     padded_BS1 = torch.zeros(len(texts), longest, dtype=torch.int64)

@@ -8,7 +8,7 @@ from typing import Any, Self
 from frontier_llm.config import ModelConfig, build, model_problems
 from frontier_llm.errors import CheckpointError, Problem
 
-# Limits above any model's values. Memory is therefore never allocated for a number in an untrusted file.
+# Upper limits that no real model exceeds. A larger number in an untrusted file is refused before memory is allocated.
 _LARGEST = {
     "layers": 1 << 16,
     "hidden": 1 << 20,

@@ -19,16 +19,15 @@ class Microbatch:
     # document number of each position of the complete sequence; None = one document per sequence
     documents_BS: Tensor | None = None
     loss_mask_SB: Tensor | None = None  # False for targets that are excluded from the loss; None = all count
-    # number of targets of the step over all replicas: the loss is divided by this number; needed by the stage with the
-    # head
+    # number of targets of the step over all replicas, by which the loss is divided; needed by the stage with the head
     global_targets: int | Tensor = 0
-    # number of sequences of the step over all replicas: the routers' losses are divided by it; needed by stages with
+    # number of sequences of the step over all replicas, by which the routers' losses are divided; needed by stages with
     # experts
     global_sequences: int = 0
     # int64 numbers of the samples in the data, which determine dropout's masks; None = no dropout, as in evaluation
     samples_B: Tensor | None = None
-    # (sum of losses of each text, text number of each target (S, B)), for evaluating tasks: the stage with the head
-    # adds the loss of each target to the sum of the target's text
+    # for the evaluation of tasks: (sum of losses of each text, number of the text to which each target belongs (S, B));
+    # the stage with the head adds each target's loss to the sum of its text
     text_losses: tuple[Tensor, Tensor] | None = None
     # position of each token if tokens are generated one by one; None = positions count from the start
     positions_SB: Tensor | None = None

@@ -107,7 +107,7 @@ class Router(nn.Module):
         if self.load_E is not None:
             return scores_BE.sum(0) @ self.load_E.detach() / S
         rows_BE = chosen_BE.to(scores_NE.dtype)
-        for axis in (tp, cp):  # each rank has routed a part of every sequence: sum the numbers of rows
+        for axis in (tp, cp):  # each rank has routed a part of every sequence, so the numbers of rows are summed
             all_reduce_(rows_BE, axis)
         if moe.balance == "sequence":
             return (rows_BE * scores_BE).sum() * (moe.experts / (moe.top_k * S**2))
@@ -153,7 +153,7 @@ class Experts(nn.Module):
         to_nodes = ToNodes(x_NH, choice, self.experts, rail, ops)
         beside = overlapped()
         x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
-        room = None if choice.room is None else choice.room * rail.size  # rows from all nodes
+        room = None if choice.room is None else choice.room * rail.size  # capacity of an expert for rows of all nodes
         plan = plan_dispatch(experts_Mk, self.experts // rail.size, node, ops, etp, elsewhere_Mk, room)
         y_MH = combine(self._outputs(plan, *dispatch(x_MH, weights_Mk, plan)), plan)
         return combine(y_MH, to_nodes.plan), beside

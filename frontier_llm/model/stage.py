@@ -137,7 +137,7 @@ class Stage(nn.Module):
         routers = dict[int, Routed]()
         added = None
         for layer, block in zip(self._layers, self.blocks, strict=True):
-            # recompute keeps its inputs, so pass the sum, which is one tensor instead of two
+            # `recompute` saves its inputs until backward, so pass the sum of both tensors, which needs half the memory
             if layer in self._recomputed:
                 x, added, routed = recompute(lambda x, block=block: block(x, None, positions), _sum(x, added))
             else:

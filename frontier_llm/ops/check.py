@@ -81,7 +81,8 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
             yield Check(case, FP32_LIMIT)
         return
     for odd in (0, 3):
-        # Groups have no rows, few rows, or more rows than a block. Depth and width have complete and partial blocks.
+        # The groups of rows are empty, small, or larger than a block. The inputs and outputs of the products are not
+        # multiples of a block, so that complete and partial blocks are tested.
         ends = torch.tensor((0, 5, 135, 135, 168), dtype=torch.int32)
         yield Check(catalogue.grouped_linear(dtype, ends, 80 - odd, 144 - odd), limit)
         yield Check(catalogue.grouped_gradient(dtype, ends, 80 - odd, 144 - odd), FP32_LIMIT)
@@ -153,7 +154,7 @@ def _attentions(dtype: torch.dtype) -> Iterator[Case]:
                 scores=scores,
                 kind=kind,
             )
-    # 40 queries. With documents, a query sees some of the keys or none.
+    # Attention of 40 queries to a range of 70 keys. With document boundaries, a query sees some of the keys or none.
     for keys, offset, head_dim, kind in (
         (70, 30, 128, ""),
         (70, 90, 64, ""),

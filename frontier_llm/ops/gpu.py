@@ -20,7 +20,7 @@ from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 
 # number of programs that fills a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper
 _PROGRAMS = 240
-# largest number of rows that one program sums; the partial sums then have 1/32 of the elements that it reads
+# largest number of rows that one program sums; the program then writes 1/32 of the number of elements that it reads
 _MOST_ROWS = 32
 
 

@@ -159,7 +159,8 @@ class GpuAttention(DifferentiableOps):
         """Return the contributions of one range of keys to the gradients of q, k and v."""
         q = _readable(q_SBaD)
         k, v = map(_readable, kv_KBgD)
-        # Infinite for rows past the sequence and for rows that see no keys, so that their probabilities are 0.
+        # The log-sum-exp of rows past the sequence and of rows that see no keys is infinite, so that their
+        # probabilities are 0.
         logsumexp = torch.nan_to_num(
             logsumexp_BaS.float() / math.log(2), nan=math.nan, neginf=math.inf, posinf=math.inf
         )
@@ -237,6 +238,6 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
     """Return sequence, batch and head stride of each tensor, by the names of the kernels' arguments."""
     named: dict[str, int] = {}
     for name, x in tensors.items():
-        # the last stride is always 1 and is not an argument, so there are only three names
+        # The last stride is always 1 and is not an argument, so `_STRIDES` has only three names per tensor.
         named.update(zip(_STRIDES[name], x.stride(), strict=False))
     return named

@@ -248,7 +248,7 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
                 constants["AHEAD"] = blocks.ahead
             yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix, blocks.waves, blocks.strategy)
     elif kernel in ("norm_forward", "norm_backward"):
-        # Measured on an H200 (docs/benchmarks/h200.md).
+        # These numbers of warps are the fastest on an H200 (docs/benchmarks/h200.md).
         warps_of_block = {2048: 256 // wave, 4096: 512 // wave, 8192: 8}
         for block in NORM_BLOCKS:
             for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
@@ -279,8 +279,8 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
         # one wave of 256 lanes, Triton sends the mask through shared memory.
         yield "any", Variant({"BLOCK": 256}, 1) if wave == 32 else Variant({"BLOCK": 1024}, 4)
     elif kernel == "accumulate_rows":
-        # Few columns per program, because a norm of 4,096 columns must give work to all compute units. A wave of 64
-        # sums alone, without shared memory.
+        # A program has few columns, so that a norm of 4,096 columns gives work to all compute units. If a wave has 64
+        # threads, one wave computes the sum, without shared memory.
         yield "any", Variant({"BLOCK_ROWS": 64, "BLOCK": 32}, 64 // wave)
     elif kernel.startswith("gelu_"):
         for name, tanh in (("erf", 0), ("tanh", 1)):

@@ -87,7 +87,7 @@ def _guard(module: ModuleType) -> None:
 def _refusal(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def refuse(*arguments: Any, **_kwargs: Any) -> Any:
-        name = getattr(arguments[0], "name", "") if arguments else ""  # In OpBuilder.jit_load: the name of the op.
+        name = getattr(arguments[0], "name", "") if arguments else ""  # the op, for OpBuilder.jit_load
         op = f" {name}" if isinstance(name, str) and name else ""
         raise BackendError(
             f"{_who_asked()} would compile{op} at run time ({what}), which ops.no_jit forbids",
@@ -126,7 +126,7 @@ class _GuardOnImport(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self.pending:
             return None
-        self.pending.discard(fullname)  # otherwise find_spec below would call this method again
+        self.pending.discard(fullname)  # prevents recursion: find_spec below calls this method again
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

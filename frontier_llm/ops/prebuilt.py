@@ -30,7 +30,7 @@ from frontier_llm.ops.kernel_table import ARCHITECTURES
 from frontier_llm.ops.manifest import GPU_DIR, PTXAS_VARIABLES, read_manifest
 
 _ABI_BYTE = 8  # index of the byte with the ABI version in an ELF file
-_SLOT = {"i32": "i4x", "i64": "q", "fp32": "f4x"}  # 8 bytes each; pointers are Q
+_SLOT = {"i32": "i4x", "i64": "q", "fp32": "f4x"}  # type → format for `struct`, 8 bytes each; pointers have "Q"
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTED = {f"*{name}": dtype for dtype, name in _DTYPE_NAMES.items()}
 POINTED |= {"*fp64": torch.float64, "*i64": torch.int64, "*i32": torch.int32}

@@ -22,9 +22,9 @@ from frontier_llm.ops.reference import GROUPS, Op
 HALVES = frozenset({torch.bfloat16, torch.float16})
 LOW = HALVES | {torch.float32}
 ALL = LOW | {torch.float64}
-# ops that a back-end has if its attention supports queries and keys from parts of a sequence
+# additional ops of a back-end whose attention supports queries and keys from different parts of a sequence
 PARTS = frozenset({"attention_block", "attention_block_backward"})
-# "cuda" is also ROCm's name in torch
+# torch's name for AMD GPUs (ROCm) is "cuda", too
 CPU = frozenset({"cpu"})
 GPU = frozenset({"cuda"})
 
@@ -75,8 +75,9 @@ class Provider:
     parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = None
     windows: bool = True  # True if the attention supports sliding windows
     softcaps: bool = False  # True if the attention supports soft caps, also together with sliding windows
-    required: bool = False  # True: if only its build is missing, `auto` reports an error, not a slower back-end
-    group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # groups with fewer dtypes
+    required: bool = False  # True: if only its build is missing, `auto` reports an error and takes no slower back-end
+    # group → its dtypes, for groups that support fewer dtypes than `dtypes`
+    group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)
     on_gpu: Determinism = "always"  # determinism on a GPU; on a CPU it is "always"
     # Returns the deterministic functions. None: the functions of `load` are also used for deterministic runs.
     load_deterministic: Callable[[], Mapping[str, Op]] | None = None
@@ -164,7 +165,7 @@ def _triton_missing() -> str | Refusal:
     try:
         kernels_of_this_gpu()
     except BackendError as error:
-        first = error.problems[0]  # each damaged file is one problem, and all have the same fix
+        first = error.problems[0]  # with damaged files there are several problems, all with the same fix
         return Refusal(f"{first.where}: {first.what}".removeprefix(": "), first.fix or build_command("gfx90a"))
     return ""
 
@@ -239,7 +240,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=CPU | GPU,
             dtypes=ALL,
             load=_module("reference"),
-            on_gpu="on request",  # index_add_ adds with atomics
+            on_gpu="on request",  # torch's index_add_ uses atomics, unless deterministic algorithms are enabled
             parts=_any_part,
             softcaps=True,
         ),
@@ -316,7 +317,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=LOW,
             load=_module("apex_provider"),
-            on_gpu="never",  # determinism was not examined
+            on_gpu="never",  # it was not examined whether two runs of apex have equal bits
             version=lambda: _package_version("apex"),
             missing=apex_missing,
             build="scripts/build_apex_rocm.sh",

@@ -39,7 +39,7 @@ def route(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[T
         experts_Nk = preferred_NE.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k].contiguous()
     weights_Nk = scores_NE.gather(1, experts_Nk)
     if routing.normalise:
-        weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+        weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may be zero
     return scores_NE, weights_Nk * routing.scale, experts_Nk
 
 

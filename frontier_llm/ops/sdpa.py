@@ -172,7 +172,7 @@ def views_missing(device: str = "cuda") -> str:
         return f"torch's attention does not run on this GPU: {str(failed).splitlines()[0]}"
     for name, viewed, expected in zip(("output", "gradient"), *results, strict=True):
         error = ((viewed - expected).abs().max() / expected.abs().max()).item()
-        if not error < 0.02:  # the limit is a few bf16 roundings
+        if not error < 0.02:  # the limit allows a few rounding errors of bf16
             return f"torch's attention over views of a fused QKV has a wrong {name}: relative error {error:.2g}"
     return ""
 

@@ -60,9 +60,10 @@ def choose(
 ) -> ChosenBackend | Problem:
     """Return the provider for one group of ops, or a Problem.
 
-    A Problem is returned if an explicitly chosen back-end is not available. Without `allow_fallback`, a Problem is also
-    returned in two cases of `auto`: this package's own kernels are not available, so that a slower back-end would be
-    used, or only the reference could compute attention on a GPU. The Problem gives the flag and the fix.
+    A Problem is returned if an explicitly chosen back-end is not available. Without `allow_fallback`, `auto` also
+    returns a Problem in two cases. In the first, this package's own kernels are not available, and a slower back-end
+    would be used. In the second, only the reference could compute attention on a GPU. The Problem gives the flag and
+    the fix.
 
     `auto` tries the back-ends in `first`, which are known to be faster, before the others. With `deterministic` a
     back-end is refused if two runs of it may differ.
@@ -217,7 +218,7 @@ def _use_deterministic_algorithms() -> None:
     # By default torch then also fills new memory, which costs time. No kernel of this package reads unwritten memory.
     torch._C._set_deterministic_fill_uninitialized_memory(False)
     if environ("CUBLAS_WORKSPACE_CONFIG") is None:
-        put("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with a workspace of fixed size, cuBLAS is deterministic
+        put("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a workspace of fixed size
 
 
 def _measured_first(table: str, device_type: str, shape: AttentionShape) -> tuple[str, ...]:

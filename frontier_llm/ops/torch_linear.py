@@ -15,7 +15,8 @@ from torch import Tensor
 from frontier_llm import log
 from frontier_llm.blueprint.items import WeightGradients
 
-# Number of elements. BLAS and the cross-entropy kernels use 16-byte accesses only if rows begin at multiples of it.
+# Number of elements. BLAS and the cross-entropy kernels use 16-byte accesses only if each row begins at a multiple of
+# this number.
 _ROW_ALIGNMENT = 16
 
 
@@ -95,7 +96,7 @@ def weight_gradient_method(dtype: torch.dtype, device: torch.device) -> WeightGr
         ones = torch.ones(16, 16, dtype=dtype, device=device)
         try:
             _METHODS[method](total, ones, ones)
-        except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
+        except (RuntimeError, TypeError):  # torch does not support the method; includes NotImplementedError
             continue
         if bool((total == 17).all()):
             return method

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-LOSS = "loss"  # name of the last stage's output
+LOSS = "loss"  # name of the loss that is the last stage's output
 
 
 class StageOutput(NamedTuple):

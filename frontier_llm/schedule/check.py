@@ -17,9 +17,9 @@ def check(schedule: Schedule, rank: int) -> None:
     """Raise ScheduleError unless the list of actions of a pipeline rank is legal. The check is cheap enough for every
     start.
 
-    In a legal list each microbatch has exactly one forward on each position of the rank, and later one backward (B, or
-    I and then W). Each message is sent once, after the compute action that produces it. Each receive is posted before
-    the compute action that needs it. An evaluation (`forward_only`) has forwards only. A pair has two different
+    In a legal list each microbatch has exactly one forward on each position of the rank, and one backward after it (B,
+    or I and then W). Each message is sent once, after the compute action that produces it. Each receive is posted
+    before the compute action that needs it. An evaluation (`forward_only`) has forwards only. A pair has two different
     microbatches.
 
     Deadlocks between ranks are not checked here: the order of messages that `with_messages` computes excludes them.

@@ -29,8 +29,8 @@ class CollectiveLists:
     # Collectives of single actions, which replace the collectives in `inside`. Example: in the last backwards, dp sums
     # start.
     instead: Mapping[Action, Sequence[Call]] = field(default_factory=dict)
-    before: Sequence[Call] = ()  # Calls before the first action.
-    # Calls after the last action, by pipeline rank: sums of tied weights, the last dp sums, collectives of all ranks.
+    before: Sequence[Call] = ()  # Collectives before the first action.
+    # Collectives after the last action, by pipeline rank: sums of tied weights, last dp sums, collectives of all ranks.
     behind: Mapping[int, Sequence[Call]] = field(default_factory=dict)
 
     def of(self, action: Action) -> Sequence[Call]:

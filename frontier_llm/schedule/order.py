@@ -12,8 +12,8 @@ the packets that precede the next event can end too. The next event then reaches
 
 The order comes from a simulation of the schedule with fixed lengths of the actions. A message is placed at the end of
 the action that produces it. A compute action, with the collectives inside it, is placed at its start. With this order
-ranks wait little for each other. The losses of step time below are simulated with one communication in flight, for
-which host and compute wait. A message takes 2 % of the time of a forward:
+ranks wait little for each other. The list has the additional time of a step with one communication in flight, if host
+and compute wait for each communication. It is simulated with messages that take 2 % of a forward:
 
 * 1F1B and GPipe: 0.9 to 1.4 %
 * ZB-H1: 1.2 to 2.2 %
@@ -21,7 +21,7 @@ which host and compute wait. A message takes 2 % of the time of a forward:
 * interleaved with an incomplete last round (5 stages, 13 microbatches, 3 chunks): 24 to 38 %
 
 Two other orders are equally safe but slower. If each message is placed directly after the start of its compute action,
-the loss is 8 to 221 %. If compute actions are placed at their end, the loss is 8 to 129 %.
+a step takes 8 to 221 % longer. If compute actions are placed at their end, it takes 8 to 129 % longer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def with_messages(
             for end, action in zip(ends[rank], order, strict=True)
             if (route := routes[action.kind, action.position])
         ),
-        key=itemgetter(0, 1),  # a pair's two messages have equal times; the sort is stable, so the forward's is first
+        # The two messages of a pair have equal times. The sort is stable, so the forward's message comes first.
+        key=itemgetter(0, 1),
     )
     placed: list[list[Action]] = [[] for _ in orders]
     begun = [0] * len(orders)
@@ -77,7 +78,7 @@ def with_messages(
         ):
             first = place = begun[end]
             times = starts[end]
-            while times[place] < moment:  # actions that have begun earlier precede the message
+            while times[place] < moment:  # place the message after all actions that have begun before it is sent
                 place += 1
             if place > first:
                 placed[end] += orders[end][first:place]
@@ -95,8 +96,8 @@ def _route(placement: Placement, kind: Kind, position: int) -> tuple[Kind, Kind,
 def posted_ahead(actions: Sequence[Action], pairs: bool = False) -> list[Action]:
     """Move each receive one compute action (or pair) earlier, so that it is posted when the message arrives.
 
-    The order of the messages does not change. This is only for runs with many communications in flight: with one, a
-    posted receive would block all other communication.
+    The order of the messages does not change. The function is only for runs with many communications in flight. With
+    one communication in flight, a posted receive would block all other communication.
     """
     ahead: list[Action] = []
     place = 0  # index in `ahead` for the next receive: before the latest compute action

@@ -13,7 +13,7 @@ from frontier_llm.schedule.registry import Formula, Number, ScheduleRule, rule
 # Peaks are counted with at most this number of microbatches per stage, if more microbatches do not change them.
 STEADY_ROUNDS = 4
 
-Order = Callable[[Placement, int, int], list[Action]]  # as in ScheduleRule
+Order = Callable[[Placement, int, int], list[Action]]  # type of `ScheduleRule.order`
 Place = Callable[[int, int], Placement]
 # for each rank: the peak number of kept activations, and the peak number of activations that wait for their W
 Peaks = tuple[tuple[int, int], ...]
@@ -22,7 +22,7 @@ Peaks = tuple[tuple[int, int], ...]
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
     """Return the highest number of virtual-stage activations that a stage keeps at the same time.
 
-    Without a formula in the schedule's rule the number is counted on the list of actions.
+    If the schedule's rule has no formula, the number is counted on the list of actions.
     """
     return _peak(rule(name).peak_in_flight, 0, name, stages, chunks, microbatches, stage)
 

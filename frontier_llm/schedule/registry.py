@@ -121,8 +121,9 @@ def build(
     the package accepts any number of microbatches >= 1. Without `messages` the schedule can be simulated, but not
     executed. With `pairs`, the engine executes each pair of the schedule as one unit, if the schedule has pairs.
 
-    Raises LayoutError for an unknown name, a size below 1, or a number of chunks that the schedule does not accept, and
-    if the order of a plugin fails or returns something else than compute actions. Raises ScheduleError for a deadlock.
+    Raises LayoutError for an unknown name, a size below 1, or a number of chunks that the schedule does not accept.
+    Also raises LayoutError if a plugin's function for the order fails or returns something else than compute actions.
+    Raises ScheduleError for a deadlock.
     """
     wrong = [
         Problem(where=f"schedule {what}", what=f"{size} is below 1", fix="use 1 or more")
@@ -165,8 +166,8 @@ def _wrong_order(name: str, what: str, fix: str) -> LayoutError:
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the schedule of an evaluation: the forwards of `schedule`, in their order, without backwards.
 
-    If all microbatches first passed through chunk 0, no rank would receive the last stage's messages to chunk 1 until
-    all had passed. With a limited number of sends in flight this is a deadlock.
+    If all microbatches first passed through chunk 0, the order could deadlock. The last stage may have only a limited
+    number of sends in flight, and no rank would receive its messages to chunk 1 in time.
     """
     orders = [[action for action in actions if action.kind is Kind.FORWARD] for actions in schedule.compute]
     return Schedule(FORWARD_ONLY, schedule.placement, schedule.microbatches, with_messages(schedule.placement, orders))

@@ -52,7 +52,7 @@ def render_text(timeline: Timeline, columns: int = 160) -> str:
 SVG_WIDTH_PX = 900
 SVG_ROW_PX = 22
 SVG_MARGIN_PX = 70
-MOST_ACTIONS = 6000  # actions of a schedule that are drawn
+MOST_ACTIONS = 6000  # largest number of actions of a schedule that are drawn
 
 
 def timeline_svg(timeline: Timeline, title: str, unit: str) -> str:

@@ -70,9 +70,9 @@ def simulate_one_in_flight(schedule: Schedule, duration: Duration, send_s: Trans
     """Simulate a schedule with one communication in flight on each rank (comm.in_flight: one).
 
     A message begins when both its ranks have ended everything that precedes it in `actions`. With `waits`, the actions
-    that follow a message begin when it has ended. This models hosts that wait for each call, and compute with
-    collectives inside, which also count as the one communication in flight. Without `waits`, compute waits only for its
-    input. The schedule must have been built with messages.
+    that follow a message begin when it has ended. This models hosts that wait for each call. It also models compute
+    with collectives inside, because such a collective cannot begin before the message has ended. Without `waits`,
+    compute waits only for its input. The schedule must have been built with messages.
     """
     return Timeline(schedule, *_OneInFlight(schedule, duration, send_s, waits).run())
 
@@ -99,8 +99,8 @@ class _OneInFlight:
         self.waits = waits
         placement = schedule.placement
         seconds = send_s if callable(send_s) else lambda source, target: send_s
-        # For a send or receive this is the meeting of its message. For a compute action it is the meeting of the
-        # message that the action needs.
+        # (kind, position) of an action → meeting of a message. For a send or receive it is the action's own message.
+        # For a compute action it is the message that the action needs.
         self.meetings: dict[tuple[Kind, int], _Meeting | None] = {}
         for kind, (position, rank) in product((Kind.FORWARD, Kind.BACKWARD), enumerate(placement.rank_of)):
             if send := placement.sent_by(kind, position):

@@ -34,8 +34,8 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
     """Return the order of interleaved 1F1B: rounds of pp microbatches pass through a rank's chunks.
 
     Each rank has 2 warm-up forwards more than the next rank (1F1B: 1 more). An incomplete last round is built as a
-    complete round, and the excess microbatches are dropped. Without some of its microbatches a legal order remains
-    legal, so no number of microbatches causes a deadlock. If the last round were instead shortened to fewer than pp
+    complete round, and the excess microbatches are dropped. A legal order remains legal if microbatches are dropped
+    from it, so no number of microbatches causes a deadlock. If the last round were instead shortened to fewer than pp
     microbatches, ranks would deadlock.
     """
     stages = placement.ranks
@@ -59,8 +59,8 @@ class _ZeroBubble:
     """1F1B with a split backward and `depth` times as long a warm-up (ZB-H1, ZB-H2).
 
     On a rank, the W of a microbatch follows `depth · rank` input gradients later than its I. The delayed W fill the
-    bubbles of the drain. A later rank has fewer warm-up forwards by the same number, so every rank keeps the same
-    number of activations.
+    bubbles of the drain. Rank r has `depth · r` fewer warm-up forwards than rank 0, so every rank keeps the same number
+    of activations.
     """
 
     depth: int  # 1: ZB-H1; 2: ZB-H2, in which no rank idles between its first and its last action

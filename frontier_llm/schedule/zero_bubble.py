@@ -30,7 +30,9 @@ from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interl
 Order = list[Action]
 PERIOD = 6  # number of time units that a microbatch takes on a rank, which has two positions
 _UNITS = range(1, PERIOD + 1)
-GAPS = list(product(_UNITS, _UNITS, _UNITS))  # units at a V's ends: (turn of F, loss, turn of I)
+# Candidates for the time units between consecutive passes on the same rank: (turn of F on the last rank, loss on the
+# first rank, turn of I on the last rank).
+GAPS = list(product(_UNITS, _UNITS, _UNITS))
 
 
 def v_shape(stages: int, chunks: int) -> Placement:
@@ -43,7 +45,7 @@ def v_shape(stages: int, chunks: int) -> Placement:
 class Pattern:
     """Time unit of each position's three passes for microbatch 0. Microbatch i runs PERIOD · i units later."""
 
-    forward: tuple[int, ...]  # by position
+    forward: tuple[int, ...]  # time of the forward, by position
     backward: tuple[int, ...]  # time of the input gradient, by position
     weight: tuple[int, ...]  # time of the weight gradient, by position
 
@@ -70,12 +72,14 @@ class Pattern:
         return int(counts[0].max()), int(counts[1].max())
 
 
-Distances = tuple[int, int, int, int]  # units between neighbours: F down the ranks, F up, I down, I up
+# Time units between the passes of neighbouring positions: F down, F up, I down, I up. "Down" is the direction from the
+# first to the last rank.
+Distances = tuple[int, int, int, int]
 
 
 @lru_cache(maxsize=1024)
 def pattern_of(stages: int, choices: tuple[Distances, ...]) -> Pattern:
-    """Return the block in which activations are kept shortest, among the given distances between neighbours.
+    """Return the block of the distances in `choices` with which activations are kept for the shortest time.
 
     The gaps at the ends of the V are chosen so that no two passes of a rank use the same unit of the period.
     """
@@ -182,7 +186,8 @@ def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tu
     run as early as possible, because other ranks wait for them.
     """
     ranks = [_Rank(order) for order in orders]
-    ended: dict[tuple[bool, int, int], int] = {}  # (forward?, microbatch, position) → unit
+    # (True for a forward, microbatch, position) → time unit at which the pass has ended
+    ended: dict[tuple[bool, int, int], int] = {}
     moment = 0
     left = sum(map(len, orders))
     while left:
@@ -204,7 +209,7 @@ class _Rank:
         self.passes = deque(action for action in order if action.kind is not Kind.BACKWARD_WEIGHT)
         self.last_forward = sum(action.kind is Kind.FORWARD for action in order)
         self.order: Order = []
-        self.waiting: dict[Action, None] = {}  # weight gradients whose input gradient is done, in order
+        self.waiting: dict[Action, None] = {}  # weight gradients that may run, in the order of their input gradients
         # action → the weight gradients that come directly before it in the order
         self.due: dict[Action, list[Action]] = {}
         late: list[Action] = []

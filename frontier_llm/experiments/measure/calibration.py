@@ -18,8 +18,9 @@ from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.planner.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.planner.costs.time import step_s
 
-KNEE = 0.03  # log error beyond which the loss of a sample is linear instead of quadratic
-PRIOR = 0.05**2  # weight of (log constant - log start)² relative to the squared log error of a sample
+# log error of a sample beyond which its cost in the least-squares fit grows linearly instead of quadratically
+KNEE = 0.03
+PRIOR = 0.05**2  # weight in the fit of (log constant - log start)², relative to the squared log error of a sample
 
 
 @dataclass
@@ -44,14 +45,15 @@ class Samples:
     adamw: tuple[float, float] = (1.0, 1.0)  # elements, time
     # operation, ranks, bytes of the complete tensor, time
     collectives: list[tuple[str, int, int, float]] = field(default_factory=list)
-    contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks, time of the same products
-    # microbatch, microbatches, time: a training step on one rank; all ranks run it independently
+    contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks, time of one fixed set of products
+    # sequences per microbatch, microbatches, time: a training step on one rank; all ranks run it independently
     steps: list[tuple[int, int, float]] = field(default_factory=list)
     # the same as `steps`, but with tensor parallelism over `tensor` ranks
     tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)
     # the same as `steps`, but on all ranks with sharded weights (FSDP)
     sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)
-    # memory of the fullest rank that belongs to no tensor: runtime, communicators, and on a GPU the allocator's slack
+    # memory that belongs to no tensor, on the rank with the most of it: runtime, communicators, and on a GPU the slack
+    # of the allocator
     surplus_bytes: float = 0.0
     # rows per expert, N, K, experts, time: the grouped products of experts; empty for a model without experts
     grouped: list[tuple[int, int, int, int, float]] = field(default_factory=list)
@@ -117,7 +119,7 @@ def _shares(samples: Samples) -> tuple[tuple[int, float], ...]:
 
 
 def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, seconds: np.ndarray) -> Rates:
-    """Fit gemm_efficiency and gemm_k_half. For outliers, the loss is linear in the log error, not quadratic."""
+    """Fit gemm_efficiency and gemm_k_half. The cost of a sample is quadratic in its log error, for outliers linear."""
     products = [Product(int(m), int(n), int(k)) for m, n, k in zip(M, N, K, strict=True)]
     measurements = Measurements(
         start=replace(start, gemm_efficiency=1.0, gemm_k_half=64.0),
@@ -131,7 +133,7 @@ def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, sec
 
 
 def _fit_grouped(fitted: Rates, samples: Samples) -> Rates:
-    """Fit grouped_share. A step contains all samples equally often, so the sums of their times are compared."""
+    """Fit grouped_share. A step has each measured product equally often, so the sums of their times are compared."""
     separate = replace(fitted, grouped_share=1.0)
     separate_s = sum(product_s(Product(M, N, K, experts), separate) for M, N, K, experts, _ in samples.grouped)
     return replace(fitted, grouped_share=separate_s / sum(seconds for *_, seconds in samples.grouped))
@@ -235,14 +237,14 @@ def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
         (slowdown,) = _fill(
             config.model, sharded_steps, replace(fitted, sharded_slowdown=0.0), (_more(config.model, fitted),)
         )
-        # At least 1, because torch's sockets are never faster than the transport of the table. A lower fitted value is
-        # caused by a disturbed sample.
+        # The slowdown is at least 1, because torch's sockets are never faster than the transport of the table. A
+        # disturbed sample can cause a lower fitted value.
         fitted = replace(fitted, sharded_slowdown=max(slowdown, 1.0))
     return fitted
 
 
 Step = tuple[str, Layout, float]  # description, layout, measured seconds
-Extra = Callable[[Layout, float], float]  # (layout, seconds without it) → seconds of one unit of a cost
+Extra = Callable[[Layout, float], float]  # (layout, step seconds without a cost) → seconds of one unit of this cost
 
 
 def _more(model: ModelConfig, numbers: Rates, **change: float) -> Extra:

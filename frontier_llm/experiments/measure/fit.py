@@ -2,9 +2,9 @@
 
 The commands `calibrate` and `tune` and benchmarks/planner/fit_machines.py use this module.
 
-Each constant is its start value times exp(x). The loss is quadratic in the log errors of the predicted times, and
-linear beyond a limit, the knee. A weak prior is added to the loss and draws x towards 0. Constants that the
-measurements do not determine keep their start values.
+Each constant is its start value times exp(x). The fit minimises a cost, which is quadratic in the log errors of the
+predicted times, and linear beyond a limit, the knee. A weak prior is added to the cost and draws x towards 0. Constants
+that the measurements do not determine keep their start values.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Measurements:
     constants: Sequence[str]
     predicted_s: Callable[[Rates], np.ndarray]
     measured_s: np.ndarray
-    # weight of the square of a constant's logarithmic change, relative to the squared log error of one time
+    # weight in the fit of the square of a constant's logarithmic change, relative to the squared log error of one time
     prior: float
-    # absolute log error of a time beyond which the loss grows linearly and not quadratically
+    # absolute log error of a time beyond which its cost in the fit grows linearly instead of quadratically
     knee: float
     # largest values of constants that are not in SHARES
     ceilings: Mapping[str, float] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def fit(
 ) -> Rates:
     """Return `start` with the constants that fit the measurements best. Needs scipy.
 
-    `evaluations` bounds the number of evaluations. If `smooth`, the loss changes smoothly at the knee (soft_l1), and
+    `evaluations` bounds the number of evaluations. If `smooth`, the cost changes smoothly at the knee (soft_l1), and
     the prior is softened too. `scale` is the expected size of x.
     """
     from scipy.optimize import least_squares

@@ -111,7 +111,7 @@ def watch(
     log = folder / f"{mode}.log"
     progress.unlink(missing_ok=True)
     begin = last = time.monotonic()
-    # -1: the ranks are not connected yet
+    # number of ended steps; -1 until the ranks are connected
     steps = -1
     fault = ""
     with (
@@ -137,7 +137,7 @@ def watch(
                     break
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # kills the ranks too: they are in the process group
+                os.killpg(process.pid, signal.SIGKILL)  # also kills the ranks, which are in the same process group
     steps = max(_steps(progress), 0)
     if process.returncode and not fault:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

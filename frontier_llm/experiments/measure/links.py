@@ -34,7 +34,7 @@ from frontier_llm.planner.costs.collectives import PASSES
 
 ELEMENT_BYTES = 4  # fp32
 PAIR_SECONDS = 5e-3  # duration of the measurement of a pair
-PAIR_BYTES = 4 << 20  # large enough for bandwidth, small enough for all pairs
+PAIR_BYTES = 4 << 20  # size of a message; latency is negligible at this size, and all pairs can still be measured
 MAX_PAIR_RANKS = 64  # 2,016 pairs; with more ranks, only neighbours in rank order are measured
 OPERATIONS = [*PASSES, "broadcast", "message"]
 
@@ -83,8 +83,8 @@ class CommunicatorMemory:
 
     before_bytes: int  # memory before the first use of a group
     warm_bytes: int  # memory after the first use of every group
-    measured_bytes: int  # memory after the measurements, for which communicators allocate more
-    communicators: int  # number of groups of the rank with most groups
+    measured_bytes: int  # memory after the measurements, whose larger messages need more memory
+    communicators: int  # number of groups of the rank with the most groups
 
     @property
     def per_communicator_bytes(self) -> float:
@@ -183,7 +183,7 @@ def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budg
     def agreed(value: float) -> float:
         return float(all_reduce_(torch.tensor([value], dtype=torch.float64, device=device), world, "max"))
 
-    run()  # the first call opens connections and allocates memory
+    run()  # warm-up: the first call opens connections and allocates memory
     barrier(world)
     repetitions = int(min(50, max(3, budget_s / max(agreed(wall_s(run, device)), 1e-6))))
     return agreed(median_s(run, repetitions, partial(wall_s, device=device), before=lambda: barrier(world)))

@@ -216,7 +216,7 @@ def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Timed:
         ops,
         catalogue.attention(shapes.dtype, sequence=S, batch=B, heads=A, kv_heads=G, head_dim=D, scores=scores),
         eager,
-        flops=7.0 * S * S * B * A * D,  # causal, so half of S x S: 2 products forward, 5 backward
+        flops=7.0 * S * S * B * A * D,  # 2 products forward and 5 backward, over the half of S x S that is not masked
         others={} if alibi else {way: partial(forced, backend) for way, backend in SDPA_BACKENDS.items()},
     )
 
@@ -279,7 +279,8 @@ def _swiglu(ops: Ops, shapes: Shapes) -> Timed:
 
 def _gelu(ops: Ops, shapes: Shapes, approximate: str) -> Timed:
     case = catalogue.gelu(shapes.dtype, shapes.rows, shapes.ffn, approximate=approximate == "tanh")
-    bytes_moved = 6 * shapes.rows * shapes.ffn * shapes.width  # the gradient of the bias needs one more read
+    # 2 passes forward, 3 backward, and one more read for the gradient of the bias
+    bytes_moved = 6 * shapes.rows * shapes.ffn * shapes.width
     return _timed(ops, case, lambda y, bias: F.gelu(y + bias, approximate=approximate), bytes_moved=bytes_moved)
 
 

@@ -40,8 +40,8 @@ class PiecesTime:
 
     @property
     def overlap(self) -> float:
-        """Fraction of the shorter time that is hidden, of the times of one piece's matrix product and its collective: 0
-        (nothing is hidden) to 1.
+        """Hidden fraction of a piece's matrix product or of its collective, whichever is shorter: 0 (nothing is hidden)
+        to 1.
         """
         hidden_s = self.pieces * (self.product_s + self.collective_s) + self.copy_s - self.together_s
         return min(max(hidden_s / ((self.pieces - 1) * min(self.product_s, self.collective_s)), 0.0), 1.0)

@@ -111,7 +111,7 @@ def _predicted(records: Sequence[RunRecord], machine: str, plugins: Sequence[str
         for name, run in zip(names, runs, strict=True)
     ]
     times = {"predicted": [run.predicted_s for run in runs], "measured": [run.measured_s for run in runs]}
-    colors = {"predicted": COLORS[7], "measured": COLORS[2]}  # the first two colours are those of the runs
+    colors = {"predicted": COLORS[7], "measured": COLORS[2]}  # other charts use the first two colours for runs
     bars = [
         {"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": colors[name]}}
         for name, values in times.items()
@@ -159,7 +159,7 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
             for number, held_out in enumerate(_held_out(record)):
                 rows = [row for row in record.evaluations if held_out in row]
                 name = held_out if held_out != "loss" else "held out"
-                # different shapes, so that coinciding points of several runs stay visible
+                # different markers for different runs and sets, so that coinciding points stay visible
                 shape = SHAPES[(index + number) % len(SHAPES)]
                 traces.append(
                     points(f"{name}, {record.name}", _steps(rows), [row[held_out] for row in rows], index, shape=shape)
@@ -312,9 +312,7 @@ def _chip(grid: Grid, place: Mapping[str, int]) -> str:
 
 
 def _of_run(record: RunRecord, text: str) -> str:
-    """Append the directory's name to `text` if the name of the run in the figures contains the directory and not only
-    the layout.
-    """
+    """Append the directory's name to `text` if the figures name the run by directory and layout, not by layout only."""
     own = record.name.rpartition(", ")[0]
     return f"{text}, {own}" if own else text
 
@@ -374,7 +372,7 @@ def _data(records: Sequence[RunRecord]) -> str:
             traces.append({**bar, "marker": {"color": COLORS[index % len(COLORS)]}})
     if not rows:
         return ""
-    has_blend = len(dict.fromkeys(row[1] for row in rows)) > 1  # one source alone needs no chart
+    has_blend = len(dict.fromkeys(row[1] for row in rows)) > 1  # a run with one source needs no chart
     chart = figure(Chart("Tokens read by source", "", "tokens", traces)) if has_blend else ""
     return f"<h2>Data</h2>{table(('run', 'source', 'tokens', 'epochs'), rows)}{chart}"
 

@@ -46,7 +46,7 @@ class RunRecord:
     tasks: list[dict[str, Any]]
     blend_changes: tuple[int, ...]  # steps after which the run has read its sources with other weights
     operations: dict[str, dict[str, Any]]  # Ledger.summary of rank 0 in the last attempt that recorded it
-    moved_on: LayoutSpan  # layout of the attempt that recorded `operations`
+    moved_on: LayoutSpan  # span of the attempt that recorded `operations`, with its layout
     name: str  # name of the run in figures
     evaluated: tuple[Evaluated, ...] = ()  # results of `evaluate --follow`, in ascending order of steps
     memory: tuple[StageMemory, ...] = ()  # memory of each pipeline stage after the newest start's first steps

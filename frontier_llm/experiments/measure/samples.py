@@ -44,12 +44,14 @@ MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 Mi
 # Elements of the measured copy. The optimizer's update has a quarter of them. Both need more memory than the caches
 # have. On a GPU both also take longer than a launch: an H200 copies 32 MiB while its host launches two kernels.
 COPY_ELEMENTS = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
-TINY_OPERATIONS = {"cpu": 2000, "cuda": 200}  # on a GPU, timing.kernel_s queues ten times as many
+# Number of tiny operations in the call that measures dispatch. On a GPU timing.kernel_s queues this call ten times.
+TINY_OPERATIONS = {"cpu": 2000, "cuda": 200}
 # benchmark steps: (size relative to the run's microbatch, number of microbatches); from these three the times per
 # token, per microbatch and per step can be separated
 STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))
-JOINT_STEPS = ((1.0, 1), (0.25, 2))  # steps over several ranks; they differ in compute between synchronisations
-LONG_S = 0.06  # seconds of a loop; in this time a scheduler with time slices of 3 ms treats all ranks equally
+# the same for steps over several ranks; the two steps have different compute times between synchronisations
+JOINT_STEPS = ((1.0, 1), (0.25, 2))
+LONG_S = 0.06  # seconds of a loop for `contention`, long enough that time slices of 3 ms are equal for all ranks
 
 
 def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: float, repeats: int = 5) -> Samples:
@@ -98,7 +100,7 @@ class _Bench:
         self.stretch = 1.0
         self.dtype = working_dtype(config.precision.dtype)
         self.ops = select_run_ops(config, device.type, attends_in_parts=False)
-        self.surplus_bytes = 0  # largest memory that belongs to no tensor
+        self.surplus_bytes = 0  # largest measured memory that belongs to no tensor
         self.by_cpu_time = device.type == "cpu" and torch.get_num_threads() == 1
 
     def microbatch(self, share: float) -> int:
@@ -131,7 +133,7 @@ class _Bench:
         once_s = max(median_s(lambda: self.ops.linear(x, w, None), 3, partial(wall_s, device=self.device)), 1e-6)
         repeats = torch.tensor([LONG_S / once_s], dtype=torch.float64, device=self.device)
         if world.size > 1:
-            all_reduce_(repeats, world)  # all ranks run the mean count of repetitions
+            all_reduce_(repeats, world)  # all ranks run the mean of the ranks' numbers of repetitions
         count = max(1, round(float(repeats) / world.size))
 
         def busy() -> None:
@@ -221,11 +223,11 @@ class _Bench:
         """
         config = steps_config(self.config, parallel, self.microbatch(share), m)
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-        if self.device.type == "cuda":  # resets the peak, so that it contains the allocator's slack of this step only
+        if self.device.type == "cuda":  # the peak of memory then contains the allocator's slack of only this step
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
-        # A step waits for the GPU, so that its steps cannot be queued.
+        # In a training step the host waits for the GPU, so `kernel_s`, which queues ten calls, cannot time it there.
         clock = self.kernel_s if mesh.world.size == 1 and self.device.type == "cpu" else self.wall_s
         seconds = clock(lambda: train_step(state))
         if self.device.type == "cuda":

@@ -32,7 +32,7 @@ GEMM_REPEATS = 2  # repetitions of each product per round
 class StepBench:
     """Result of one rank. Values are medians over the measured steps."""
 
-    step_times_s: list[float]  # every measured step
+    step_times_s: list[float]  # seconds of every measured step
     cpu_times_s: list[float]  # CPU seconds of each step, summed over ranks; stays comparable on a shared machine
     tokens_per_s: float  # rate of the complete job in the median step
     step_time_s: float
@@ -78,8 +78,8 @@ def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
         clock.enter("bench")
         gemm_rounds.append(measure_gemms(state))
         barrier(state.mesh.world)
-        clock.take()  # the products and the wait for other ranks' products are no part of the step
-        clock.enter("optimizer")  # resetting the gradients comes before the first action
+        clock.take()  # drops the time of the products and of the barrier, which are no part of the step
+        clock.enter("optimizer")  # the step resets the gradients before its first action, which counts as "optimizer"
         cpu_begin_s = time.process_time()
         times.append(wall_s(lambda: train_step(state), state.device))
         cpu = torch.tensor(time.process_time() - cpu_begin_s, dtype=torch.float64, device=state.device)

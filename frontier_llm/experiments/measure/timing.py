@@ -66,7 +66,7 @@ def interleave(
             except Exception as error:
                 faults[name] = first_line(error)
             else:
-                best[name] = min(best[name], seconds) if turn else best[name]  # the first round warms up
+                best[name] = min(best[name], seconds) if turn else best[name]  # the first round is a warm-up, not timed
     return {name: seconds for name, seconds in best.items() if name not in faults}, faults
 
 

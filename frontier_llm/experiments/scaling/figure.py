@@ -67,7 +67,7 @@ def charts(rows: Sequence[Row]) -> Iterator[Chart]:
         title = f"{mode.capitalize()} scaling: throughput"
         yield Chart(title, DEVICES, "tokens/s", throughput, log_x=True, log_y=True, height_px=380)
         values = [value for trace in efficiency for value in trace["y"]]
-        lowest = min(values)  # near 0 if a point was not measured: its mark is drawn there
+        lowest = min(values)  # near 0 if a point was not measured, because its cross is drawn near 0
         limits = {"yaxis": {"range": [0.9 * lowest, 1.05 * max(values)]}}
         title = f"{mode.capitalize()} scaling: efficiency"
         yield Chart(title, DEVICES, "efficiency per device, %", efficiency, log_x=True, height_px=380, layout=limits)

@@ -133,7 +133,7 @@ def summarise(samples: Sequence[Sample]) -> Row:
     config = build(RunConfig, point["config"])
     try:
         predicted: float | None = predict(config, point["devices"]).tokens_per_s
-    except FrontierError:  # no machine file for this site: the row has no prediction
+    except FrontierError:  # raised if no machine file describes this site; the row then has no prediction
         predicted = None
     return Row(
         **{name: point[name] for name in POINT_FACTS},

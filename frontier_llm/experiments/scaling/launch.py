@@ -38,12 +38,12 @@ from frontier_llm.run.job import Job, read_job, write_job
 from frontier_llm.run.rank_env import environment, with_this_package
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 
-# words of the kernel, Slurm, Python and torch for a host whose memory is exhausted
+# messages of the kernel, Slurm, Python and torch if a host has no memory left
 HOST_OUT_OF_MEMORY = re.compile(
     r"out of memory|oom[-_]kill|can't allocate memory|cannot allocate memory|MemoryError|SIGKILL", re.IGNORECASE
 )
 RCCL_WATCHDOG = "Watchdog caught collective operation timeout"  # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
-GRACE_S = 30.0  # Slurm's KillWait: from SIGTERM to SIGKILL
+GRACE_S = 30.0  # time between SIGTERM and SIGKILL, Slurm's KillWait
 # settings of every short run: no saves, no evaluation, no TensorBoard
 BARE = (
     "train.save_interval=0",
@@ -51,7 +51,7 @@ BARE = (
     "train.eval_interval=0",
     "train.tensorboard=false",
     "data.validation=null",
-    "train.remote=null",  # the store of the run that is measured
+    "train.remote=null",  # a short run must not write to the remote checkpoints of the run that it measures
 )
 
 
@@ -118,7 +118,7 @@ class AllocationRanks:
         FrontierError outside a job, or if the job has too few nodes.
         """
         self.allocation = slurm.Allocation.from_environment()
-        # the job's own number of ranks per node
+        # replace the site's number of ranks per node by the job's
         self.site = site.model_copy(update={"tasks_per_node": self.allocation.tasks_per_node})
         have = len(self.allocation.nodes)
         self.nodes = nodes or have - spares
@@ -131,7 +131,7 @@ class AllocationRanks:
         self._failed: list[str] = []
         self._lent: set[str] = set()
         self._lock = threading.Lock()
-        self._is_ready = False  # true after the first run has checked that everything is installed that ranks need
+        self._is_ready = False  # True after the first run has checked that all software that ranks need is installed
 
     def preflight(self, directory: Path) -> None:
         """Run `doctor` once on every node, and exclude bad nodes from all later runs.
@@ -175,7 +175,8 @@ class AllocationRanks:
 
         Raises FrontierError if something that ranks need is not installed.
         """
-        # ranks that hang may not react to srun; Slurm then ends the step, a minute later
+        # Ranks that hang may not react to srun. Slurm's own limit then ends the srun step within two minutes after
+        # `limit_s`.
         site = self.site.model_copy(update={"srun": {**self.site.srun, "time": str(math.ceil(limit_s / 60) + 1)}})
         job = make_job(
             directory=run.directory,

@@ -153,7 +153,7 @@ def _problems_of(point: Point, site: Site) -> Iterator[Problem]:
     for problem in plan_problems(point.config, point.devices):
         if problem.where == "world size":
             yield replace(problem, fix=_node_fix(point.config, site, point.nodes))
-        # in a weak series the global batch is always a multiple of dp
+        # in a weak series the global batch is always a multiple of dp, so only batch.micro_batch can be the cause
         elif problem.where == "batch.global_batch" and point.mode == "weak":
             fix = f"give a multiple of batch.micro_batch, {point.config.batch.micro_batch}"
             yield replace(problem, where="--batch-per-replica", fix=fix)

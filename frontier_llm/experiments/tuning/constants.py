@@ -28,9 +28,10 @@ CONSTANTS = (
     "network_efficiency",
     "network_latency_s",
 )
-PRIOR = 0.004  # the loss of an error of 3 % in one step equals the loss of a constant changed by a factor of 1.6
+# In the fit's cost, an error of 3 % in one step counts as much as a change of one constant by a factor of 1.6.
+PRIOR = 0.004
 KNEE = 0.1
-CHANGED = 0.1  # relative change below which the file keeps a constant's value
+CHANGED = 0.1  # relative change of a constant below which the new machine file keeps the old value
 
 
 def fit_trials(search: Tuner, numbers: Rates) -> Rates:
@@ -38,7 +39,7 @@ def fit_trials(search: Tuner, numbers: Rates) -> Rates:
     model = search.space.config.model
     plans = {plan.layout: plan for plan in search.space.plans}
     trials = [trial for trial in search.tried.values() if trial.ok]
-    # simulated step / closed-form step of each layout, which hardly depends on the constants
+    # simulated step time / step time by the formula, for each layout. This ratio hardly depends on the constants.
     beyond = np.array([plans[trial.layout].step_s / plans[trial.layout].closed_form_s for trial in trials])
     measurements = Measurements(
         start=numbers,

@@ -24,7 +24,8 @@ from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.search import Plan, simulate_layout
 from frontier_llm.topology.plan import plan_problems
 
-MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 ms each)
+# Largest number of layouts in a space. Their simulation takes at most half a minute for 3072 GCDs (1T: 90 ms each).
+MOST_LAYOUTS = 256
 # Layouts whose predicted step takes more than this factor times the shortest predicted step are left out. Such a layout
 # can be the fastest only if the planner's error differs by a factor of 2 between two layouts.
 WITHIN = 2.0
@@ -108,7 +109,7 @@ def make_space(
     legal = [layout for layout in best if not plan_problems(laid_out(config, layout), devices)][:most]
     plans = [simulate_layout(config.model, layout, rates) for layout in legal]
     plans = sorted((plan for plan in plans if plan.peak_bytes <= plan.limit_bytes), key=preference)
-    # the formula and the simulation differ
+    # Apply the limit again to the simulated steps, which differ from the steps by the formula.
     slowest_s = within * min((plan.step_s for plan in plans), default=0.0)
     plans = [plan for plan in plans if plan.step_s <= slowest_s]
     return Space(config, devices, tuple(plans), len(fitting), fixed)
@@ -138,7 +139,7 @@ def features(plans: Sequence[Plan]) -> np.ndarray:
                 np.array([value == option for value in values], dtype=float) for option in sorted(set(values))[1:]
             ]
         else:
-            # + 1 because log2 is not defined for False and 0
+            # 1 is added if a column has False or 0, because log2 is not defined there
             columns.append(np.log2(np.array(values, dtype=float) + (min(values) < 1)))
     columns += [np.array(column) for column in zip(*(_shares(plan) for plan in plans), strict=True)]
     columns.append(np.log([plan.step_s for plan in plans]))

@@ -35,7 +35,7 @@ class Belief:
 
     def expected_gain(self, best_s: float) -> np.ndarray:
         """Return the expected improvement over the best measured step, as a share of that step."""
-        from scipy.special import ndtr  # an exhaustive search runs without scipy
+        from scipy.special import ndtr  # imported here, because an exhaustive search runs without scipy
 
         gap = math.log(best_s) - self.mean
         z = gap / np.maximum(self.deviation, 1e-9)

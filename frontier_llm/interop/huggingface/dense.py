@@ -31,7 +31,7 @@ def read_llama(f: ConfigJson) -> dict[str, Any]:
 
 def read_phi3(f: ConfigJson) -> dict[str, Any]:
     """Return our fields of a Phi 3 configuration."""
-    # refuses Llama 3.1's scaling and the longrope of Phi 3's long variants
+    # `f.rope` refuses Llama 3.1's scaling, and the longrope of Phi 3's variants with long context
     f.rope("rope_theta", "partial_rotary_factor", 1.0)
     return read_windowed(f)
 
@@ -63,7 +63,7 @@ def read_gemma2(f: ConfigJson) -> dict[str, Any]:
     if every == 1 or window is None or window >= f.get("max_position_embeddings", 8192):
         window = None
         every = 0
-    # null means no cap; a missing key means the default
+    # for a soft cap, null means no cap, and a missing key means the default cap
     caps = {ours: f.content.get(theirs, default) for ours, (theirs, default) in _GEMMA2_CAPS.items()}
     width = f.get("query_pre_attn_scalar", 256)
     head_dim = f.need("head_dim")

@@ -55,8 +55,8 @@ from frontier_llm.interop.huggingface.names import (
     Names,
 )
 
-# Values of a model without features that few architectures have. An architecture that has such a feature lists it in
-# `always` or `free`.
+# Values of our fields in a model that uses none of the features that only few architectures have. An architecture with
+# such a feature lists its field in `always` or `free`.
 _USUAL: dict[str, Any] = {
     "sliding_window": None, "qk_norm": None, "norm_placement": "pre", "norm_plus_one": False, "scaled_embedding": False,
     "full_attention_every": None, "score_width": None, "score_softcap": None, "logit_softcap": None,
@@ -73,7 +73,7 @@ class Family:
     always: Mapping[str, Any]  # our fields that have only one value in this architecture
     # our field → their key and, unless the key is required, its default; `vocab_size` is read for every family
     keys: Mapping[str, tuple[Any, ...]]
-    # reads our other fields, and refuses values that our model does not support
+    # returns our fields that are not in `keys`, and refuses values that our model does not support
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]  # returns the other keys of config.json
     ignored: tuple[str, ...]  # endings of tensors in older files that are buffers, not weights
@@ -336,7 +336,7 @@ FAMILIES = [
         routing={**_PLAIN, "dense_layers": 0},
         moe_keys=_MOE_KEYS,
     ),
-    # DeepSeek's experts with ordinary attention (rednote-hilab/dots.llm1)
+    # dots.llm1 (rednote-hilab/dots.llm1) has DeepSeek's experts, but ordinary attention.
     Family(
         "Dots1ForCausalLM",
         "dots1",

@@ -32,7 +32,7 @@ from frontier_llm.units import strict_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# limits for about 100,000 tensors each
+# largest header of a shard and largest index file; each limit is enough for about 100,000 tensors
 MAX_HEADER_BYTES = 1 << 24
 MAX_INDEX_BYTES = 1 << 25
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -32,7 +32,7 @@ class HuggingFaceModel:
         if vocab_multiple is not None:
             self.model = self.model.model_copy(update={"vocab_multiple": vocab_multiple})
         self._reader = ShardedReader(self.directory)
-        if self.model.layers > len(self._reader.files):  # checked before a list of this length is made
+        if self.model.layers > len(self._reader.files):  # checked before a list with an entry per layer is made
             what = f"has {self.model.layers} layers, more than the {len(self._reader.files)} tensors in the files"
             raise CheckpointError(what, "use config and weights of the same revision", str(self.directory / CONFIG))
         self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self.model)}
@@ -47,7 +47,7 @@ class HuggingFaceModel:
         Reads the complete tensors of which the parameter consists; of experts only those in the rectangle.
         """
         rule = self.rules[name]
-        if rule.parameter.kind is ParameterKind.EXPERTS:  # read only the rank's own experts, which are few
+        if rule.parameter.kind is ParameterKind.EXPERTS:  # read only the experts of this rank
             some = rule.join(
                 [self._reader.read(self._name(part)) for part in rule.experts(offset[0], offset[0] + shape[0])]
             )

@@ -58,7 +58,7 @@ def _huggingface(tokenizer: HuggingFaceTokenizer, sequence_length: int) -> dict[
     for name in files:
         real = path.with_name(name).resolve()
         home = path.parent.resolve()
-        # a hub cache has links to its blobs/
+        # In a cache of the hub, files are links into the folder blobs/ of the same cache entry.
         if not real.is_relative_to(home) and not real.is_relative_to(home.parent.parent / "blobs"):
             what = f"is a link to {real}, outside of its directory; that file would be published with the model"
             raise DataError(what, where=str(path.with_name(name)), fix="copy the file there, or remove the link")

@@ -30,7 +30,7 @@ from frontier_llm.files import LIFT_HINT, lifted_bound
 from frontier_llm.units import MIB
 
 MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the tensors' values are in other members
-# For other compression methods, zipfile may decompress more data than was requested.
+# Only these compression methods are accepted. With other methods, zipfile may decompress more data than was requested.
 _BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 MAX_DIRECTORY_BYTES = 16 * MIB  # limit for the zip's list of members, enough for about 150,000
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # header of a zip member; name, extra field and data follow
@@ -104,7 +104,7 @@ class StoredTensor:
         """
         try:
             storage = self.archive.storage(self.key, self.dtype)
-            # the tensor repeats elements of its storage, so a copy could have any size
+            # Refuse a tensor that repeats elements of its storage, because a copy of it could have any size.
             if prod(self.shape) > len(storage):
                 raise RuntimeError
             return storage.as_strided(self.shape, self.stride, self.offset)

@@ -12,7 +12,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.interop.fields import Fields
 from frontier_llm.interop.megatron.archive import Opaque
 
-# values of BigScience's enum, and Megatron-LM's names
+# kind of position embedding → our name: values of BigScience's enum, and Megatron-LM's names
 _POSITIONS = {1: "rope", 2: "learned", 3: "alibi", "rope": "rope", "learned_absolute": "learned", "alibi": "alibi"}
 _NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
 # constants in Megatron's code for --use-rope-scaling; the factor is an argument

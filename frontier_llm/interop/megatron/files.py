@@ -23,7 +23,7 @@ _RANK = re.compile(r"mp_rank_([0-9]{1,8})(?:_([0-9]{1,8}))?")
 _LAYER_FILE = re.compile(r"layer_([0-9]{1,8})-model_([0-9]{1,8})-model_states\.pt")
 _TRACKER_BYTES = 256
 _REPORTED = 8
-# model_rng.pt is written if the distributed optimizer has a file of its own
+# model_rng.pt is written instead of model_optim_rng.pt if the distributed optimizer's state is in a separate file
 _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")
 _IN_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,8})\.(.*)")
 # Megatron's name within a layer, in the spellings of several versions → our name
@@ -116,7 +116,7 @@ def _megatron(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
     chunks = sorted((key for key in first if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0))
     parts: dict[str, list[StoredTensor]] = {}
     layers_before = 0
-    for chunk in chunks:  # the first virtual stage of every pipeline rank, then the second, …
+    for chunk in chunks:  # in model order: the first virtual stage of every pipeline rank, then the second, …
         for stage in range(pipeline):
             numbers: set[int] = set()
             for rank in range(tensor):
@@ -203,7 +203,7 @@ def _take(
         raise CheckpointError(f"{name} is not part of any supported model", where=str(path), fix="see docs/megatron.md")
     full = f"layers.{layers_before + int(match[1])}.{ours}" if match else ours
     held = parts.setdefault(full, [])
-    if len(held) == rank:  # a tied embedding is also on the last stage
+    if len(held) == rank:  # False for the copy of a tied embedding on the last stage, which is not needed
         held.append(value)
     return {int(match[1])} if match else set()
 

@@ -45,7 +45,7 @@ class MegatronModel:
         model = read_model(self._stored.arguments, f"{self._stored.where}: args", vocab_size)
         update = {"name": directory.resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
         self.model = model.model_copy(update=update)
-        if self.model.layers > len(self._stored.tensors):  # checked before a list of this length is made
+        if self.model.layers > len(self._stored.tensors):  # checked before a list with an entry per layer is made
             what = f"has {self.model.layers} layers, more than the {len(self._stored.tensors)} tensors in its files"
             raise CheckpointError(what, "copy the complete checkpoint", self._stored.where)
         self._parameters = model_parameters(self.model)

@@ -125,7 +125,7 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
     }
     # Line information contains the path of the sources, so the built file would differ between machines.
     triton.knobs.compilation.disable_line_info = True
-    # Triton enables this by default on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS).
+    # By default Triton transposes in threads on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS).
     triton.knobs.amd.use_in_thread_transpose = amd
     if variant.matrix:
         options["matrix_instr_nonkdim"] = variant.matrix
@@ -180,7 +180,7 @@ _MATRIX = re.compile(
 
 def _flops(amd: str | None, group: str, *nvidia: str) -> int:
     sides = amd.split("x") if amd else nvidia
-    # A group of four warps executes one WGMMA instruction.
+    # Return the FLOPs per warp. Four warps execute one WGMMA instruction together.
     return 2 * math.prod(map(int, sides)) // (4 if group == "wgmma.mma_async" else 1)
 
 

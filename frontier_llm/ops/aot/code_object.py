@@ -29,7 +29,7 @@ _REGISTERS = 0x2F
 _STACK = 0x12
 _WITH_PAYLOAD = 4
 _GLOBAL_SPACE = 4
-_BYTES = {"i32": 4, "fp32": 4, "i64": 8}  # a pointer has 8 bytes
+_BYTES = {"i32": 4, "fp32": 4, "i64": 8}  # size of an argument by its type; other types are pointers of 8 bytes
 
 
 # Exceptions that the parsers can raise if an offset or a length in the file is damaged.
@@ -187,7 +187,7 @@ def _read_nvidia(elf: ELFFile) -> Declared:
     (stack,) = struct.unpack("<4xI", found[_STACK][-1])
     x, y, z = struct.unpack("<3I", found[_THREADS][-1])
     return Declared(
-        architecture=f"sm_{flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF}",  # ABI 8 moved the architecture's bits
+        architecture=f"sm_{flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF}",  # other bits since ABI 8
         symbol=symbol,
         parameters=tuple(parameters[ordinal] for ordinal in range(len(parameters))),
         parameters_bytes=struct.unpack("<4xHH", found[_PARAMETER_BANK][-1])[1],

@@ -36,7 +36,7 @@ class _Ring(Function):
                 for rows, keys in _seen(query, q.shape[0], cp, source):
                     block = ops.attention_block(q[query.rows], both_S2BgD[rows].unbind(1), query.scores(scores, keys))
                     merged[index] = merge(merged[index], *block)
-        outputs, sums = zip(*filter(None, merged), strict=True)  # no entry is None: a query attends to itself
+        outputs, sums = zip(*filter(None, merged), strict=True)  # no entry is None: every query attends to itself
         o_SBaD = torch.cat(outputs).to(q.dtype)
         ctx.save_for_backward(q, k, v, o_SBaD, *sums)
         ctx.scores = scores
@@ -67,7 +67,7 @@ class _Ring(Function):
                         logsumexp_BaQ,
                         query.scores(ctx.scores, keys),
                     )
-                    grad_q[own].add_(grad_q_QBaD)  # `+=` would also copy the sum to itself
+                    grad_q[own].add_(grad_q_QBaD)  # `+=` on an indexed tensor would also copy the sum to itself
                     for to_KBgD, grad_KBgD in zip(grad_S2BgD[rows].unbind(1), grads, strict=True):
                         to_KBgD += grad_KBgD
             if arriving is not None:

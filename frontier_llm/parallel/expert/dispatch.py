@@ -53,8 +53,8 @@ class Dispatch:
 
     axis: Axis  # Axis of the all-to-all: normally ep, with two stages the rail axis or the node axis.
     ends_E: Tensor  # int32: for each expert of this rank, the index after its last row, in the order of experts.
-    # Number of rows to and from each rank of the axis, at least one with several ranks. Only these numbers must be on
-    # the host.
+    # Number of rows to and from each rank of the axis, at least one if the axis has several ranks. The host needs only
+    # these numbers.
     sent: list[int]
     received: list[int]
     # For each row in the order of sending: the number of its choice, or -1 for an unused row.
@@ -112,7 +112,7 @@ def plan_dispatch(
         tokens = order // fan
         place = inverse(order)
         sent, received = counts.read()
-        if min(*sent, *received) > 0:  # no row is unused
+        if min(*sent, *received) > 0:  # this rank exchanges real rows with every rank, and needs no unused row
             expert_M = expert_numbers(local, ranks, device).repeat_interleave(
                 arriving_RE.flatten(), output_size=sum(received)
             )
@@ -132,7 +132,7 @@ def plan_dispatch(
         most = len(order)
         sent_R = leaving_R.clamp(min=fewest)
         received_R = arriving_R.clamp(min=fewest)
-    unread_R = sent_R - leaving_R  # unused rows, after the used rows for the same rank
+    unread_R = sent_R - leaving_R  # number of unused rows for each rank, which follow the used rows for this rank
     rank_A = sorted_A // local
     if dropped_Nk is not None:
         rank_A = rank_A.clamp(max=ranks - 1)
@@ -149,7 +149,7 @@ def plan_dispatch(
     else:
         sent = received = [most] * ranks
         held = ranks * most
-    end = sum(sent)  # index for dropped choices, which the slice below removes
+    end = sum(sent)  # index that dropped choices get; the slice [:end] below removes it
     held_A = at_A if dropped_Nk is None else at_A % (end + 1)
     source = torch.full((end + 1,), -1, device=device).scatter_(0, held_A, order)[:end]
     tokens = source // fan
@@ -367,8 +367,8 @@ class _Combine(Function):
         travel = leave(grads[0], ctx.plan)
         _let_other_half_run(ctx.plan.axis)
         rows = arrived(travel, ctx.plan)
-        # The paired forward runs while the device sorts these rows: it copies its row counts to the host and sends its
-        # own rows. With this call, forward and backward each switch three times.
+        # The paired forward runs while the device sorts these rows. The forward copies its row counts to the host and
+        # sends its own rows. With this call, forward and backward each switch three times.
         _let_other_half_run(ctx.plan.axis)
         return rows, None
 
@@ -408,7 +408,7 @@ class ToNodes:
         self._nodes = rail
         self._per_node = experts // rail.size
         if dropped_Nk is not None:
-            # this number belongs to no expert, and therefore to no node
+            # dropped choices get the number `experts`, which belongs to no expert and therefore to no node
             experts_Nk = experts_Nk.masked_fill(dropped_Nk, experts)
         node_R = torch.arange(rail.size, device=x_NH.device)
         needed_NR = (experts_Nk[..., None] // self._per_node == node_R).any(1)

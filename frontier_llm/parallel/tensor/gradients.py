@@ -125,7 +125,7 @@ class WeightGradients:
         def move(tensor: ShardedParameter) -> None:
             grad = tensor.grad
             if grad is None:
-                return  # the op has passed rows to `take_rows`, and autograd calls this hook without a gradient
+                return  # the op has passed the gradient's rows to `take_rows`, so autograd has no gradient here
             tensor.grad = None
             owner = weak_self()
             assert owner
@@ -134,7 +134,7 @@ class WeightGradients:
         def take_rows(parameter: ShardedParameter, rows_RC: Tensor) -> None:
             owner = weak_self()
             assert owner
-            # Until the W action only the sum over rows is kept, because the R rows need R times its memory.
+            # Until the W action only the sum over rows is kept, because the R rows need R times the memory of the sum.
             if owner.waits:
                 rows_RC = rows_RC.sum(0, keepdim=True)
             owner.submit(parameter, lambda main_grad: ops.accumulate_rows_(main_grad, rows_RC))

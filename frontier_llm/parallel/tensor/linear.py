@@ -169,7 +169,7 @@ class _ColumnLinear(Function):
             grad_x, reducing = start_reduce_scatter(grad_x, context.tp)
         else:
             reducing = start_all_reduce_(grad_x, context.tp)
-        # computed while the input gradient is summed
+        # The weight gradient is computed while the input gradient is summed over tp.
         grad_weight = _submit_weight_gradient(context, ctx.weight, Factor(grad_SBo), x_SBH)
         grad_bias = None if ctx.bias_shape is None else _bias_gradient(grad_SBo).view(ctx.bias_shape)
         reducing.wait()
