@@ -128,14 +128,17 @@ class Notifier:
             log.warn(f"the notice command {command[0]} ended with {code}")
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a command that still runs, and its children. `close` and the command's thread call this."""
+        """Kill a command that still runs, and its children. `close` and the command's thread call this.
+
+        The lock covers the message too, so that `close` returns after it.
+        """
         with self._ending:
             if process.poll() is not None:
                 return
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        log.warn(f"the notice command {self._job.notice_command[0]} was ended after {self._limit_s:.0f} s")
+            log.warn(f"the notice command {self._job.notice_command[0]} was ended after {self._limit_s:.0f} s")
 
     def _post(self, notice: Notice) -> None:
         try:

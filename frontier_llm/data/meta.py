@@ -63,8 +63,8 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
         return None
     if path.stat().st_size > MAXIMUM_BYTES:
         raise DataError(
-            f"has {format_bytes(path.stat().st_size)}, more than the limit of {format_bytes(MAXIMUM_BYTES)} for a "
-            f"record",
+            f"has {format_bytes(path.stat().st_size)}, more than the limit of {format_bytes(MAXIMUM_BYTES)} for "
+            f"the record of a dataset",
             where=str(path),
             fix="tokenize the text again",
         )

@@ -70,6 +70,6 @@ LAYOUTS = [
 def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
     """Compares loss, gradients, norm, initial weights and parameters after three steps.
 
-    Replicas must be bitwise equal, and calls and bytes must equal the closed form.
+    Replicas must be bitwise equal. The number of collective calls and their bytes must equal the planner's formulas.
     """
     assert differences(run(ranks, case), run(ranks, case.serial())) == []

@@ -145,7 +145,7 @@ def run_search(
     measure: Callable[[Proposal, float], Trial],
     record: Callable[[list[Trial]], None],
 ) -> str:
-    """Run trials until a limit is reached. Returns the reason for the end.
+    """Run trials until a limit is reached or nothing is left to gain. Returns the reason for the end.
 
     `measure` runs one trial within a time limit in seconds. `record` receives all trials after each trial.
     """

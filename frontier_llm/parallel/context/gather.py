@@ -2,9 +2,10 @@
 
 This method supports any mask, and with grouped-query attention it moves few bytes. A rank holds two chunks of the
 sequence. The first chunks of all ranks are the front half of the sequence. The second chunks are the back half, in
-reverse order. Two all-gathers, one for each half, therefore restore the order of the keys. The first chunk of queries
-attends only to the front half, so its attention runs while the back half is gathered. Backward gathers keys and values
-again, because otherwise every layer would keep cp times the keys and values.
+reverse order of the ranks. Each half has its own all-gather, and a local flip of the back half's chunks restores the
+order of the keys. The first chunk of queries attends only to the front half, so its attention runs while the back half
+is gathered. Backward gathers keys and values again, because otherwise every layer would keep cp times the keys and
+values.
 """
 
 from __future__ import annotations
