@@ -177,7 +177,10 @@ def test_a_fixed_choice_is_refused_with_the_rule_that_it_breaks(capsys: pytest.C
     assert err.count("no legal layout") == 1
 
 
-def test_what_if_names_the_rule_that_a_value_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_names_the_rule_that_a_value_breaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # no line is wrapped
     asked = ("gpt-22b", "--nodes", "4", "batch.global_batch=1000")
     code, out, _ = run(capsys, *asked, "--what-if", "micro_batch=3")
     assert code == 0

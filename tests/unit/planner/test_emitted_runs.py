@@ -42,7 +42,7 @@ def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
     assert 0 < config.optimizer.warmup_steps * config.batch.global_batch * config.model.sequence_length < 0.1 * tokens
     told = [line for line in out.splitlines() if line.startswith("set data.train to")]
     assert told and f"# {told[0]}" in path.read_text()
-    assert [problem.where for problem in data_problems(config)] == ["data.train: FILL_IN.bin"]
+    assert [problem.where for problem in data_problems(config)] == [f"data.train: {Path.cwd()}/FILL_IN.bin"]
     words = out.splitlines()[-1]
     assert all(
         word in words

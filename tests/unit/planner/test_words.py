@@ -68,8 +68,11 @@ def test_json_and_an_emitted_run_say_a_layout_in_the_same_words() -> None:
     assert words["expert"] == 2 and words["gradient_wire"] == "bf16" and words["expert_all_to_all"] == "flat"
 
 
-def test_the_reason_against_tp8_names_the_cause_that_the_figure_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_against_tp8_names_the_cause_that_the_figure_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TP8's additional time is communication over tp. The time of the busiest stage includes this communication."""
+    monkeypatch.setenv("COLUMNS", "300")  # no line is wrapped
     assert main(["plan", "gpt-22b", "--machine", "frontier", "--nodes", "16"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("why not TP8")]
     assert line.endswith("in tp communication")
