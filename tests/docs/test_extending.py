@@ -194,8 +194,8 @@ def test_a_family_of_hugging_face_computes_what_transformers_computes(
     ranks.run(1, compare_and_export_starcoder2, str(extensions), tmp_path)
 
 
-def test_a_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.py cannot be imported"):
+def test_a_plugin_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no plugin file .*nowhere\.py"):
         load_run("quickstart", [f"plugins=[{tmp_path / 'nowhere.py'}]"])
 
 
