@@ -72,8 +72,8 @@ def test_submitted_old_and_new_runs_go_on(cluster: LocalSlurm, tmp_path: Path) -
 def test_a_run_out_of_memory_goes_on_with_the_roomier_plan(cluster: LocalSlurm, tmp_path: Path) -> None:
     """Rank 1 is out of memory in step 2 of the first start, before any checkpoint (planted).
 
-    The second start uses the roomier plan, the layout in job.json that needs less memory. It reads the same samples
-    from step 0 on.
+    The second start uses the layout in job.json that needs less memory (the roomier plan). The second start reads the
+    same samples from step 0 on.
     """
     directory = tmp_path / "run"
     machine = {"base": "local", "stacks": {"frontier-llm": {"reserve_gib": {**NOTHING, "value": 0.001}}}}

@@ -107,8 +107,8 @@ class Launcher(Protocol):
 
 
 class AllocationRanks:
-    """Launcher of srun steps over healthy nodes of this allocation. If a node fails, one of the nodes beyond `nodes`
-    replaces it.
+    """Starts srun steps on `nodes` healthy nodes of this allocation. If one of them fails, another node of the
+    allocation replaces it.
     """
 
     def __init__(self, site: Site, nodes: int | None = None, spares: int = 0, warning_s: float | None = None) -> None:
