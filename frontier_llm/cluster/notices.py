@@ -85,7 +85,8 @@ class Notifier:
         self._limit_s = limit_s
         self._threads: list[threading.Thread] = []
         self._commands: list[subprocess.Popen[bytes]] = []
-        self._ending = threading.Lock()
+        self._closed = False
+        self._lock = threading.Lock()  # held while a command is started or ended
 
     def send(self, event: str, text: str, step: int) -> None:
         """Send a notice in the background."""
@@ -100,6 +101,8 @@ class Notifier:
         deadline_s = time.monotonic() + self._limit_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        with self._lock:
+            self._closed = True
         for process in self._commands:
             self._end(process)
 
@@ -108,17 +111,21 @@ class Notifier:
         if not command:
             return
         variables = {f"FRONTIER_LLM_NOTICE_{name.upper()}": str(value) for name, value in asdict(notice).items()}
-        try:
-            process = subprocess.Popen(  # noqa: S603 a list
-                [*command, notice.event, notice.text],
-                env={**environment(), **variables},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            log.warn(f"the notice command {command[0]} does not start: {error.strerror}")
-            return
-        self._commands.append(process)
+        with self._lock:
+            if self._closed:
+                log.warn(f"the notice command {command[0]} was not started in {self._limit_s:.0f} s")
+                return
+            try:
+                process = subprocess.Popen(  # noqa: S603 a list
+                    [*command, notice.event, notice.text],
+                    env={**environment(), **variables},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                log.warn(f"the notice command {command[0]} does not start: {error.strerror}")
+                return
+            self._commands.append(process)
         try:
             code = process.wait(self._limit_s)
         except subprocess.TimeoutExpired:
@@ -132,7 +139,7 @@ class Notifier:
 
         The lock covers the message too, so that `close` returns after it.
         """
-        with self._ending:
+        with self._lock:
             if process.poll() is not None:
                 return
             with suppress(ProcessLookupError):
