@@ -8,9 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# The first backward would import this module and sympy, which takes seconds, while other ranks wait. At this point no
-# rank waits.
-import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from torch import Tensor
 
 from frontier_llm import failpoints, log

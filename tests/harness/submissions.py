@@ -4,16 +4,54 @@ from __future__ import annotations
 
 import shlex
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from frontier_llm.certificate import certificate, communication
+from frontier_llm.certificate.section import CertificateSection
+from frontier_llm.certificate.subject import Subject
+from frontier_llm.cluster import code
 from frontier_llm.cluster.sites import root_dir
+from frontier_llm.config import dump
+
+
+CHECKED: dict[tuple[str, str, int], CertificateSection] = {}
+
+
+def checked_once(entry: certificate.Entry) -> certificate.Entry:
+    """Return an entry that checks each configuration once in this process.
+
+    It is for sections that do not depend on the job, the run directory and the number of steps.
+    """
+
+    def check(subject: Subject) -> CertificateSection:
+        train = subject.config.train.model_copy(update={"run_dir": "run", "steps": 1})
+        key = (entry.name, dump(subject.config.model_copy(update={"train": train})), subject.world_size)
+        if key not in CHECKED:
+            CHECKED[key] = entry.check(subject)
+        return CHECKED[key]
+
+    return replace(entry, check=check)
 
 
 @pytest.fixture
-def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def quick_submit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the sections communication and types once for each configuration, and do not compile the job's code.
+
+    These parts of `submit` take seconds. Other tests call them: those of the certificate, and
+    `test_a_snapshot_holds_the_bytecode_that_ranks_would_each_write`.
+    """
+    slow = (communication.NAME, certificate.TYPES)
+    entries = tuple(checked_once(entry) if entry.name in slow else entry for entry in certificate.ENTRIES)
+    monkeypatch.setattr(certificate, "ENTRIES", entries)
+    monkeypatch.setattr(code.compileall, "compile_dir", lambda *args, **options: True)
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_submit: None) -> Path:
     """Commands that record their arguments. tests/slurm uses the real commands."""
     commands = tmp_path / "bin"
     commands.mkdir()
