@@ -48,7 +48,7 @@ struct Client {
     int fd;
     std::string in, out;
     Parts waiting;       // request that waits for keys
-    size_t missing = 0;  // position in it of the first key that does not exist yet
+    size_t missing = 0;  // index in `waiting` of the first key that does not exist yet
     int64_t deadline_ns = 0;
 };
 

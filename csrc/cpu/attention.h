@@ -183,7 +183,7 @@ void attention(const AttentionArgs<T>& args) {
           }
           const float block_top = max_lane(best), top = tops[i] < block_top ? block_top : tops[i];
           const float shift =
-              top == -__builtin_inff() ? 0.0f : top;  // the block has only other documents: every e^(-inf) is 0
+              top == -__builtin_inff() ? 0.0f : top;  // no key of the block is in the row's document: e^(-inf) is 0
           vf total{};
           for (int64_t j = 0; j < kBlock; j += kLanes) {
             const vf p = exp(load(row + j) - shift);

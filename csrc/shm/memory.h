@@ -115,7 +115,7 @@ class Memory {
       return base_ + header_bytes() + (rank * kRing + step % kRing) * slot_bytes_;
     }
 
-    // Allocates the memory of this rank's slot for `step`. Returns false if there is none.
+    // Allocates the memory of this rank's slot for `step`. Returns false if no memory is left.
     bool commit_slot(uint64_t step) { return commit(uint64_t(slot(rank_, step) - base_), slot_bytes_); }
 
     // Returns the arena of the messages from one rank to another, or null if no address space is left.

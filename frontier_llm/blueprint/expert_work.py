@@ -36,8 +36,8 @@ EXPERTS = "experts' products"
 DISPATCH = "tokens to experts and back"
 COUNT_BYTES = 8
 CHOICE_BYTES = 4
-# Operations that the host launches after it has waited for row counts and before the rows are sent
-# (parallel/expert/dispatch.py). They are a copy to the host, the indices of the rows, the gathering of rows and
+# GPU operations that the host launches in a dispatch (parallel/expert/dispatch.py) after it has waited for the numbers
+# of rows and before the rows are sent. They are a copy to the host, the indices of the rows, the gathering of rows and
 # weights, and two messages. The copy counts as two operations.
 LAUNCHES_AFTER_WAIT = 10
 

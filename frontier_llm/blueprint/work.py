@@ -271,7 +271,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
     way = context_way(model, layout.tp, cp, layout.context_attention)
     if way == "gather":
-        for under in (Under.NOTHING, Under.ATTENTION):  # the gather of half 2 overlaps with attention to half 1
+        # the all-gather of the second half of the keys overlaps with attention to the first half
+        for under in (Under.NOTHING, Under.ATTENTION):
             half = held * cp * g * row
             yield send(Phase.F, "all_gather", half, under)
             yield send(Phase.I, "all_gather", half, under)
@@ -284,7 +285,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
-        # The gradients of keys and values are sent once more, so that they return to the rank of their keys.
+        # The gradients of keys and values travel around the complete ring, so they need cp messages instead of cp - 1.
+        # The last message returns them to the rank that holds the keys.
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)
         # From the second block on, separate kernels merge the output of a block into the sum (in fp32) and sum
         # gradients. Half of the blocks have all queries, and the other half have only half of the queries, so the mean

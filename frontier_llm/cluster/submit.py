@@ -244,7 +244,7 @@ def prepare(request: JobRequest) -> Submission:
         "qos": request.qos,
         "dependency": request.dependency,
         "exclude": hostlist.compress(exclude),
-        # an option and not part of the script, because a successor uses the script after the maintenance
+        # The script does not contain this time, because later jobs use the same script after the maintenance.
         "time": str(request.shortened_minutes or ""),
     }
     return Submission(

@@ -148,11 +148,10 @@ class Blocks(NamedTuple):
 
 
 # Block sizes by kernel and variant. A missing "-softcap" variant uses the sizes of "-extras" (documents and ALiBi). A
-# missing "-extras" variant uses the sizes of the plain variant.
-# CDNA's sizes are the best that `benchmarks/ops/tune_attention.py` found by simulation (docs/benchmarks/ops.md).
-# NVIDIA's sizes are the largest that fit into the registers.
-# Each warp must have its own rows of a block's outer side. For example, 4 warps with 32 x 32 matrix instructions on 64
-# rows compute everything twice (tests/unit/ops/test_build.py).
+# missing "-extras" variant uses the sizes of the plain variant. CDNA's sizes are the best that
+# `benchmarks/ops/tune_attention.py` found by simulation (docs/benchmarks/ops.md). NVIDIA's sizes are the largest that
+# fit into the registers. Each warp must have its own rows of a block (queries, or keys in attention_grad_kv). For
+# example, 4 warps with 32 x 32 matrix instructions on 64 rows compute everything twice (tests/unit/ops/test_build.py).
 _AttentionBlocks = dict[str, dict[str, Blocks]]
 _CDNA: _AttentionBlocks = {
     "attention_forward": {

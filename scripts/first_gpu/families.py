@@ -33,7 +33,7 @@ SHAPE = {
     "sequence_length": 32 if REHEARSAL else 256,
 }
 FAMILIES = ("llama", "mpt", "deepseek") if REHEARSAL else tuple(ALL_FAMILIES)
-# fp32 sums in another order. bf16 rounds to 1/256 at every op.
+# In fp32, results differ because sums have another order. In bf16, every op rounds to 1/256.
 LIMITS = {"fp32": 1e-3, "bf16": 0.02}
 
 

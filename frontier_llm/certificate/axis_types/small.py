@@ -126,7 +126,8 @@ def wide_copy(config: RunConfig, world_size: int, layers_per_stage: int) -> RunC
     dtype = config.precision.dtype
     return _with(
         config,
-        precision=_with(config.precision, dtype="bf16" if dtype == "auto" else dtype),  # as on every GPU
+        # auto is replaced by bf16, which it selects on every GPU
+        precision=_with(config.precision, dtype="bf16" if dtype == "auto" else dtype),
         model=_with(model, layers=layers, moe=moe),
         parallel=_with(
             parallel,
@@ -138,7 +139,8 @@ def wide_copy(config: RunConfig, world_size: int, layers_per_stage: int) -> RunC
             stage_layers=None,
         ),
         batch=_with(config.batch, global_batch=microbatches * config.batch.micro_batch * dp),
-        comm=_with(config.comm, overlap_experts=False),  # a second thread would compute the other microbatch
+        # with overlap, a second thread would compute the other microbatch of a pair
+        comm=_with(config.comm, overlap_experts=False),
         train=_with(config.train, steps=4, phases=()),
         guard=_with(config.guard, spike_sigmas=0.0, recompute_interval=0),
     )

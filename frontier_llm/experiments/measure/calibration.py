@@ -244,7 +244,8 @@ def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
 
 
 Step = tuple[str, Layout, float]  # description, layout, measured seconds
-Extra = Callable[[Layout, float], float]  # (layout, step seconds without a cost) → seconds of one unit of this cost
+# (layout, step time in seconds without one cost) → seconds that one unit of this cost adds to the step
+Extra = Callable[[Layout, float], float]
 
 
 def _more(model: ModelConfig, numbers: Rates, **change: float) -> Extra:

@@ -191,7 +191,7 @@ GPT2 = Names({
     "final_norm": "transformer.ln_f",
     "head": "lm_head",
 }, stacked=True, turned=True)  # fmt: skip
-NEOX = Names({  # q, k, v of each head: our own order if every head has its own key and value
+NEOX = Names({  # rows: q, k, v of each head; our order is the same if every head has its own key and value
     "embedding.token": "gpt_neox.embed_in",
     "layers.*.attention_norm": "gpt_neox.layers.*.input_layernorm",
     "layers.*.attention.qkv": "gpt_neox.layers.*.attention.query_key_value",

@@ -150,7 +150,7 @@ def test_a_queued_job_reads_the_plugin_as_it_was(
     directory = tmp_path / "run"
     plugin = tmp_path / "mine.py"
     roots = []
-    for content in ("x = 1\n", "x = 2\n"):  # edited while the first job waits
+    for content in ("x = 1\n", "x = 2\n"):  # the plugin is edited while the first job waits
         plugin.write_text(content)
         words = [f"train.run_dir={directory}", f"plugins=[{plugin}]"]
         assert main([*here, "--nodes", "1", "--json", *words]) == 0
