@@ -37,8 +37,8 @@ struct Part {
   int64_t group, begin, end;  // rows
 };
 
-// Divides the rows of all groups into parts of at most `most` rows. ends[e] is the row after the last of group e. Rows
-// after the last group belong to no group.
+// Divides the rows of all groups into parts of at most `most` rows. ends[e] is the row after the last row of group e.
+// Rows after the last group belong to no group.
 std::vector<Part> parts_of(const Tensor& ends, int64_t groups, int64_t rows, int64_t most) {
   TORCH_CHECK(ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.numel() == groups,
               "ends must be contiguous, with one int32 per group: ", groups, " elements, not ", ends.numel());

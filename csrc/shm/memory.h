@@ -1,4 +1,5 @@
-// The memory that the ranks of a host share: one file that every rank maps. It contains counters to wait on.
+// The memory that the ranks of a host share: one file that every rank maps. The file contains counters on which ranks
+// wait.
 //
 // The file has the counters, then a ring of slots for each rank (collectives.h), then an arena for each pair of sender
 // and receiver (mail.h). It is sparse: its size is generous, and memory is committed before its first use. Missing
@@ -82,7 +83,7 @@ class Memory {
         if (base_) munmap(base_, mapped_bytes());
         for (char* arena : arenas_)
             if (arena) munmap(arena, arena_bytes_);
-        close(fd_);  // also releases this rank's lock, so that peers see that it has ended
+        close(fd_);  // also releases this rank's lock, so that peers see that the rank has ended
     }
 
     Memory(const Memory&) = delete;

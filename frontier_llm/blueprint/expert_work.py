@@ -51,8 +51,8 @@ class Rows(NamedTuple):
 
     sent: float  # rows that this rank sends to experts
     received: float  # rows that arrive; with a capacity limit all of them are kept until backward
-    computed: float  # rows that this rank's experts compute
-    # for the two-stage all-to-all: number of nodes, and rows that this rank sends to and receives from other nodes in
+    computed: float  # rows that this rank's experts compute.
+    # For the two-stage all-to-all: number of nodes, and rows that this rank sends to and receives from other nodes in
     # the first stage
     nodes: int = 1
     to_nodes: float = 0

@@ -89,7 +89,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
     boundary = size * T * H
     # kept tensors that only sequence parallelism divides: inputs of the norms, and masks of the two dropouts
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)
-    own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
+    own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v.
     # The backward of the activation needs its input. GeGLU also keeps a copy of its gate before GELU and one after it.
     own += size * T * (1 + model.gated + 2 * (model.activation == "geglu_tanh")) * F / tp
     if software.linear_speedup != 1:
@@ -211,7 +211,7 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
         ]
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
-    square = batch * S * S * 2.0  # bytes of the score matrix in 16 bit
+    square = batch * S * S * 2.0  # bytes of the score matrix in 16 bit.
     # Memory traffic in units of one read or write of the 16-bit score matrix. Separate softmax kernels compute in fp32
     # and have 18.5 units: conversion 3, scale 4, mask 4.5, softmax 4, conversion back 3.
     passes = (2.0 if software.fused_softmax else 18.5) + (2.5 if software.dropout else 0.0)

@@ -94,7 +94,7 @@ class Outcome:
     """The end of one srun of all ranks: exit code, and failure if there was one."""
 
     exit_code: int
-    failure: Failure | None = None  # None: finished or stopped on request
+    failure: Failure | None = None  # None: finished or stopped on request.
     # True: all reporting ranks only lost a peer. A node may be dead although Slurm has not noticed it yet.
     peers_only: bool = False
 

@@ -44,8 +44,8 @@ START = "import frontier_llm.training.loop"  # program that only imports the mod
 # ratios were measured on two idle AVX-512 cores.
 TEXTS_PER_DATA = 8.0  # time of `data stdlib` / time of `count_words`
 STARTS_PER_PLAN = 0.4  # time of `plan` / time of the ranks' imports; the planner does not import torch
-STARTS_PER_TRAINING = 1.4  # time of the launcher's checks and the ranks' start / time of the ranks' imports
-# time of three commands on one rank (loss comparison, text sample and report) / time of the ranks' imports
+STARTS_PER_TRAINING = 1.4  # time of the launcher's checks and the ranks' start / time of the ranks' imports.
+# Time of three commands on one rank (loss comparison, text sample and report) / time of the ranks' imports
 STARTS_PER_REPORT = 0.7
 FORWARD_SHARE = 1 / 3  # time of an evaluation relative to a step, which also has a backward pass
 SAVE_S = 1.5  # time of one save of a checkpoint

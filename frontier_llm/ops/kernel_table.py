@@ -213,14 +213,14 @@ _HOPPER: _AttentionBlocks = {
 }
 ATTENTION_BLOCKS = {"gfx90a": _CDNA2, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
-ATTENTION_KINDS = ("", "-extras", "-softcap")  # "-softcap" adds score capping and sliding windows to "-extras"
+ATTENTION_KINDS = ("", "-extras", "-softcap")  # "-softcap" adds score capping and sliding windows to "-extras".
 # The length of attention's per-row statistics and documents is padded to a multiple of this number. The number is a
 # multiple of every block size, so blocks are read completely and without a mask.
 ROWS_PER_PAD = 128
-ROPE_BLOCKS = (32, 64, 128)  # highest number of rotated pairs of a head, by variant of rope and heads
-# highest number of experts, by variant of the routing kernels
+ROPE_BLOCKS = (32, 64, 128)  # highest number of rotated pairs of a head, by variant of rope and heads.
+# Highest number of experts, by variant of the routing kernels
 ROUTE_BLOCKS = (64, 256, 1024)
-MOST_CHOICES = 16  # highest number of experts of a token
+MOST_CHOICES = 16  # highest number of experts of a token.
 # Longest row of each variant of norm_forward and norm_backward. Longer rows use the *_long kernels.
 NORM_BLOCKS = (2048, 4096, 8192)
 

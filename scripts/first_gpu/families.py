@@ -23,7 +23,7 @@ from tests.harness.families import ALL_FAMILIES
 from tests.harness.waits import Waits
 
 STEPS = 2 if REHEARSAL else 5
-# The families of the parity suite with heads of 64 features, for which attention has a kernel.
+# Shape of the parity suite's families, but with heads of 64 features, for which attention has a kernel.
 SHAPE = {
     "layers": 2,
     "hidden": 256,

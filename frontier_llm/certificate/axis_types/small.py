@@ -14,7 +14,7 @@ from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 
 HEAD_DIM = 8
 WIDTH = 16  # width of an MLP and of an expert
-MOST_STAGES = 3  # pipeline ranks: the first, one that has neither embedding nor head, and the last
+MOST_STAGES = 3  # pipeline ranks: the first, a middle one without embedding and head, and the last
 
 
 def reasons_not_checkable(config: RunConfig, world_size: int) -> list[str]:

@@ -28,7 +28,7 @@ class TensorRule:
     """One of our parameters, and the tensors of the other format that hold the same values."""
 
     parameter: Parameter
-    theirs: tuple[str, ...]  # name of one tensor, or of one tensor for each of our pieces
+    theirs: tuple[str, ...]  # name of one tensor, or of one tensor for each of our pieces.
     # Number of rows (dim 0) of our tensor that the other format also has. Our further rows are padding of the
     # vocabulary and are zeros.
     rows: int

@@ -92,7 +92,8 @@ def test_a_submission_freezes_code_and_configuration(
     assert made["job_id"] == "4711"
     assert "--account=ABC123" in made["command"] and "--exclude=n[3-6]" in made["command"]
     assert "sbatch --parsable" in fake_slurm.read_text()
-    assert made["variables"]["FRONTIER_LLM_PYTHON"] == sys.executable  # not the python3 of the site's modules
+    # the running interpreter, not the python3 of the site's modules
+    assert made["variables"]["FRONTIER_LLM_PYTHON"] == sys.executable
     code = Path(made["variables"]["FRONTIER_LLM_ROOT"])
     assert (
         code.name == f"code-{code_digest(load_site(str(tmp_path / 'here.yaml')))[:12]}"

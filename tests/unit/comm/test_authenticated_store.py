@@ -149,8 +149,8 @@ def test_waiting_for_a_key_holds_up_nobody(name: str) -> None:
     for thread in threads:
         thread.start()
     other.set("else", "1")
-    assert waiting.check(["else"])  # two threads are waiting on this store, which still answers
-    # if the waits blocked this thread, it would get here only after they had failed
+    assert waiting.check(["else"])  # two threads are waiting on this store, which still answers.
+    # If the waits blocked this thread, it would get here only after they had failed
     assert all(thread.is_alive() for thread in threads)
     other.set("late", "now")
     for thread in threads:

@@ -300,7 +300,7 @@ assert "torch" not in sys.modules
 def test_validation_without_a_checkout_says_where_the_rows_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sites, "root_dir", lambda: tmp_path)  # as in an installed wheel
+    monkeypatch.setattr(sites, "root_dir", lambda: tmp_path)  # simulates an installed wheel
     assert main(["plan", "--validate"]) == 2
     said = capsys.readouterr().err
     assert "installed from a wheel" in said and "benchmarks/published" in said
