@@ -343,9 +343,9 @@ int64_t fl_count_packed(const void* lengths, const void* documents, uint64_t cou
   });
 }
 
-// Packs window `number`. Its sequence i has the pieces starts_out[i] ... starts_out[i + 1] - 1 (`window` + 1 entries).
-// Each piece has lengths_out tokens of documents_out from offsets_out. The document begins at byte bytes_out of .bin.
-// Returns the number of sequences.
+// Packs window `number`. Sequence i of the window has the pieces starts_out[i] ... starts_out[i + 1] - 1 (`window` + 1
+// entries). Each piece has lengths_out tokens of documents_out from offsets_out. The document begins at byte bytes_out
+// of .bin. Returns the number of sequences.
 int64_t fl_pack(const void* lengths, const void* documents, const void* pointers, uint64_t count, uint64_t S,
                 uint64_t block, const uint64_t* prefix, uint64_t key, uint64_t window, uint64_t number,
                 int64_t* starts_out, int64_t* documents_out, int64_t* offsets_out, int64_t* lengths_out,

@@ -29,7 +29,7 @@ from frontier_llm.config import CommConfig
 from frontier_llm.parallel.pipeline import Engine
 from frontier_llm.parallel.stages import ActivationSpec
 from frontier_llm.parallel.tensor import WeightGradients
-from frontier_llm.planner.pipeline import StageTimes, _simulate
+from frontier_llm.planner.pipeline import StageTimes, simulate_schedule
 from frontier_llm.schedule import build
 from frontier_llm.topology.grid import Grid
 
@@ -193,7 +193,7 @@ def main() -> int:
             StageTimes(forward_s / chunks, 2 * forward_s / chunks, forward_s / chunks) for _ in range(STAGES * chunks)
         )
         many, one = (
-            _simulate(
+            simulate_schedule(
                 name,
                 STAGES,
                 m,

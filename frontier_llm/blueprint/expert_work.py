@@ -36,8 +36,8 @@ EXPERTS = "experts' products"
 DISPATCH = "tokens to experts and back"
 COUNT_BYTES = 8
 CHOICE_BYTES = 4
-# Operations that the host launches after it has waited for row counts and before the rows are sent
-# (parallel/expert/dispatch.py). They are a copy to the host, the indices of the rows, the gathering of rows and
+# GPU operations that the host launches in a dispatch (parallel/expert/dispatch.py) after it has waited for the numbers
+# of rows and before the rows are sent. They are a copy to the host, the indices of the rows, the gathering of rows and
 # weights, and two messages. The copy counts as two operations.
 LAUNCHES_AFTER_WAIT = 10
 
@@ -51,8 +51,8 @@ class Rows(NamedTuple):
 
     sent: float  # rows that this rank sends to experts
     received: float  # rows that arrive; with a capacity limit all of them are kept until backward
-    computed: float  # rows that this rank's experts compute
-    # for the two-stage all-to-all: number of nodes, and rows that this rank sends to and receives from other nodes in
+    computed: float  # rows that this rank's experts compute.
+    # For the two-stage all-to-all: number of nodes, and rows that this rank sends to and receives from other nodes in
     # the first stage
     nodes: int = 1
     to_nodes: float = 0
@@ -144,110 +144,154 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     moe = model.moe
     assert moe is not None
     rows = rows or even_rows(model, layout)
-    ranks = layout.ep * layout.etp
-    T = rank_tokens(model, layout)
+    yield from _load_sums(moe, layout)
+    yield from _gathers_of_outputs(model, layout)
+    yield from _routing(model, moe, layout)
+    if moe.shared_gate:
+        yield from _shared_gate_work(model, layout)
+    yield from _dispatch_and_combine(model, moe, layout, software, rows)
+    yield from _experts_products(model, moe, layout, software, rows)
+
+
+def _send(
+    phase: Phase,
+    axis: str,
+    operation: str,
+    size_bytes: float,
+    again: tuple[str, ...] = (),
+    under: Under = Under.NOTHING,
+) -> Item:
+    """Return a collective of the experts. `again` are the recompute modes that repeat it."""
+    return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes), under), again)
+
+
+def _load_sums(moe: MoeConfig, layout: Layout) -> Iterator[Item]:
+    """Yield the all-reduces of the experts' load over the ranks that share a sequence.
+
+    A balance loss per sequence needs the load of the complete sequence.
+    """
+    if moe.balance == "global":
+        return
+    size_bytes = layout.micro_batch * moe.experts * statistics_bytes(layout.dtype)
+    for axis, degree in (("tp", layout.tp), ("cp", layout.cp)):
+        if degree > 1:
+            yield _send(Phase.F, axis, "all_reduce", size_bytes, FULL)
+
+
+def _gathers_of_outputs(model: ModelConfig, layout: Layout) -> Iterator[Item]:
+    """Yield the all-gathers over tp of the experts' outputs.
+
+    They are needed without sequence parallelism, because each tensor rank routes its part of the tokens.
+    """
+    if layout.tp == 1 or layout.sequence_parallel:
+        return
+    size_bytes = DTYPE_BYTES[layout.dtype] * rank_tokens(model, layout) * model.hidden
+    yield _send(Phase.F, "tp", "all_gather", size_bytes)
+    yield _send(Phase.I, "tp", "all_gather", size_bytes)
+
+
+def _routing(model: ModelConfig, moe: MoeConfig, layout: Layout) -> Iterator[Item]:
+    """Yield the router's products, and the passes for softmax, choice of experts and balance loss."""
+    t = rank_tokens(model, layout) // layout.tp
     H = model.hidden
     E = moe.experts
-    size = DTYPE_BYTES[layout.dtype]
-    wide = statistics_bytes(layout.dtype)
-    t = T // layout.tp
-
-    def send(
-        phase: Phase,
-        operation: str,
-        size_bytes: float,
-        again: tuple[str, ...] = (),
-        axis: str = "ep",
-        under: Under = Under.OTHER,
-    ) -> Item:
-        return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes), under), again)
-
-    def there_and_back(
-        axis: str,
-        sent: float,
-        received: float,
-        numbers: int,
-        weights: int,
-        chosen: int = 0,
-    ) -> Iterator[Item]:
-        """Yield the all-to-alls of dispatch and combine along `axis`, forward and backward.
-
-        First, `numbers` row counts are sent. With each row, `weights` router weights and `chosen` expert indices are
-        sent. A shared expert, if there is one, overlaps the dispatch in forward and the gradient of the dispatch in
-        backward. With two stages it overlaps only the stage between nodes.
-        """
-        under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.OTHER
-        yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)
-        yield send(
-            Phase.F,
-            "all_to_all",
-            sent * size * H,
-            FULL,
-            axis,
-            under,
-        )
-        yield send(Phase.F, "all_to_all", sent * weights * wide, FULL, axis)
-        if chosen:
-            yield send(Phase.F, "all_to_all", sent * chosen * CHOICE_BYTES, FULL, axis)
-        yield send(Phase.F, "all_to_all", received * size * H, axis=axis)
-        yield send(Phase.I, "all_to_all", sent * size * H, axis=axis)
-        yield send(Phase.I, "all_to_all", received * size * H, axis=axis, under=under)
-        yield send(Phase.I, "all_to_all", received * weights * wide, axis=axis)
-
-    # A balance loss per sequence needs the experts' load over the complete sequence, so the loads are summed over tp
-    # and cp.
-    for axis in () if moe.balance == "global" else ("tp", "cp"):
-        if getattr(layout, axis) > 1:
-            yield send(
-                Phase.F,
-                "all_reduce",
-                layout.micro_batch * E * wide,
-                FULL,
-                axis,
-                Under.NOTHING,
-            )
-    # without sequence parallelism each tensor rank routes its part of the tokens, and the outputs are gathered
-    if layout.tp > 1 and not layout.sequence_parallel:
-        yield send(Phase.F, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
-        yield send(Phase.I, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
+    passes = Pass(statistics_bytes(layout.dtype) * t * (2 * H + 6 * E), 12)
     yield Item(Phase.F, ROUTING, Product(t, E, H), FULL)
     yield Item(Phase.I, ROUTING, Product(t, H, E))
     yield Item(Phase.W, ROUTING, Product(E, H, t))
-    yield Item(Phase.F, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12), FULL)
-    yield Item(Phase.I, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12))
-    if moe.shared_gate:
-        yield from _shared_gate_work(T if not layout.sequence_parallel else t, H, size)
+    yield Item(Phase.F, ROUTING, passes, FULL)
+    yield Item(Phase.I, ROUTING, passes)
+
+
+def _shared_gate_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
+    """Yield the work of scaling the shared expert's output by a sigmoid of the token."""
+    t = rank_tokens(model, layout) // layout.sequence_shards
+    H = model.hidden
+    size = DTYPE_BYTES[layout.dtype]
+    yield Item(Phase.F, ROUTING, Product(t, 1, H), FULL)
+    yield Item(Phase.I, ROUTING, Product(t, H, 1))
+    yield Item(Phase.W, ROUTING, Product(1, H, t))
+    yield Item(Phase.F, ROUTING, Pass(2 * size * t * H, 2), FULL)
+    # backward of output x gate: the gradients of both factors, and the sum of the gate's gradient over H
+    yield Item(Phase.I, ROUTING, Pass(5 * size * t * H, 4))
+    yield Item(Phase.F, ROUTING, Keep(size * t * (H + 1), ("none", "selective")))
+
+
+class _Exchange(NamedTuple):
+    """Dispatch and combine along one axis: the rows that are sent, and what is sent with them."""
+
+    axis: str
+    sent: float  # rows to experts
+    received: float  # rows from other ranks
+    counts: int  # row counts that are sent before the rows
+    weights: int = 1  # router weights of each row
+    choices: int = 0  # expert indices of each row
+
+
+def _dispatch_and_combine(
+    model: ModelConfig,
+    moe: MoeConfig,
+    layout: Layout,
+    software: Software,
+    rows: Rows,
+) -> Iterator[Item]:
+    """Yield the transfer of rows to experts and back, and the passes over memory that order and sum the rows."""
+    ranks = layout.ep * layout.etp
+    row_bytes = DTYPE_BYTES[layout.dtype] * model.hidden
     yield Item(Phase.F, DISPATCH, HostWait(_host_waits(moe, rows, ranks) * LAUNCHES_AFTER_WAIT), FULL)
-    if rows.nodes > 1:
-        yield from there_and_back(
-            "ep.rail",
-            rows.to_nodes,
-            rows.from_nodes,
-            rows.nodes,
-            moe.top_k,
-            moe.top_k,
-        )
-    gathered = software.expert_rows_gathered and layout.etp > 1 and rows.nodes == 1
-    if gathered:
-        if layout.ep > 1:
-            yield from there_and_back("ep.once", rows.sent / layout.etp, rows.received / layout.etp, E, 1)
-        for phase in (Phase.F, Phase.I):
-            again = FULL if phase is Phase.F else ()
-            yield send(phase, "all_gather", rows.received * size * H, again, "tp", Under.NOTHING)
-            yield send(phase, "reduce_scatter", rows.received * size * H, axis="tp", under=Under.NOTHING)
-    elif ranks > rows.nodes:
-        yield from there_and_back(
-            "ep" if rows.nodes == 1 else "ep.node",
-            rows.sent,
-            rows.received,
-            E * layout.etp // rows.nodes,
-            1,
-        )
+    for exchange in _exchanges(moe, layout, software, rows):
+        yield from _all_to_alls(exchange, row_bytes, statistics_bytes(layout.dtype), bool(moe.shared_hidden))
+    if _gathers_rows(layout, software, rows):
+        for phase, again in ((Phase.F, FULL), (Phase.I, ())):
+            yield _send(phase, "tp", "all_gather", rows.received * row_bytes, again)
+            yield _send(phase, "tp", "reduce_scatter", rows.received * row_bytes)
     # Rows are gathered before the dispatch and reordered after it. The combine reverses both and sums the rows.
-    moved = size * H * 2 * (rows.sent + rows.received + rows.to_nodes + rows.from_nodes)
+    moved = row_bytes * 2 * (rows.sent + rows.received + rows.to_nodes + rows.from_nodes)
     yield Item(Phase.F, DISPATCH, Pass(2 * moved, 8), FULL)
     yield Item(Phase.I, DISPATCH, Pass(2 * moved, 8))
-    yield from _experts_products(model, moe, layout, software, rows)
+
+
+def _gathers_rows(layout: Layout, software: Software, rows: Rows) -> bool:
+    """Return True if a row is sent to one of the ranks that split its expert, and is then gathered over tp."""
+    return software.expert_rows_gathered and layout.etp > 1 and rows.nodes == 1
+
+
+def _exchanges(moe: MoeConfig, layout: Layout, software: Software, rows: Rows) -> Iterator[_Exchange]:
+    """Yield the exchanges of one layer: with two stages first between nodes, then inside the node."""
+    E = moe.experts
+    etp = layout.etp
+    if rows.nodes > 1:
+        yield _Exchange("ep.rail", rows.to_nodes, rows.from_nodes, rows.nodes, moe.top_k, moe.top_k)
+    if _gathers_rows(layout, software, rows):
+        if layout.ep > 1:
+            yield _Exchange("ep.once", rows.sent / etp, rows.received / etp, E)
+    elif layout.ep * etp > rows.nodes:
+        axis = "ep" if rows.nodes == 1 else "ep.node"
+        yield _Exchange(axis, rows.sent, rows.received, E * etp // rows.nodes)
+
+
+def _all_to_alls(exchange: _Exchange, row_bytes: int, weight_bytes: int, has_shared: bool) -> Iterator[Item]:
+    """Yield the all-to-alls of an exchange, forward and backward.
+
+    A shared expert, if there is one, overlaps the dispatch in forward and the gradient of the dispatch in backward.
+    With two stages it overlaps only the stage between nodes.
+    """
+    under_rows = Under.SHARED if has_shared and exchange.axis != "ep.node" else Under.OTHER
+
+    def send(phase: Phase, size_bytes: float, again: tuple[str, ...] = (), under: Under = Under.OTHER) -> Item:
+        return _send(phase, exchange.axis, "all_to_all", size_bytes, again, under)
+
+    sent_bytes = exchange.sent * row_bytes
+    received_bytes = exchange.received * row_bytes
+    yield send(Phase.F, exchange.counts * COUNT_BYTES, FULL)
+    yield send(Phase.F, sent_bytes, FULL, under_rows)
+    yield send(Phase.F, exchange.sent * exchange.weights * weight_bytes, FULL)
+    if exchange.choices:
+        yield send(Phase.F, exchange.sent * exchange.choices * CHOICE_BYTES, FULL)
+    yield send(Phase.F, received_bytes)
+    yield send(Phase.I, sent_bytes)
+    yield send(Phase.I, received_bytes, under=under_rows)
+    yield send(Phase.I, exchange.received * exchange.weights * weight_bytes)
 
 
 def _experts_products(
@@ -279,17 +323,3 @@ def _experts_products(
         held + 4 * t * moe.experts
     )
     yield Item(Phase.F, EXPERTS, Keep(kept + size * t * H, ("none", "selective")))  # last term: the router's input
-
-
-def _shared_gate_work(rows: int, H: int, size: int) -> Iterator[Item]:
-    """Yield the work of scaling the shared expert's output by a sigmoid of the token, for `rows` tokens of this rank.
-
-    Elements have `size` bytes.
-    """
-    yield Item(Phase.F, ROUTING, Product(rows, 1, H), FULL)
-    yield Item(Phase.I, ROUTING, Product(rows, H, 1))
-    yield Item(Phase.W, ROUTING, Product(1, H, rows))
-    yield Item(Phase.F, ROUTING, Pass(2 * size * rows * H, 2), FULL)
-    # backward of output x gate: the gradients of both factors, and the sum of the gate's gradient over H
-    yield Item(Phase.I, ROUTING, Pass(5 * size * rows * H, 4))
-    yield Item(Phase.F, ROUTING, Keep(size * rows * (H + 1), ("none", "selective")))

@@ -64,7 +64,7 @@ class Status:
     causes: tuple[str, ...]  # how each earlier attempt ended.
     bad_hosts: tuple[str, ...]
     slow_hosts: tuple[Slow, ...]  # hosts that were reported as stragglers.
-    # axis (dp, tp, …) → number of calls, and time that a call blocked rank 0 in µs (median and 99th percentile), as
+    # Axis (dp, tp, …) → number of calls, and time that a call blocked rank 0 in µs (median and 99th percentile), as
     # recorded at the last save
     blocked: dict[str, dict[str, int]]
     last_failure: str | None

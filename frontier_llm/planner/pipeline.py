@@ -18,7 +18,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.planner.costs.seconds import times
-from frontier_llm.planner.costs.time import layer_s, meets_inside, p2p_s, pair_s, tail, tied_sum_s
+from frontier_llm.planner.costs.time import StepTail, layer_s, meets_inside, p2p_s, pair_s, tail, tied_sum_s
 from frontier_llm.planner.costs.update import whole_update
 from frontier_llm.schedule import (
     Action,
@@ -119,77 +119,121 @@ def stage_times(
 
 def simulate_step(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> SimulatedStep:
     """Simulate one step of the layout with these virtual stages."""
-    name = layout.schedule
-    pp = layout.pp
-    m = layout.microbatches
-    v = layout.chunks
     stage_s = stage_times(model, layout, rates, stages)
-    message = 0.0 if rates.blocking_messages else float(p2p_s(model, layout, rates))
-    round_size = pp if v > 1 and not one_end(name) else 1
-    repeats = name != "gpipe" and not rates.contention  # GPipe has no pattern: simulate all of it
-    length = m
-    if repeats and m > pp + 2 * STEADY_MICROBATCHES + round_size:
-        # 1F1B repeats its pattern after pp microbatches, an interleaved schedule after pp·v chunks and two rounds.
-        # A V-shaped schedule without pairs repeats its pattern earlier.
-        rounds = 3 if one_end(name) and not rule(name).pairs else 4
-        wanted = (pp + STEADY_MICROBATCHES) if v == 1 else rounds * pp
-        length = min(m, wanted + (m - wanted) % round_size)
-    while True:
-        timeline = _contended(
-            _simulate(
-                name=name,
-                pp=pp,
-                m=length,
-                v=v,
-                times=stage_s,
-                message=message,
-                in_flight=_in_flight(layout, rates),
-            ),
-            layout,
-            rates,
-        )
-        period = 0.0 if length == m else _period(timeline, stage_s, v, round_size)
-        if period is not None:
-            break
-        length = min(m, length + round_size * max(1, length // round_size))
-    # with pairs, each additional microbatch adds two pairs on a rank, one for each direction of the V
-    pairs = [len(beside(timeline.schedule, rank)) for rank in range(pp)]
-    each_s = _pairs_s(timeline.schedule, stage_s)
-    hidden_s = [each * (count + 2 * (m - length) * (count > 0)) for each, count in zip(each_s, pairs, strict=True)]
-    busy_s = [(timeline.busy_s(rank) + each_s[rank] * pairs[rank]) * m / length - hidden_s[rank] for rank in range(pp)]
-    added = (m - length) / round_size * period
-    ends = np.array([stage_ends[-1] + added for stage_ends in timeline.end_s])
+    message_s = 0.0 if rates.blocking_messages else float(p2p_s(model, layout, rates))
+    timeline, period_s = _until_steady(layout, rates, stage_s, message_s)
+    missing_rounds = (layout.microbatches - timeline.schedule.microbatches) / _round_size(layout)
+    added_s = missing_rounds * period_s
+    end_s = np.array([stage_ends[-1] + added_s for stage_ends in timeline.end_s])
+    busy_s, hidden_s = _busy_and_hidden_s(timeline, layout.microbatches, stage_s)
+    after = _after_pipeline(model, layout, rates, stages, stage_s)
+    has_end = np.array([stage.embedding or stage.head for stage in stages])
+    tied_s = (by_rank(has_end, layout) > 0) * float(tied_sum_s(model, layout, rates))
     # every rank reduces the gradients of its own stages after its last backward
-    layers, embeds, heads = stage_columns(stages)
-    parameters = stage_numel(model, layout.tp, layers, embeds > 0, heads > 0)
-    forward_s, backward_s = np.array([(one.forward_s, one.backward_s) for one in stage_s]).T
-    whole = whole_update(model, layout, rates, by_rank(layers, layout))
-    experts = expert_numel(model, layout, layers)
-    held, last_backward_s, first_forward_s, of_experts = (
-        by_rank(values, layout) for values in (parameters, backward_s, forward_s, experts)
-    )
-    end = tail(
-        layouts=layout,
-        rates=rates,
-        parameters=held,
-        last_backward_s=last_backward_s,
-        first_forward_s=first_forward_s,
-        experts=of_experts,
-        whole=whole,
-    )
-    has_end = by_rank((embeds > 0) | (heads > 0), layout) > 0
-    reduced = ends + end.reduce_s + has_end * float(tied_sum_s(model, layout, rates))
+    reduced_s = end_s + after.reduce_s + tied_s
     return SimulatedStep(
         timeline=timeline,
-        pipeline_s=float(ends.max()),
-        busy_s=tuple(busy_s),
-        end_s=tuple(ends.tolist()),
-        reduce_s=float(np.max(reduced) - ends.max()),
-        optimizer_s=float(np.max(end.optimizer_s)),
-        gather_s=float(np.max(end.gather_s)),
-        message_s=message,
-        hidden_s=tuple(hidden_s),
+        pipeline_s=float(end_s.max()),
+        busy_s=busy_s,
+        end_s=tuple(end_s.tolist()),
+        reduce_s=float(np.max(reduced_s) - end_s.max()),
+        optimizer_s=float(np.max(after.optimizer_s)),
+        gather_s=float(np.max(after.gather_s)),
+        message_s=message_s,
+        hidden_s=hidden_s,
         stage_times=stage_s,
+    )
+
+
+def _round_size(layout: Layout) -> int:
+    """Return the number of microbatches after which the pattern of a schedule may repeat."""
+    return layout.pp if layout.chunks > 1 and not one_end(layout.schedule) else 1
+
+
+def _first_length(layout: Layout, rates: Rates) -> int:
+    """Return the number of microbatches to simulate before the repeating pattern is searched."""
+    m = layout.microbatches
+    pp = layout.pp
+    round_size = _round_size(layout)
+    repeats = layout.schedule != "gpipe" and not rates.contention  # GPipe has no pattern: simulate all of it
+    if not repeats or m <= pp + 2 * STEADY_MICROBATCHES + round_size:
+        return m
+    # 1F1B repeats its pattern after pp microbatches, an interleaved schedule after pp·v chunks and two rounds.
+    # A V-shaped schedule without pairs repeats its pattern earlier.
+    rounds = 3 if one_end(layout.schedule) and not rule(layout.schedule).pairs else 4
+    wanted = (pp + STEADY_MICROBATCHES) if layout.chunks == 1 else rounds * pp
+    return min(m, wanted + (m - wanted) % round_size)
+
+
+def _until_steady(
+    layout: Layout,
+    rates: Rates,
+    times: tuple[StageTimes, ...],
+    message_s: float,
+) -> tuple[Timeline, float]:
+    """Simulate microbatches until the pattern of the schedule repeats.
+
+    Returns the timeline of the simulated microbatches, and the seconds that one more round of microbatches adds. These
+    are 0 if all microbatches of the step were simulated.
+    """
+    m = layout.microbatches
+    round_size = _round_size(layout)
+    length = _first_length(layout, rates)
+    while True:
+        timeline = simulate_schedule(
+            layout.schedule,
+            layout.pp,
+            length,
+            layout.chunks,
+            times,
+            message_s,
+            _in_flight(layout, rates),
+        )
+        timeline = _contended(timeline, layout, rates)
+        period_s = 0.0 if length == m else _period(timeline, times, round_size)
+        if period_s is not None:
+            return timeline, period_s
+        length = min(m, length + round_size * max(1, length // round_size))
+
+
+def _busy_and_hidden_s(
+    timeline: Timeline,
+    m: int,
+    times: tuple[StageTimes, ...],
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return `busy_s` and `hidden_s` of `SimulatedStep` for a step of `m` microbatches."""
+    schedule = timeline.schedule
+    missing = m - schedule.microbatches
+    busy_s = []
+    hidden_s = []
+    for rank, saved_s in enumerate(_pairs_s(schedule, times)):
+        pairs = len(beside(schedule, rank))
+        # each additional microbatch adds two pairs on a rank, one for each direction of the V
+        rank_hidden_s = saved_s * (pairs + 2 * missing * (pairs > 0))
+        rank_busy_s = (timeline.busy_s(rank) + saved_s * pairs) * m / schedule.microbatches
+        hidden_s.append(rank_hidden_s)
+        busy_s.append(rank_busy_s - rank_hidden_s)
+    return tuple(busy_s), tuple(hidden_s)
+
+
+def _after_pipeline(
+    model: ModelConfig,
+    layout: Layout,
+    rates: Rates,
+    stages: tuple[StageSpec, ...],
+    times: tuple[StageTimes, ...],
+) -> StepTail:
+    """Return the seconds of gradient sum, update and weight gather on each pipeline rank."""
+    layers, embeds, heads = stage_columns(stages)
+    parameters = stage_numel(model, layout.tp, layers, embeds > 0, heads > 0)
+    return tail(
+        layouts=layout,
+        rates=rates,
+        parameters=by_rank(parameters, layout),
+        last_backward_s=by_rank(np.array([stage.backward_s for stage in times]), layout),
+        first_forward_s=by_rank(np.array([stage.forward_s for stage in times]), layout),
+        experts=by_rank(expert_numel(model, layout, layers), layout),
+        whole=whole_update(model, layout, rates, by_rank(layers, layout)),
     )
 
 
@@ -210,15 +254,16 @@ def _pairs_s(schedule: Schedule, times: tuple[StageTimes, ...]) -> list[float]:
     return [min(times[position].pair_s for position in positions_of(rank)) for rank in range(schedule.stages)]
 
 
-def _simulate(
+def simulate_schedule(
     name: str,
-    pp: int,
-    m: int,
-    v: int,
+    stages: int,
+    microbatches: int,
+    chunks: int,
     times: tuple[StageTimes, ...],
-    message: float,
+    message_s: float,
     in_flight: str = "many",
 ) -> Timeline:
+    """Return the timeline of a schedule whose virtual stages take `times`. `_in_flight` returns `in_flight`."""
     seconds = {}
     for position, one in enumerate(times):
         seconds[Kind.FORWARD, position] = one.forward_s
@@ -228,9 +273,9 @@ def _simulate(
 
     schedule = build(
         name=name,
-        stages=pp,
-        microbatches=m,
-        chunks=v,
+        stages=stages,
+        microbatches=microbatches,
+        chunks=chunks,
         messages=in_flight != "many",
         pairs=any(one.pair_s for one in times),
     )
@@ -241,8 +286,8 @@ def _simulate(
         return seconds[action.kind, action.position] - (less_s[stage] if paired and action in paired else 0.0)
 
     if in_flight == "many":
-        return simulate(schedule, duration, message)
-    return simulate_one_in_flight(schedule, duration, message, in_flight == "waiting")
+        return simulate(schedule, duration, message_s)
+    return simulate_one_in_flight(schedule, duration, message_s, in_flight == "waiting")
 
 
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
@@ -268,7 +313,7 @@ def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
     return Timeline(timeline.schedule, later(timeline.start_s), later(timeline.end_s))
 
 
-def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_size: int) -> float | None:
+def _period(timeline: Timeline, times: tuple[StageTimes, ...], round_size: int) -> float | None:
     """Return the seconds that one more round of microbatches adds, or None if the pattern does not repeat yet.
 
     There are two cases. In the first case, the rank with most work is saturated: its backwards follow each other as
@@ -281,10 +326,10 @@ def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_siz
     work = [sum(seconds[position] for position in placement.positions_of(rank)) for rank in range(pp)]
     busiest = int(np.argmax(work))
     own = work[busiest] * round_size
-    pace = _pace(timeline, busiest, v, round_size)
+    pace = _pace(timeline, busiest, round_size)
     if _is_steady(pace) and abs(float(pace[-1]) - own) <= 1e-9 * own:
         return own
-    return _common([_pace(timeline, rank, v, round_size) for rank in (0, pp // 2, pp - 1)])
+    return _common([_pace(timeline, rank, round_size) for rank in (0, pp // 2, pp - 1)])
 
 
 def _common(paces: list[np.ndarray]) -> float | None:
@@ -294,7 +339,7 @@ def _common(paces: list[np.ndarray]) -> float | None:
     return None
 
 
-def _pace(timeline: Timeline, rank: int, v: int, round_size: int) -> np.ndarray:
+def _pace(timeline: Timeline, rank: int, round_size: int) -> np.ndarray:
     """Return the seconds between the backwards of successive rounds on a rank, for the last rounds before the drain."""
     kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
     first = timeline.schedule.placement.positions_of(rank)[0]
@@ -302,7 +347,7 @@ def _pace(timeline: Timeline, rank: int, v: int, round_size: int) -> np.ndarray:
         [end for action, _, end in timeline.spans(rank) if action.kind in kinds and action.position == first]
     )
     steps = ends[round_size:] - ends[:-round_size]
-    drain = min(timeline.schedule.stages * (1 if v == 1 else 2), max(len(steps) - 9, 0))
+    drain = min(timeline.schedule.stages * (1 if timeline.schedule.chunks == 1 else 2), max(len(steps) - 9, 0))
     return steps[len(steps) - drain - 6 : len(steps) - drain]
 
 

@@ -26,7 +26,7 @@ FILE = "failure.json"
 # would fail in the same way
 REFUSED = 2
 STUCK = 70  # EX_SOFTWARE: exit code of a rank that its watchdog ended, because another rank made no progress
-SECONDARY = "secondary failure"  # begins the last message of a rank that only lost another rank
+SECONDARY = "secondary failure"  # begins the last message of a rank that only lost another rank.
 # Errors of this package are recognised by class and heading. All other words in these lists come from messages of
 # torch, gloo, RCCL and the system.
 _LOST_A_PEER = re.compile(
@@ -54,7 +54,7 @@ class Evidence(StrEnum):
     COMPARISON = "comparison"  # copies that must be equal differ.
     NOTICES = "notices"  # the heartbeats of the named rank stopped or fell behind.
     SYMPTOM = "symptom"  # the named rank lost its peers without finding the cause; it may not be the first.
-    ENDS = "ends"  # the way in which processes ended: by a signal, with an exit code, or with a lost node.
+    ENDS = "ends"  # how processes ended: by a signal, with an exit code, or with a lost node.
     LOGS = "logs"  # the ranks' logs, searched because no rank could write a record.
 
 

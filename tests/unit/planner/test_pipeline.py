@@ -78,11 +78,13 @@ def test_equal_stages_give_the_closed_form_bubble(m: int) -> None:
     2.2).
     """
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(4))
-    timeline = pipeline._simulate("1f1b", 4, m, 1, times, 0.0)
+    timeline = pipeline.simulate_schedule("1f1b", 4, m, 1, times, 0.0)
     assert timeline.bubble_fraction == pytest.approx(3 / m)
     chunked = tuple(pipeline.StageTimes(0.5, 1.0, 0.5) for _ in range(8))
-    assert pipeline._simulate("interleaved", 4, m, 2, chunked, 0.0).bubble_fraction == pytest.approx(3 / (2 * m))
-    zero_bubble = pipeline._simulate("zb-h1", 4, m, 1, times, 0.0)
+    assert pipeline.simulate_schedule("interleaved", 4, m, 2, chunked, 0.0).bubble_fraction == pytest.approx(
+        3 / (2 * m)
+    )
+    zero_bubble = pipeline.simulate_schedule("zb-h1", 4, m, 1, times, 0.0)
     # (p-1)(F + B - W), Qi et al. 2023
     assert zero_bubble.bubble_fraction == pytest.approx((4 - 1) * (1 + 1 - 1) / (3 * m))
 
@@ -110,12 +112,12 @@ def test_one_in_flight_by_hand() -> None:
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(2))
     for in_flight in ("many", "one", "waiting"):
         # F0 m F0 B0 m B0: no other work can overlap.
-        assert pipeline._simulate("1f1b", 2, 1, 1, times, 0.5, in_flight).makespan_s == 7.0
-    waiting = pipeline._simulate("1f1b", 2, 2, 1, times, 0.5, "waiting")
+        assert pipeline.simulate_schedule("1f1b", 2, 1, 1, times, 0.5, in_flight).makespan_s == 7.0
+    waiting = pipeline.simulate_schedule("1f1b", 2, 2, 1, times, 0.5, "waiting")
     # Stage 0: F0 0-1, its message until 1.5, F1 until 2.5. The second message waits until stage 1 takes it, which
     # delays stage 0's B0.
     assert list(waiting.spans(0))[1][1:] == (1.5, 2.5) and waiting.makespan_s == 11.0
-    one = pipeline._simulate("1f1b", 2, 2, 1, times, 0.5, "one")
+    one = pipeline.simulate_schedule("1f1b", 2, 2, 1, times, 0.5, "one")
     assert list(one.spans(0))[1][1:] == (1.0, 2.0) and one.makespan_s <= waiting.makespan_s
 
 
@@ -124,12 +126,13 @@ def test_turns_cost_time_and_free_messages_none(schedule: str) -> None:
     chunks = 2 if schedule == "interleaved" else 1
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(4 * chunks))
     many, one, waiting = (
-        pipeline._simulate(schedule, 4, 12, chunks, times, 0.1, in_flight).makespan_s
+        pipeline.simulate_schedule(schedule, 4, 12, chunks, times, 0.1, in_flight).makespan_s
         for in_flight in ("many", "one", "waiting")
     )
     assert many < one < waiting
     free = [
-        pipeline._simulate(schedule, 4, 12, chunks, times, 0.0, in_flight).makespan_s for in_flight in ("many", "one")
+        pipeline.simulate_schedule(schedule, 4, 12, chunks, times, 0.0, in_flight).makespan_s
+        for in_flight in ("many", "one")
     ]
     assert free[0] == pytest.approx(free[1])
 
