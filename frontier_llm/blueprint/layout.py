@@ -204,3 +204,10 @@ def context_way(model: ModelConfig, tp: int, cp: int, wanted: str = "auto") -> s
     if kv_heads % cp == 0 and 4 * (heads + kv_heads) < 6 * kv_heads * cp:
         return "heads"
     return "gather"
+
+
+def layer_kinds(model: ModelConfig) -> list[tuple[int, int]]:
+    """Return (index of the first layer, number of layers) of each kind: dense layers, then layers with experts."""
+    experts = len(model.routed_layers)
+    kinds = ((0, model.layers - experts), (model.routed_layers.start, experts))
+    return [(layer, count) for layer, count in kinds if count]

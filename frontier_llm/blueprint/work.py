@@ -39,14 +39,13 @@ from frontier_llm.blueprint.items import (
     rank_tokens,
     weight_gradient,
 )
-from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, context_way, mode_shares, statistics_bytes
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, context_way, layer_kinds, mode_shares, statistics_bytes
 from frontier_llm.blueprint.parameters import (
     Parameter,
     ParameterKind,
     Split,
     StageSpec,
     block_parameters,
-    layer_kinds,
     stage_parameters,
 )
 from frontier_llm.config import ModelConfig

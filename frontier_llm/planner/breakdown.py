@@ -21,8 +21,7 @@ from frontier_llm.blueprint.items import (
     Item,
     WeightGradients,
 )
-from frontier_llm.blueprint.layout import mode_shares
-from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.layout import layer_kinds, mode_shares
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.seconds import LAUNCHES, added_share, by_cause, times

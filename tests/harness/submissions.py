@@ -17,7 +17,6 @@ from frontier_llm.cluster import code
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.config import dump
 
-
 CHECKED: dict[tuple[str, str, int], CertificateSection] = {}
 
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from frontier_llm.blueprint.items import EXCHANGE, Collective, Item, Keep, Phase
-from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, statistics_bytes
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, layer_kinds, mode_shares, statistics_bytes
 from frontier_llm.blueprint.optimizers import optimizer_rule
-from frontier_llm.blueprint.parameters import Parameter, StageSpec, block_parameters, layer_kinds
+from frontier_llm.blueprint.parameters import Parameter, StageSpec, block_parameters
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates

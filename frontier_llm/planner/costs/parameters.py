@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.layout import Layout, layer_kinds
 from frontier_llm.blueprint.parameters import (
     Parameter,
     ParameterKind,
     StageSpec,
     block_parameters,
-    layer_kinds,
     stage_parameters,
 )
 from frontier_llm.config import ModelConfig

@@ -28,8 +28,7 @@ from frontier_llm.blueprint.items import (
     Under,
     Work,
 )
-from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, shares
-from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, layer_kinds, mode_shares, shares
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates, fabric_bandwidth

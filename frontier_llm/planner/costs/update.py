@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from frontier_llm.blueprint.items import Product
-from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, layer_kinds
 from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Matrices, Part, matrices_of
 from frontier_llm.blueprint.optimizers import OptimizerRule, optimizer_rule
-from frontier_llm.blueprint.parameters import Parameter, block_parameters, layer_kinds
+from frontier_llm.blueprint.parameters import Parameter, block_parameters
 from frontier_llm.config import CommConfig, ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.collectives import collective_s, node_s
