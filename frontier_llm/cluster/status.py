@@ -158,18 +158,16 @@ def read_status(directory: Path) -> Status:
     _note_clock(parts, living)
     step = int(last.get("step", checkpoint))
     step_time_s = _step_time_s(rows)
-    eta_s = (
-        step_time_s * max(0, settings.steps - step) if step_time_s is not None and settings.steps is not None else None
-    )
+    eta_s = None
+    if step_time_s is not None and settings.steps is not None:
+        eta_s = step_time_s * max(0, settings.steps - step)
     left_s = _walltime_left_s(fields)
     failure = parts.read(_failure, None)
     job = parts.read(read_job, None)
     slices_left = _slices(eta_s, left_s, fields)
     used = parts.read(lambda path: _used_node_hours(path, fields), 0.0)
-    needed = None if eta_s is None or job is None else eta_s / 3600 * job.all_nodes
-    is_running = fields.get("JobState") == "RUNNING" or living is not None
     expected_end_unix_s = None
-    if eta_s is not None and is_running:
+    if eta_s is not None and (living is not None or fields.get("JobState") == "RUNNING"):
         expected_end_unix_s = time.time() + eta_s + (slices_left or 0) * START_S
     end = parts.read(lambda path: run_dir.end(path, settings.steps or math.inf, settings.save_final is not False), "")
     status = Status(
@@ -199,7 +197,7 @@ def read_status(directory: Path) -> Status:
         job=job,
         node_hours=used,
         node_hours_left=None if job is None or job.max_node_hours is None else job.max_node_hours - used,
-        node_hours_needed=needed,
+        node_hours_needed=None if eta_s is None or job is None else eta_s / 3600 * job.all_nodes,
         expected_end_unix_s=expected_end_unix_s,
         switch=parts.read(lambda path: _switch(path, job, attempts), None),
         uploads=parts.read(read_uploads, None),
