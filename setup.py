@@ -36,16 +36,15 @@ FLAGS = [
     "-ffp-contract=fast",
     "-Wall",
 ]
-# GCC 12 says it of its own AVX-512 header; clang does not know the warning and says nothing
+# GCC 12 gives this warning for its own AVX-512 header. clang ignores the option.
 FLAGS += ["-Wno-maybe-uninitialized"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 
-# What reads the GPU kernels' code objects. They are compiled by the Triton that a torch for ROCm or CUDA brings:
-# another Triton would
-# overwrite its files. Nothing of this is needed to launch kernels.
+# Packages that read the code objects of the GPU kernels. The Triton of the installed torch (for ROCm or CUDA) compiles
+# these kernels, because another Triton would overwrite its files. To launch kernels, none of these packages is needed.
 KERNEL_TOOLS = ["msgpack", "pyelftools"]
-TRITON = "triton>=3.5,<4"  # for a torch for CPUs, which brings none
+TRITON = "triton>=3.5,<4"  # for a torch for CPUs, which has no Triton of its own
 TUNING = ["scipy"]  # `frontier-llm tune`: expected gains, and the fit of a machine's constants
 
 
@@ -262,7 +261,8 @@ setup(
         ],
         "lm_eval.models": ["frontier-llm = frontier_llm.inference.lm_eval_model:FrontierLM"],
     },
-    # torch is not listed: pip must never replace the build that a site has for its GPUs. The build above checks it.
+    # torch is not listed, because pip must never replace the build that a site has for its GPUs. The build checks
+    # torch's version.
     install_requires=["numpy", "pyyaml", "pydantic>=2", "rich", "safetensors", "sentencepiece", "tokenizers"],
     extras_require={
         "test": [
@@ -276,7 +276,7 @@ setup(
             "types-PyYAML",
             "zstandard",
             *TUNING,  # scipy: also benchmarks/planner/fit_machines.py
-            "matplotlib",  # the pictures of docs/
+            "matplotlib",  # draws the figures of docs/
             "nbclient",  # executes docs/notebook.ipynb
             "ipykernel",
             "megatron-core==0.16.1",
@@ -287,14 +287,16 @@ setup(
             *KERNEL_TOOLS,
         ],
         "kernels": KERNEL_TOOLS,
-        # which brings fsspec, aiohttp and huggingface_hub; s3:// and gs:// also need s3fs or gcsfs
+        # datasets installs fsspec, aiohttp and huggingface_hub; s3:// and gs:// also need s3fs or gcsfs
         "data": ["pyarrow", "datasets"],
-        "remote": ["s3fs"],  # checkpoints in an S3 store; brings fsspec. gs:// needs gcsfs, az:// needs adlfs
-        "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
+        "remote": ["s3fs"],  # checkpoints in an S3 store; s3fs installs fsspec. gs:// needs gcsfs, az:// needs adlfs
+        # a source package that is built with the installed torch: use --no-build-isolation
+        "deepspeed": ["deepspeed==0.19.8"],
         "hf": ["transformers"],
-        "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
+        # lm_eval's own model class, used for comparisons, needs the last two
+        "eval": ["lm_eval", "transformers", "accelerate"],
         "plot": ["plotly", "tensorboard"],
-        "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # the last two for mlflow's local file
+        "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # mlflow's local file needs the last two
         "tune": [*TUNING, "plotly"],
         "docs": ["mkdocs", "mkdocs-jupyter"],
     },

@@ -25,7 +25,7 @@ struct Driver {
   int (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                 unsigned block_z, unsigned shared_bytes, Handle stream, void** arguments, void** extra) = nullptr;
   int (*set_device)(int device) = nullptr;                                     // HIP
-  int (*context_get_current)(Handle* context) = nullptr;                       // CUDA, as the next five
+  int (*context_get_current)(Handle* context) = nullptr;                       // CUDA, like the next five functions
   int (*context_set_current)(Handle context) = nullptr;
   int (*device_get)(int* device, int ordinal) = nullptr;
   int (*primary_context_retain)(Handle* context, int device) = nullptr;
@@ -51,7 +51,7 @@ int fail_with(const char* format, Values... values) {
   return -1;
 }
 
-// Reports what did not succeed, with the driver's own text for its error code.
+// Stores an error text: `format` describes the failed operation, and the driver's own text for `code` follows.
 template <class... Values>
 int fail(int code, const char* format, Values... values) {
   char what[256];
@@ -73,7 +73,8 @@ Handle open_library(std::initializer_list<const char*> names) {
   return nullptr;
 }
 
-// Sets the thread's current device. A thread of autograd can call this before torch has created a context in it.
+// Sets the thread's current device. A thread of autograd can call this before torch has created a context for that
+// thread.
 int make_current(int device) {
   if (driver.amd) return driver.set_device(device);
   Handle wanted = primary_contexts[device], current = nullptr;

@@ -51,7 +51,7 @@ class Sender {
             ended_ = true;
         }
         wake_.notify_one();
-        shutdown(fd_, SHUT_RDWR);  // makes a thread return that waits in send()
+        shutdown(fd_, SHUT_RDWR);  // ends a send() in which the thread waits
         thread_.join();
         close(fd_);
     }

@@ -48,7 +48,7 @@ struct Client {
     int fd;
     std::string in, out;
     Parts waiting;       // request that waits for keys
-    size_t missing = 0;  // position in it of the first key that does not exist yet
+    size_t missing = 0;  // index in `waiting` of the first key that does not exist yet
     int64_t deadline_ns = 0;
 };
 
@@ -104,7 +104,7 @@ class Server {
     Server(const Server&) = delete;
     Server& operator=(const Server&) = delete;
 
-    // Adds a connection, which the server then owns. -1 ends the server. Can be called from any thread.
+    // Adds a connection, which the server then owns. If `fd` is -1, the server ends. Can be called from any thread.
     void hand_over(int fd) {
         {
             std::lock_guard<std::mutex> guard(mutex_);

@@ -11,7 +11,7 @@ from typing import Any
 from frontier_llm.errors import BackendError
 
 DIRECTORY = Path(__file__).resolve().parent / "_native"
-TORCH_OPS = "libfrontier_ops.so"  # loaded by torch, and built for one torch version (ops/native.py)
+TORCH_OPS = "libfrontier_ops.so"  # loaded by torch, and built for one torch version (ops/native.py).
 # Libraries that are loaded with ctypes. Each lists its functions without arguments and the value that this version of
 # the package expects.
 LIBRARIES: dict[str, dict[str, int]] = {

@@ -41,7 +41,7 @@ PARTS = (
     "#fee7fa",
 )
 DASHES = ("solid", "dash", "dot", "dashdot")
-LONGEST_LINE = 40  # characters of a table's cell that are not broken into lines
+LONGEST_LINE = 40  # characters of a table's cell that are not broken into lines.
 # Plotly sets colours on each element, so these rules override them to follow the light or dark theme
 CSS = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6b7b; --line: #d9e0e7; --card: #fff; --page: #f5f7f9 }

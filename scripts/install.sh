@@ -34,7 +34,7 @@ fi
 source .venv/bin/activate
 python -m pip --version >/dev/null 2>&1 || python -m ensurepip --default-pip >/dev/null # `uv venv` installs no pip
 
-# The last line of the error is printed, because a torch that lacks a library is hard to diagnose without it.
+# The last line of the import's error is printed, because it may name a library that torch lacks.
 if ! why="$(python -c 'import torch' 2>&1)"; then
   echo "== installing ${FRONTIER_LLM_TORCH:=torch==2.13.0} (${why##*$'\n'})" >&2
   torch_source=()

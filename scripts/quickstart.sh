@@ -33,7 +33,7 @@ if [[ ! -f $machine ]]; then
 fi
 
 part plan "the planner's layout for it"
-# without FSDP: calibrate's rates of its collectives have not been compared with idle runs yet
+# FSDP is left out, because calibrate's rates of FSDP's collectives have not been compared with idle runs yet
 frontier-llm plan --run quickstart --machine "$machine" --nodes 1 --fix data_mode=zero --top 4 --emit "$planned"
 
 part "training 1" "training 1 of 2: as planned"

@@ -42,7 +42,7 @@ from tests.cdna2.timing import time_of as time_of_trace
 
 Blocks = kernel_table.Blocks
 KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
-# Waves, AHEAD and the scheduler's strategy.
+# Values of `waves` and `ahead`, and the strategy of LLVM's scheduler.
 _CDNA2_WAYS = ((0, 0, ""), (2, 1, ""), (2, 1, "max-ilp"), (3, 1, "max-ilp"))
 
 

@@ -46,7 +46,7 @@ def table(found: dict[str, Steps]) -> Iterator[str]:
     titles = max((list(column) for column in changes), key=len)
     for column in changes:
         titles += [title for title in column if title not in titles]
-    titles.sort(key=lambda title: title.startswith("recompute"))  # the last change of every model
+    titles.sort(key=lambda title: title.startswith("recompute"))  # recomputation is the last change of every model
     yield table_row("seconds", *found)
     yield "|---|" + "--:|" * len(found)
     yield table_row("measured", *(f"{steps.measured_s:.1f}" for steps in models))

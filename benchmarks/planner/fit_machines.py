@@ -73,7 +73,7 @@ START_OF: dict[str, dict[str, float]] = {
     "h100": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
     "frontier": {"unaligned_penalty": 2.0},
 }
-# NVLink 3 on A100: rate of large messages, and link rate, bytes/s.
+# NVLink 3 on A100, in bytes/s: rate that large messages reach, and rate of the links.
 FABRIC_START = 240e9
 FABRIC_CEILING = 300e9
 

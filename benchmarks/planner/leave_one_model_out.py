@@ -27,8 +27,8 @@ from frontier_llm.planner.costs.time import step_s
 
 PAGE = MEASURED / "planner.md"
 ROWS = "dgxc_dense.tsv"
-# Grids of both constants. The ceilings are 0.75 of the peak for products in 16 bit, which cuBLAS reaches on H100, and
-# the factor 2 between the peaks.
+# Values that are tried for the two constants. They lie below the ceilings: 0.75 of the peak, which products in 16 bit
+# reach with cuBLAS on H100, and 2, the ratio between the FP8 and the 16-bit peak.
 GEMM = [step / 1000 for step in range(600, 700, 5)]
 SPEEDUP = [step / 1000 for step in range(1500, 2000, 25)]
 EXPERT_ROWS = "dgxc_moe.tsv"

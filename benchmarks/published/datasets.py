@@ -125,7 +125,7 @@ FITTED: dict[tuple[str, str], tuple[str, ...]] = {
 # an MI250X is published.
 RAN_AS = {("lumi", "frontier-llm"): "transformers"}
 
-FP8_VARIANTS = ("nemo-24.09",)  # stacks whose rows state FP8 in the column precision alone
+FP8_VARIANTS = ("nemo-24.09",)  # stacks whose rows state FP8 only in the column `precision`
 
 DATASET_OF = {
     "vtrain-a100": "vTrain multi-node",
@@ -145,8 +145,9 @@ VTRAIN_COLUMNS = {
     "PP": "pipeline parallelism",
 }
 
-# (machine, stack) by a pattern over a row's id, hardware, source, precision, sharding and attention. The first match
-# counts. Known clusters come first. The later patterns match a kind of code on a kind of hardware.
+# (machine, stack) by a pattern that is searched in a row's id, hardware, source, precision, sharding and attention. The
+# first matching pattern counts. Patterns of known clusters come first. The later patterns match a kind of software on a
+# kind of hardware.
 CLUSTERS = (
     (r"^korth|^sc21|selene", "a100", "megatron-lm"),
     (r"jean zay", "jean-zay", "megatron-deepspeed"),

@@ -25,7 +25,8 @@ from frontier_llm.planner.uncertainty import PUBLISHED as PUBLISHED_STEPS
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, plural, strict_json
 
-# ranges of the measured gap between two rows, each up to the next: name → smallest difference of log time
+# Ranges of the measured gap between two rows: name → smallest difference of log time. A range ends at the start of the
+# next range.
 GAPS = {"under 1 %": 0.0, "1 to 2 %": 0.01, "2 to 5 %": 0.02, "over 5 %": 0.05}
 
 
@@ -91,7 +92,7 @@ class RankedPair:
     """Two rows between which a user could choose."""
 
     gap: float  # difference of the measured log times
-    right: bool  # True if the prediction orders them as measured
+    right: bool  # True if the prediction has the two rows in the measured order
 
 
 def ranked_pairs(predictions: Iterable[RowPrediction]) -> list[RankedPair]:

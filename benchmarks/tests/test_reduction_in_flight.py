@@ -52,7 +52,8 @@ def test_the_layers_are_those_of_the_model() -> None:
     model = load_model("gpt-175b")
     layout = Layout(tp=8, pp=8, dp=16, sequence_parallel=True)
     block = backward_of_block(model, layout, rates(load_machine("frontier")))
-    assert [one.column for one in block] == [False, True, False, True]  # down, up, output, query-key-value
+    # down projection, up projection, attention output, query-key-value
+    assert [one.column for one in block] == [False, True, False, True]
     assert sum(one.numel for one in block) * 8 * model.layers == pytest.approx(total_parameters(model), rel=0.02)
     assert all(min(one.input_s, one.weight_s, one.collective_s) > 0 for one in block)
 

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.harness import ROOT
 
 FOLDER = ROOT / "benchmarks"
-# Without a short run: libraries, programs that another program starts, generators with their own check, and one program
-# that needs a cluster.
+# These modules have no short run: libraries, programs that another program starts, generators with their own check, and
+# one program that needs a cluster.
 WITHOUT = {
     "harness": "library",
     "comm/simulated_link": "library",

@@ -183,7 +183,8 @@ def main() -> None:
         }
         times: dict[str, list[float]] = {name: [] for name in work}
         cpu_s = dict.fromkeys(work, 0.0)
-        for _ in range(options.repeats):  # the work alternates, so that other load affects both sides of a ratio
+        # the measured operations alternate, so that other load affects both sides of a ratio
+        for _ in range(options.repeats):
             for name, measured in work.items():
                 checkpoints.finish()
                 if name == "dd_fsync":

@@ -20,10 +20,10 @@ struct AttentionShape {
   int64_t columns = round_up(head_dim, kTileColumns);                 // of outputs
   int64_t depth = units<T>(head_dim);                                 // units of a dot product over the head dim
   int64_t block_depth = units<T>(kBlock);  // units of a dot product over a block of positions
-  int64_t row_elements = depth * Unit<T>::kDepth;                     // of a copied row
+  int64_t row_elements = depth * Unit<T>::kDepth;                     // elements of a copied row
   int64_t transposed_size = rows * depth;                             // floats of pack_positions_as_columns
   int64_t panels_size = rows / Unit<T>::kDepth * columns;             // floats of pack_positions_as_depth
-  int64_t panel_block = block_depth * columns;                        // floats of one block of the latter
+  int64_t panel_block = block_depth * columns;                        // floats of a block of pack_positions_as_depth
 };
 
 // Positions become columns of B (for scores = Q K^T): panels of kTileColumns positions.
@@ -183,7 +183,7 @@ void attention(const AttentionArgs<T>& args) {
           }
           const float block_top = max_lane(best), top = tops[i] < block_top ? block_top : tops[i];
           const float shift =
-              top == -__builtin_inff() ? 0.0f : top;  // the block has only other documents: every e^(-inf) is 0
+              top == -__builtin_inff() ? 0.0f : top;  // no key of the block is in the row's document: e^(-inf) is 0
           vf total{};
           for (int64_t j = 0; j < kBlock; j += kLanes) {
             const vf p = exp(load(row + j) - shift);

@@ -38,7 +38,8 @@ void adamw_(const Tensor& master, const Tensor& grad, const Tensor& exp_avg, con
 Tensor sum_of_squares(const Tensor& x_in) {
   const Tensor x = x_in.contiguous();
   const int64_t parts =
-      (x.numel() + kElementsPerTask - 1) / kElementsPerTask;  // fixed parts: the sum does not depend on threads
+      // the parts are fixed, so that the sum does not depend on the number of threads
+      (x.numel() + kElementsPerTask - 1) / kElementsPerTask;
   std::vector<double> partial(parts);
   by_type(x, [&](auto type) {
     using T = decltype(type);

@@ -53,7 +53,7 @@ const KernelSet* kernel_set_by_name(const char* isa) {
       &avx2::set, &avx512::set, &avx512_bf16::set,
 #endif
   };
-  bool within_reach = true;  // sets are ordered; this CPU cannot run the sets after the best one
+  bool within_reach = true;  // sets are in ascending order; this CPU runs no set after its best one
   for (const KernelSet* set : sets) {
     if (within_reach && !strcmp(set->isa, isa)) return set;
     if (set == &best()) within_reach = false;

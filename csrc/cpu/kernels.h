@@ -42,7 +42,7 @@ struct GeluArgs {
 };
 
 struct GeluGradSums {
-  float *bias, *weights;  // [columns], added to; [rows], overwritten; each can be null
+  float *bias, *weights;  // bias [columns]: the sums are added to it. weights [rows]: overwritten. Each can be null.
 };
 
 // Arguments of one token's dropout mask: Mask in frontier_llm/ops/dropout.py.
@@ -82,7 +82,8 @@ struct Kernels {
   // for RMSNorm.
   void (*norm)(const T* x, const T* residual, const T* weight, const T* bias, T* out, T* total, float* mean,
                float* scale, int64_t rows, int64_t columns, float eps);
-  // grad_x = gradient through the norm (+ grad_total if it is not null). grad_weight and grad_bias (fp32) are added to.
+  // grad_x = gradient through the norm (+ grad_total if it is not null). The sums for weight and bias are added to
+  // grad_weight and grad_bias (fp32).
   void (*norm_backward)(const T* grad, const T* grad_total, const T* total, const T* weight, const float* mean,
                         const float* scale, T* grad_x, float* grad_weight, float* grad_bias, int64_t rows,
                         int64_t columns);

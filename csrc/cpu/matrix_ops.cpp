@@ -37,8 +37,8 @@ struct Part {
   int64_t group, begin, end;  // rows
 };
 
-// Divides the rows of all groups into parts of at most `most` rows. ends[e] is the row after the last of group e. Rows
-// after the last group belong to no group.
+// Divides the rows of all groups into parts of at most `most` rows. ends[e] is the row after the last row of group e.
+// Rows after the last group belong to no group.
 std::vector<Part> parts_of(const Tensor& ends, int64_t groups, int64_t rows, int64_t most) {
   TORCH_CHECK(ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.numel() == groups,
               "ends must be contiguous, with one int32 per group: ", groups, " elements, not ", ends.numel());
@@ -70,7 +70,8 @@ Tensor grouped_product(const Tensor& x_in, const Tensor& b, const Tensor& ends) 
               "grouped_product expects x [M, k] and b [groups, k, n], not ", x.sizes(), " and ", b.sizes());
   const int64_t k = b.size(1), n = b.size(2);
   const Tensor out = at::empty({x.size(0), n}, x.options());
-  // 512 rows: packing the weights is a hundredth of a part's work, and its sums in memory are at most 512 x n
+  // With parts of 512 rows, packing the weights takes a hundredth of a part's time, and a part's fp32 sums need only
+  // 512 x n elements of memory.
   const std::vector<Part> parts = parts_of(ends, b.size(0), x.size(0), 512);
   by_type(x, [&](auto type) {
     using T = decltype(type);

@@ -25,7 +25,7 @@ void norm(const T* x, const T* residual, const T* weight, const T* bias, T* out,
     vf squares{};
     for_vectors(columns, [&](int64_t i, auto load, auto) {
       vf centred = load(source) - centre;
-      if (i + kLanes > columns)  // the missing lanes of the tail are -centre
+      if (i + kLanes > columns)  // lanes past the end of the row were loaded as 0 and are now -centre
         for (int64_t lane = columns - i; lane < kLanes; ++lane) centred[lane] = 0;
       squares += centred * centred;
     });

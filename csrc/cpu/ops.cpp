@@ -12,8 +12,8 @@
 namespace frontier {
 namespace {
 
-// Rows of one block: at most kRowsPerSum, and fewer if there are few rows, so that up to 16 threads have work. It does
-// not depend on the number of threads, so neither does the sum.
+// Rows of one block: at most kRowsPerSum, and fewer if there are few rows, so that up to 16 threads have work. This
+// number does not depend on the number of threads, and therefore the sum does not either.
 int64_t rows_per_block(int64_t rows) {
   constexpr int64_t kBlocks = 16, kFewest = 64;
   return std::clamp((rows + kBlocks - 1) / kBlocks, kFewest, kRowsPerSum);

@@ -39,7 +39,7 @@ void swiglu_backward(const T* grad, const T* x, const float* weights, T* grad_x,
     for_vectors(columns, [&](int64_t, auto load, auto store) {
       const vf gate = load(x), up = load(x + columns), upstream = load(grad), g = upstream * weight;
       const vf slope = sigmoid(gate), silu = gate * slope;
-      dots += upstream * silu * up;  // the missing lanes of the tail are 0
+      dots += upstream * silu * up;  // lanes past the end of the row were loaded as 0
       store(grad_x, g * up * (slope + silu * (1.0f - slope)));
       store(grad_x + columns, g * silu);
     });
@@ -81,7 +81,7 @@ void gelu_backward(const T* grad, const T* x, const T* bias, const float* weight
     vf dots{};
     for_vectors(args.columns, [&](int64_t, auto load, auto store) {
       const vf value = bias ? load(x) + load(bias) : load(x), upstream = load(grad);
-      if (weights) dots += upstream * gelu_value(value, args.tanh);  // the missing lanes of the tail are 0
+      if (weights) dots += upstream * gelu_value(value, args.tanh);  // lanes past the end of the row were loaded as 0
       const vf dx = upstream * weight * gelu_slope(value, args.tanh);
       store(grad_x, dx);
       if (bias) store(sums.bias, load(sums.bias) + dx);

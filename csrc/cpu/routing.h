@@ -16,7 +16,7 @@ inline void router_scores(const float* logits, float* scores, const RouteArgs& a
   for_vectors(args.experts, [&](int64_t, auto load, auto store) { store(scores, exp(load(logits) - top)); });
   vf sums{};
   for_vectors(args.experts,
-              [&](int64_t, auto load, auto) { sums += load(scores); });  // the missing lanes of the tail are 0
+              [&](int64_t, auto load, auto) { sums += load(scores); });  // lanes past the last expert are 0
   const float inverse = 1.0f / sum(sums);
   for_vectors(args.experts, [&](int64_t, auto load, auto store) { store(scores, load(scores) * inverse); });
 }

@@ -16,7 +16,8 @@ namespace frontier {
 
 using at::Tensor;
 
-// Minimum rows per task (about 10 us of work). With fewer rows a second thread costs more than it saves.
+// Minimum number of elements per task (about 10 us of work). With fewer elements a second thread costs more time than
+// it saves.
 constexpr int64_t kElementsPerTask = 32768;
 
 inline int64_t grain(int64_t row_elements) {

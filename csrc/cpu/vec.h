@@ -56,7 +56,7 @@ ALWAYS_INLINE void store(bf16* p, vf x) {
   memcpy(p, &rounded, sizeof rounded);
 #else
   const vu bits = reinterpret_cast<vu>(x);
-  const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // round to nearest, ties to even
   const vu quiet_nan = vu{} + 0x7fc0;
   *reinterpret_cast<vh_memory*>(p) = __builtin_convertvector(x == x ? rounded : quiet_nan, vh);
 #endif

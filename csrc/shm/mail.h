@@ -85,7 +85,7 @@ class Mail {
 
     Memory& memory_;
     std::mutex mutex_;
-    std::vector<std::deque<Letter>> outstanding_;  // for each receiver: messages that have not been taken
+    std::vector<std::deque<Letter>> outstanding_;  // for each receiver: messages that it has not received yet
     std::vector<uint64_t> used_, next_;            // bytes committed, and offset of the next message
 };
 

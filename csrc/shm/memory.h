@@ -1,4 +1,5 @@
-// The memory that the ranks of a host share: one file that every rank maps. It contains counters to wait on.
+// The memory that the ranks of a host share: one file that every rank maps. The file contains counters on which ranks
+// wait.
 //
 // The file has the counters, then a ring of slots for each rank (collectives.h), then an arena for each pair of sender
 // and receiver (mail.h). It is sparse: its size is generous, and memory is committed before its first use. Missing
@@ -82,7 +83,7 @@ class Memory {
         if (base_) munmap(base_, mapped_bytes());
         for (char* arena : arenas_)
             if (arena) munmap(arena, arena_bytes_);
-        close(fd_);  // also releases this rank's lock, so that peers see that it has ended
+        close(fd_);  // also releases this rank's lock, so that peers see that the rank has ended
     }
 
     Memory(const Memory&) = delete;
@@ -115,7 +116,7 @@ class Memory {
       return base_ + header_bytes() + (rank * kRing + step % kRing) * slot_bytes_;
     }
 
-    // Allocates the memory of this rank's slot for `step`. Returns false if there is none.
+    // Allocates the memory of this rank's slot for `step`. Returns false if no memory is left.
     bool commit_slot(uint64_t step) { return commit(uint64_t(slot(rank_, step) - base_), slot_bytes_); }
 
     // Returns the arena of the messages from one rank to another, or null if no address space is left.

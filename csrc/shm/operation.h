@@ -25,10 +25,10 @@ struct Operation {
     int root;
     const char* in;
     char* out;
-    uint64_t elements;  // of the tensor (all-reduce, broadcast), or of one rank's part (other kinds)
+    uint64_t elements;  // elements of the tensor (all-reduce, broadcast), or of one rank's part (other kinds)
     uint64_t chunk;     // elements per step; per step and rank if each rank receives another part
     uint64_t chunks, steps;
-    bool two_phases;    // all-reduce as reduce-scatter and all-gather of each chunk
+    bool two_phases;    // true: an all-reduce is a reduce-scatter and an all-gather of each chunk
     uint64_t first;     // step number of its first step
     uint64_t id, signature;
 
@@ -66,7 +66,7 @@ struct Operation {
     }
 };
 
-// Returns the position of `part` among the parts that `from` publishes. It publishes all parts except its own.
+// Returns the position of `part` among the parts that `from` publishes. Rank `from` publishes all parts except its own.
 inline uint64_t part_index(int from, int part) { return uint64_t(part < from ? part : part - 1); }
 
 inline uint64_t mixed(uint64_t a, uint64_t b) {

@@ -50,8 +50,8 @@ FL_EXPORT void* fl_shm_open(int fd, int rank, int size, uint64_t slot_bytes, uin
 
 FL_EXPORT void fl_shm_close(void* handle) { delete static_cast<Region*>(handle); }
 
-// Starts a collective. `elements` is the size of the tensor (all-reduce, broadcast), or of one rank's part (others).
-// Returns the id for fl_shm_finish, or a negative status.
+// Starts a collective. `elements` is the size of the tensor (all-reduce, broadcast), or of one rank's part (other
+// kinds). Returns the id for fl_shm_finish, or a negative status.
 FL_EXPORT int64_t fl_shm_start(void* handle, int kind, int type, int take_max, int root, const void* in, void* out,
                                uint64_t elements) {
   const Memory& memory = region(handle).memory;

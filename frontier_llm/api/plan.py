@@ -35,7 +35,7 @@ class Plan:
     machine_name: str  # name or path that `plan` was called with
     stack: str
     rates: Rates
-    run: Run | None  # the run that was planned; None: only a model
+    run: Run | None  # the run that was planned; None: only a model was planned
     tokens: float  # tokens of the training, from which steps and costs follow
 
     @property

@@ -67,7 +67,8 @@ def load_run(
     if isinstance(source, Run):
         source = source.to_dict()
     if isinstance(source, Mapping):
-        # The file's folder is temporary, so relative paths in a dictionary count from the working directory.
+        # Relative paths in a dictionary are relative to the working directory, not to the temporary folder of this
+        # file.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "dictionary.yaml"
             write_atomically(path, yaml.safe_dump(dict(source), sort_keys=False))

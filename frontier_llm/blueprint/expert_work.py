@@ -36,8 +36,8 @@ EXPERTS = "experts' products"
 DISPATCH = "tokens to experts and back"
 COUNT_BYTES = 8
 CHOICE_BYTES = 4
-# Operations that the host launches after it has waited for row counts and before the rows are sent
-# (parallel/expert/dispatch.py). They are a copy to the host, the indices of the rows, the gathering of rows and
+# GPU operations that the host launches in a dispatch (parallel/expert/dispatch.py) after it has waited for the numbers
+# of rows and before the rows are sent. They are a copy to the host, the indices of the rows, the gathering of rows and
 # weights, and two messages. The copy counts as two operations.
 LAUNCHES_AFTER_WAIT = 10
 
@@ -51,8 +51,8 @@ class Rows(NamedTuple):
 
     sent: float  # rows that this rank sends to experts
     received: float  # rows that arrive; with a capacity limit all of them are kept until backward
-    computed: float  # rows that this rank's experts compute
-    # for the two-stage all-to-all: number of nodes, and rows that this rank sends to and receives from other nodes in
+    computed: float  # rows that this rank's experts compute.
+    # For the two-stage all-to-all: number of nodes, and rows that this rank sends to and receives from other nodes in
     # the first stage
     nodes: int = 1
     to_nodes: float = 0

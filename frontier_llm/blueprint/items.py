@@ -78,7 +78,8 @@ class SoftwareOptions:
     # each token row is sent once over ep and gathered over tp, and a reduce-scatter sums the outputs.
     expert_rows_gathered: bool = False
     # True: FP8 has one scale per row. A separate kernel scales and converts each operand of a product, once for each
-    # dim over which products sum. False: FP8 has one scale per tensor, and `linear_speedup` includes the conversions.
+    # dim that is summed over in a product of forward or backward. False: FP8 has one scale per tensor, and
+    # `linear_speedup` includes the conversions.
     scales_fp8_rows: bool = False
     # True: after each forward and each backward of a chunk, the largest absolute values of FP8 tensors are reduced over
     # tp, cp and dp (delayed scaling of Transformer Engine in Megatron-Core's blocks).

@@ -25,8 +25,8 @@ class OptimizerRule:
     `states` names the states that have the shape of their parameter. `statistics` declares tensors of other shapes.
     """
 
-    name: str  # optimizer.name in a run file
-    # names of the states besides the master copy, in their order in a checkpoint's shard file
+    name: str  # optimizer.name in a run file.
+    # Names of the states besides the master copy, in their order in a checkpoint's shard file
     states: Callable[[Parameter], tuple[str, ...]]
     # True if the update needs the complete tensor, so that ZeRO must not cut it
     whole: Callable[[Parameter], bool] = lambda parameter: False

@@ -96,7 +96,8 @@ class Parameter:
     uses: int = 1
     grouped: bool = False  # The index of dim 0 is the key/value head, with its query heads in dim 1.
     wide: bool = False  # Always kept in fp32 (in fp64 if the model computes in fp64).
-    # True: the parameter is used only in training. It has no effect on outputs, and other formats do not have it.
+    # True: the parameter is used only in training. The parameter has no effect on outputs, and other formats do not
+    # have it.
     of_training: bool = False
 
     @property

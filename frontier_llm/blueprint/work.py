@@ -89,7 +89,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
     boundary = size * T * H
     # kept tensors that only sequence parallelism divides: inputs of the norms, and masks of the two dropouts
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)
-    own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
+    own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v.
     # The backward of the activation needs its input. GeGLU also keeps a copy of its gate before GELU and one after it.
     own += size * T * (1 + model.gated + 2 * (model.activation == "geglu_tanh")) * F / tp
     if software.linear_speedup != 1:
@@ -211,7 +211,7 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
         ]
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
-    square = batch * S * S * 2.0  # bytes of the score matrix in 16 bit
+    square = batch * S * S * 2.0  # bytes of the score matrix in 16 bit.
     # Memory traffic in units of one read or write of the 16-bit score matrix. Separate softmax kernels compute in fp32
     # and have 18.5 units: conversion 3, scale 4, mask 4.5, softmax 4, conversion back 3.
     passes = (2.0 if software.fused_softmax else 18.5) + (2.5 if software.dropout else 0.0)
@@ -271,7 +271,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
     way = context_way(model, layout.tp, cp, layout.context_attention)
     if way == "gather":
-        for under in (Under.NOTHING, Under.ATTENTION):  # the gather of half 2 overlaps with attention to half 1
+        # the all-gather of the second half of the keys overlaps with attention to the first half
+        for under in (Under.NOTHING, Under.ATTENTION):
             half = held * cp * g * row
             yield send(Phase.F, "all_gather", half, under)
             yield send(Phase.I, "all_gather", half, under)
@@ -284,7 +285,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
-        # The gradients of keys and values are sent once more, so that they return to the rank of their keys.
+        # The gradients of keys and values travel around the complete ring, so they need cp messages instead of cp - 1.
+        # The last message returns them to the rank that holds the keys.
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)
         # From the second block on, separate kernels merge the output of a block into the sum (in fp32) and sum
         # gradients. Half of the blocks have all queries, and the other half have only half of the queries, so the mean

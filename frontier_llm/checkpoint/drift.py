@@ -227,6 +227,63 @@ def by_content(config: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, 
     return cast("dict[str, Any]", changed)
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """A configuration in the three forms that are compared."""
+
+    values: dict[str, Any]  # dotted key → value, as written
+    steps: dict[str, Any]  # the same with durations in steps, because a run file may give them in tokens
+    content: dict[str, Any]  # nested, with identities of datasets (`by_content`)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], data: Mapping[str, str] | None, done: Stretches) -> _Compared:
+        """Return the forms of `config`. `data` maps paths to identities, `done` has the sizes of finished steps."""
+        return cls(
+            values=dict(flattened(config)),
+            steps=dict(flattened(in_steps(config, done))),
+            content=by_content(config, data or {}),
+        )
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """How changed keys are judged in one comparison."""
+
+    mathematics: list[str]  # keys and sections that define the mathematics, unless they are harmless
+    harmless: list[str]
+    notes: dict[str, str]  # key → note
+    remedies: dict[str, str]  # key → override that keeps the mathematics
+
+    def defines_mathematics(self, key: str) -> bool:
+        """Return True if a change of the key changes the mathematics of the run."""
+        return _under(key, self.mathematics) and not _under(key, self.harmless)
+
+
+def _rules(before: _Compared, after: _Compared, begun: bool, step: int, done: Stretches) -> _Rules:
+    """Return the rules for two configurations. The effect of some keys depends on the values of others."""
+    rules = _Rules(
+        mathematics=list(_MATHEMATICS if begun else _INITIAL_WEIGHTS),
+        harmless=list(_HARMLESS),
+        notes={
+            "train.steps": _lost_decay(before.steps, after.steps, step),
+            "optimizer.name": "only the weights would be loaded",
+        },
+        remedies={},
+    )
+    if _decay_end(before.steps) is not None and _decay_end(before.steps) == _decay_end(after.steps):
+        rules.harmless.append("optimizer.decay_steps")
+    elif begun and _rates_depend_on_steps(before.values, after.values):
+        rules.mathematics.append("train.steps")
+        rules.notes["train.steps"] = _new_decay(before.steps, after.steps, step)
+        if _ends_with_run(before.values):
+            rules.remedies["train.steps"] = f"optimizer.decay_steps={before.values.get('train.steps')}"
+    if begun and _trained_phases(before.content, step, done) != _trained_phases(after.content, step, done):
+        rules.mathematics.append("train.phases")
+    if _trained_blend(before.content) == _trained_blend(after.content):
+        rules.harmless.append("data.train")
+    return rules
+
+
 def config_changes(
     saved: Mapping[str, Any],
     current: Mapping[str, Any],
@@ -242,52 +299,42 @@ def config_changes(
     `begun` is False if no sample has been trained on. `step` is the number of finished steps, and `done` has their
     sizes. `saved_data` and `data` map paths to identities.
     """
-    before = dict(flattened(saved))
-    after = dict(flattened(current))
-    # compare durations in steps, because a run file may give them in tokens
-    steps_before = dict(flattened(in_steps(saved, done)))
-    steps_after = dict(flattened(in_steps(current, done)))
-    contents = by_content(saved, saved_data or {}), by_content(current, data or {})
-    same_decay = _decay_end(steps_before) is not None and _decay_end(steps_before) == _decay_end(steps_after)
-    mathematics = list(_MATHEMATICS if begun else _INITIAL_WEIGHTS)
-    harmless = list(_HARMLESS)
-    notes = {
-        "train.steps": _lost_decay(steps_before, steps_after, step),
-        "optimizer.name": "only the weights would be loaded",
-    }
-    remedies = {}
-    if same_decay:
-        harmless.append("optimizer.decay_steps")
-    elif begun and _rates_depend_on_steps(before, after):
-        mathematics.append("train.steps")
-        notes["train.steps"] = _new_decay(steps_before, steps_after, step)
-        if _ends_with_run(before):
-            remedies["train.steps"] = f"optimizer.decay_steps={before.get('train.steps')}"
-    if begun and _trained_phases(contents[0], step, done) != _trained_phases(contents[1], step, done):
-        mathematics.append("train.phases")
-    if _trained_blend(contents[0]) == _trained_blend(contents[1]):
-        harmless.append("data.train")
+    before = _Compared.of(saved, saved_data, done)
+    after = _Compared.of(current, data, done)
+    rules = _rules(before, after, begun, step, done)
     changes = []
-    for key in dict.fromkeys([*after, *before]):
-        was = before.get(key, _ABSENT)
-        now = after.get(key, _ABSENT)
-        same_steps = steps_before.get(key, _ABSENT) == steps_after.get(key, _ABSENT)
+    for key in dict.fromkeys([*after.values, *before.values]):
+        was = before.values.get(key, _ABSENT)
+        now = after.values.get(key, _ABSENT)
+        same_steps = before.steps.get(key, _ABSENT) == after.steps.get(key, _ABSENT)
         if was == now or same_steps or _under(key, _SILENT):
             continue
-        counts = _under(key, mathematics) and not _under(key, harmless)
-        note = notes.get(key, "")
-        allowable = True
-        if key == "data.seed" and counts:
-            note = (
-                "each source keeps the order of the first seed; --restart-source PATH gives the source PATH the "
-                "order of the new seed"
+        counts = rules.defines_mathematics(key)
+        forbidden = _why_forbidden(key, saved, current) if counts else ""
+        changes.append(
+            Change(
+                key=key,
+                saved=was,
+                current=now,
+                mathematics=counts,
+                note=forbidden or rules.notes.get(key, ""),
+                allowable=not forbidden,
+                remedy=rules.remedies.get(key, ""),
             )
-            allowable = False
-        elif counts and key.startswith("model.") and not _fits(saved["model"], current["model"], key):
-            note = "the saved weights have other shapes"
-            allowable = False
-        changes.append(Change(key, was, now, counts, note, allowable, remedies.get(key, "")))
+        )
     return changes
+
+
+def _why_forbidden(key: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return why no flag can allow a change of this key, or '' if a flag can."""
+    if key == "data.seed":
+        return (
+            "each source keeps the order of the first seed; --restart-source PATH gives the source PATH the order of "
+            "the new seed"
+        )
+    if key.startswith("model.") and not _fits(saved["model"], current["model"], key):
+        return "the saved weights have other shapes"
+    return ""
 
 
 def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bool = True) -> list[Change]:

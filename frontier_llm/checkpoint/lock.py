@@ -75,7 +75,7 @@ class RunLock:
                 try:
                     os.link(building, self._path(mine))
                 except FileExistsError:
-                    continue  # another start created the file first; check that holder
+                    continue  # another start created the file first; check that holder.
                 # Keep the newest two files. They show which start replaced which earlier start.
                 for older in incarnations(self._folder):
                     if older < newest:

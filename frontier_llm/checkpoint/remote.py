@@ -38,7 +38,7 @@ STALL_S = 600.0  # a transfer in which no byte moves for this time has failed
 POLL_S = 0.2
 # number of files that one process transfers at the same time; s3fs needs a buffer of 50 MiB for each file
 FILES_AT_ONCE = 4
-SENT_BYTES = 8 << 20  # bytes that are sent between two pauses of the rate limit
+SENT_BYTES = 8 << 20  # bytes that are sent between two pauses of the rate limit.
 # Function that is called with the number of bytes that were sent or received since the last call. The number is 0 if a
 # local file was read and compared with its digest.
 OnBytes = Callable[[int], object]

@@ -39,7 +39,7 @@ T = TypeVar("T")
 # Block size: 4 MiB is the size of a Lustre RPC (stripes have 1 to 4 MiB). The blocks of two threads stay in the L3
 # cache of a core complex (32 MiB on Zen) between hash and write.
 BLOCK_BYTES = 4 << 20
-GROUP_BLOCKS = 2  # consecutive blocks that a thread reads or writes with one system call
+GROUP_BLOCKS = 2  # consecutive blocks that a thread reads or writes with one system call.
 # Threads per rank. An MI250X node has 8 cores per rank, and the file system's lock allows one writer per file.
 WORKERS = 2
 

@@ -29,8 +29,8 @@ from frontier_llm.run.signals import SIGNALS
 from frontier_llm.run.threads import in_daemon
 from frontier_llm.units import strict_json
 
-NICENESS = 10  # lower priority than the rank that runs on the same cores
-# kinds of problems
+NICENESS = 10  # lower priority than the rank that runs on the same cores.
+# Kinds of problems
 DAMAGED = "damaged"  # the local checkpoint cannot be uploaded
 TAKEN = "taken"  # another run directory writes to the URL
 UNREACHABLE = "unreachable"  # a later attempt may succeed

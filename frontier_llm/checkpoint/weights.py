@@ -263,7 +263,7 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
     ours = _resolved(run)
     theirs = _resolved(imported)
 
-    def written(value: object) -> str:  # in the syntax of a run file
+    def written(value: object) -> str:  # returns `value` in the syntax of a run file
         return value if isinstance(value, str) else json.dumps(value)
 
     return [

@@ -163,7 +163,8 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         action="store_true",
         help="in a job's batch shell: every node of the job tokenizes some of the parts (slurm/tokenize.sbatch)",
     ),
-    option("--job-step", choices=("plan", "share"), help=argparse.SUPPRESS),  # for the processes that --in-job starts
+    # used only by the processes that --in-job starts
+    option("--job-step", choices=("plan", "share"), help=argparse.SUPPRESS),
     JSON,
     *TEXT_OPTIONS,
     line="make PREFIX.bin/.idx from text; run it again to resume",

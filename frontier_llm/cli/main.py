@@ -18,8 +18,8 @@ from frontier_llm.cli.needs import check_installed
 from frontier_llm.cli.vocabulary import with_new_names
 from frontier_llm.errors import PEER_HEADING, FrontierError, RankFailure, not_installed, suggest, unreadable
 
-CLOSED_PIPE = 141  # exit code of a program that SIGPIPE ends, as a shell reports it
-# name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` reads only this table, because it must
+CLOSED_PIPE = 141  # exit code of a program that SIGPIPE ends, as a shell reports it.
+# Name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` reads only this table, because it must
 # respond in under 0.3 s.
 COMMANDS = {
     "plan": "choose tensor, pipeline and data parallelism for a model on a machine",

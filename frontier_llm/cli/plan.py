@@ -9,23 +9,21 @@ import gc
 import importlib
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, PLUGIN, command, count_of, option, positive, show, yaml_file
+from frontier_llm.cli.plan_subject import Subject, read_subject
 from frontier_llm.cli.settings import machine_of, refuse_layout, refuse_settings
 from frontier_llm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from frontier_llm.config import ModelConfig, RunConfig
     from frontier_llm.machine.rates import Rates
     from frontier_llm.machine.schema import Machine
+    from frontier_llm.planner.operations import Campaign
     from frontier_llm.planner.search import Search
     from frontier_llm.planner.steps import Steps
-
-_DEFAULT_MACHINE = "frontier"
 
 
 @command(
@@ -189,126 +187,85 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from frontier_llm.config import phases_of
-    from frontier_llm.config.load import parse_overrides
     from frontier_llm.config.plugins import import_plugins
-    from frontier_llm.config.validate import fp16_note
-    from frontier_llm.machine.load import (
-        load_machine,
-        own_stack,
-        rates,
-    )
-    from frontier_llm.machine.precision import load_resolved
-    from frontier_llm.planner import report
-    from frontier_llm.planner.candidates import parse_fixed
     from frontier_llm.planner.operations import campaign
     from frontier_llm.planner.refusal import check_found
-    from frontier_llm.planner.search import default_global_batch, search
+    from frontier_llm.planner.search import search
 
     import_plugins(args.plugin)
-    run = load_resolved(args.run, args.overrides) if args.run else None
-    longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length) if run else None
-    base = longest.config if longest else None
-    if run and longest and run.train.phases:
-        print(
-            f"note: the layout is planned for {longest.describe()}, which has the longest sequences; submit and train "
-            "check all phases",
-            file=sys.stderr,
-        )
-    settings = parse_overrides(args.overrides)
-    model = base.model if base else _model(args, settings)
-    args.machine = args.machine or _machine_of_run(run)
-    machine = load_machine(args.machine)
-    stack = args.stack or own_stack(machine)
-    numbers = rates(machine, stack)
-    if note := base and fp16_note(base.precision, machine.device.flushes_fp16):
-        print(f"note: {note}", file=sys.stderr)
-    fixed = parse_fixed(args.fix)
-    nodes = args.nodes or _smallest(model, machine, numbers)
-    if nodes > numbers.nodes:
-        print(f"note: {machine.name} has {numbers.nodes} nodes; the plan assumes {nodes}", file=sys.stderr)
-    batch = (
-        base.batch.global_batch
-        if base
-        else _global_batch(settings) or default_global_batch(model, nodes, numbers.node_devices)
-    )
-    shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else _state_choices(settings)
+    subject = read_subject(args)
     outcome = search(
-        model,
-        numbers,
-        nodes,
-        batch,
-        fixed,
+        subject.model,
+        subject.rates,
+        subject.nodes,
+        subject.global_batch,
+        subject.fixed,
         cross_node=args.allow_cross_node_tp,
-        **shared,
+        **subject.shared,
     )
-    check_found(outcome, machine, numbers)
+    check_found(outcome, subject.machine, subject.rates)
     # The list of layouts is shortened after the search, so that --top does not change the chosen layout.
-    best = outcome.best
     outcome = replace(outcome, plans=outcome.plans[: args.top])
-    run_of = campaign(machine, best, args.tokens)
-
-    steps = _steps(args, outcome, machine, numbers)
-
-    def text() -> str:
-        explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
-        if steps:
-            explained += ["", report.wrapped(steps.words(), _width())]
-        return "\n".join(
-            [
-                report.text(
-                    outcome=outcome,
-                    machine=machine,
-                    stack=stack,
-                    rates=numbers,
-                    run=run_of,
-                    width=_width(),
-                ),
-                *explained,
-            ]
-        )
-
-    content = report.search_as_dict(outcome, machine, stack, numbers, run_of) if args.json else {}
-    if steps:
-        content["steps_from_measured"] = steps.as_dict()
-    show(args, content, text)
+    saves = campaign(subject.machine, outcome.best, args.tokens)
+    _show(args, subject, outcome, saves)
     if args.emit:
-        from frontier_llm.planner.emit import Request, emit
-
-        request = Request(
-            model=args.model,
-            machine=args.machine,
-            run=args.run,
-            tokens=args.tokens,
-            settings=settings,
-        )
-        print(
-            emit(
-                path=args.emit,
-                request=request,
-                machine=machine,
-                outcome=outcome,
-                rates=numbers,
-                saves=run_of,
-            ),
-            file=sys.stderr if args.json else sys.stdout,
-        )
-    _extras(
-        args=args,
-        outcome=outcome,
-        machine=machine,
-        stack=stack,
-        numbers=numbers,
-        fixed=fixed,
-    )
+        _emit(args, subject, outcome, saves)
+    _extras(args, subject, outcome)
     return 0
 
 
-def _machine_of_run(run: RunConfig | None) -> str:
-    """Return the machine that the run file names. frontier without a run, or if the file names none."""
-    if run is not None and "machine" in run.model_fields_set:
-        return run.machine
-    return _DEFAULT_MACHINE
+def _show(args: argparse.Namespace, subject: Subject, outcome: Search, saves: Campaign | None) -> None:
+    """Print the plans as text or JSON."""
+    from frontier_llm.planner import report
+
+    machine = subject.machine
+    stack = subject.stack
+    numbers = subject.rates
+    steps = _steps(args, outcome, machine, numbers)
+
+    def text() -> str:
+        lines = [
+            report.text(
+                outcome=outcome,
+                machine=machine,
+                stack=stack,
+                rates=numbers,
+                run=saves,
+                width=_width(),
+            )
+        ]
+        if args.explain:
+            lines += ["", report.explain(outcome.best, machine, stack, numbers, _width())]
+        if steps:
+            lines += ["", report.wrapped(steps.words(), _width())]
+        return "\n".join(lines)
+
+    content = report.search_as_dict(outcome, machine, stack, numbers, saves) if args.json else {}
+    if steps:
+        content["steps_from_measured"] = steps.as_dict()
+    show(args, content, text)
+
+
+def _emit(args: argparse.Namespace, subject: Subject, outcome: Search, saves: Campaign | None) -> None:
+    """Write a run file with the best layout (`--emit`)."""
+    from frontier_llm.planner.emit import Request, emit
+
+    request = Request(
+        model=args.model,
+        machine=args.machine,
+        run=args.run,
+        tokens=args.tokens,
+        settings=subject.settings,
+    )
+    written = emit(
+        path=args.emit,
+        request=request,
+        machine=subject.machine,
+        outcome=outcome,
+        rates=subject.rates,
+        saves=saves,
+    )
+    print(written, file=sys.stderr if args.json else sys.stdout)
 
 
 def _steps(args: argparse.Namespace, outcome: Search, machine: Machine, numbers: Rates) -> Steps | None:
@@ -327,62 +284,6 @@ def _width() -> int:
     return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
-# key=value settings that affect a plan of a model, without a run
-_USED = ("batch.global_batch", "precision.dtype", "optimizer.name")
-
-
-def _global_batch(settings: Mapping[str, Any]) -> int:
-    """Return the typed global batch. 0 if there is none."""
-    from frontier_llm.config import BatchConfig, build
-
-    if "batch" not in settings:
-        return 0
-    return build(BatchConfig, {"micro_batch": 1, **settings["batch"]}, where="command line: batch").global_batch
-
-
-def _state_choices(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the typed precision and optimizer as arguments of the search."""
-    from frontier_llm.config import OptimizerConfig, PrecisionConfig, build
-
-    precision = build(PrecisionConfig, settings.get("precision", {}), where="command line: precision")
-    if precision.dtype == "auto":
-        raise ConfigError("auto is chosen for a run on its machine", "name a type, or --run RUN", "precision.dtype")
-    optimizer = build(OptimizerConfig, {"lr": 1e-4, **settings.get("optimizer", {})}, where="command line: optimizer")
-    return {"dtype": precision.dtype, "optimizer": optimizer.name}
-
-
-def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> ModelConfig:
-    """Return the named model with the typed changes. Raises ConfigError with the closest valid name."""
-    from frontier_llm.config import available, load_model
-    from frontier_llm.errors import suggest
-
-    refuse_settings(
-        args.overrides,
-        lambda key: not key.startswith("model.") and key not in _USED,
-        f"without --run, plan uses model.* and {', '.join(_USED)}",
-    )
-    if not args.model:
-        raise ConfigError("no model is named", "valid: " + ", ".join(available("models")), "plan MODEL")
-    if args.model not in available("models") and _is_run(args.model):
-        raise ConfigError(f"{args.model} is a run, not a model", f"frontier-llm plan --run {args.model}", "plan MODEL")
-    try:
-        return load_model(args.model, settings.get("model"))
-    except ConfigError as error:
-        if "no model file" in str(error) and not args.model.endswith((".yaml", ".yml")):
-            raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None
-        raise
-
-
-def _is_run(name: str) -> bool:
-    from frontier_llm.config import available
-    from frontier_llm.config.load import read_yaml
-
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        return not {"model", "batch", "train"}.isdisjoint(read_yaml(path))
-    return name in available("runs")
-
-
 def _measured(args: argparse.Namespace) -> int:
     """Show measured runs beside their predictions (`--measured`)."""
     from frontier_llm.experiments.measure.predicted import as_table, beside_prediction
@@ -396,19 +297,13 @@ def _measured(args: argparse.Namespace) -> int:
     return 0
 
 
-def _extras(
-    args: argparse.Namespace,
-    outcome: Search,
-    machine: Machine,
-    stack: str,
-    numbers: Rates,
-    fixed: dict[str, Any],
-) -> None:
+def _extras(args: argparse.Namespace, subject: Subject, outcome: Search) -> None:
     """Print what-if lines and write the requested files."""
     if args.what_if:
         from frontier_llm.planner.compare import what_if
 
-        print(what_if(outcome, numbers, fixed, args.what_if, _width()), file=sys.stderr if args.json else sys.stdout)
+        compared = what_if(outcome, subject.rates, subject.fixed, args.what_if, _width())
+        print(compared, file=sys.stderr if args.json else sys.stdout)
     if args.chrome_trace:
         from frontier_llm.planner.figures import write_chrome_trace
 
@@ -417,15 +312,5 @@ def _extras(
     if args.figures:
         from frontier_llm.planner.figures import write_figures
 
-        print(f"wrote {write_figures(args.figures, outcome, machine, stack, numbers)}", file=sys.stderr)
-
-
-def _smallest(model: ModelConfig, machine: Machine, numbers: Rates) -> int:
-    from frontier_llm.planner.refusal import too_big
-    from frontier_llm.planner.search import smallest_machine
-
-    nodes = smallest_machine(model, numbers)
-    if nodes is None:
-        raise too_big(model, machine, numbers)
-    print(f"note: --nodes not given; {nodes} is the smallest power of two on which {model.name} fits", file=sys.stderr)
-    return nodes
+        path = write_figures(args.figures, outcome, subject.machine, subject.stack, subject.rates)
+        print(f"wrote {path}", file=sys.stderr)

@@ -17,7 +17,8 @@ from frontier_llm.run.job import EXAMINED_NODES
 
 if TYPE_CHECKING:
     from frontier_llm.certificate.certificate import Certificate
-    from frontier_llm.cluster.submit import JobRequest
+    from frontier_llm.cluster.sites import Site
+    from frontier_llm.cluster.submit import JobRequest, Submission
     from frontier_llm.config import RunConfig
 
 
@@ -121,18 +122,45 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm import log
     from frontier_llm.certificate.certificate import certify, of_submit
     from frontier_llm.certificate.memory import describe_fallback, with_fallback
-    from frontier_llm.certificate.page import as_text, summary
     from frontier_llm.certificate.subject import of_job
     from frontier_llm.cluster import submit as slurm
-    from frontier_llm.cluster.admission import admit, advice, compare_nodes, cost_of
-    from frontier_llm.cluster.notices import webhook_address
+    from frontier_llm.cluster.admission import advice, cost_of
     from frontier_llm.cluster.sites import load_site
-    from frontier_llm.run import hostlist
 
     site = load_site(args.site)
 
     def load(words: Sequence[str]) -> RunConfig:
         return load_current(args.run, [f"machine={site.machine}", *args.overrides, *words])
+
+    request = _admitted(args, site, load(()))
+    requests = [request]
+    if args.fallback_plan:
+        request, fallback, roomier = with_fallback(request, load)
+        requests = [request, fallback]
+        log.info(describe_fallback(of_job(request).fullest_plan, roomier))
+    submission = slurm.prepare(request)
+    certificates = [certify(of_job(each), of_submit()) for each in requests]
+    _log_certificates(certificates, in_full=args.dry_run)
+    if not args.dry_run:
+        for certificate in certificates:
+            _refuse(certificate, args.force)
+        submission = slurm.queue_checked(request, submission)
+    log.info(slurm.describe(request, submission))
+    log.info(cost_of(request).describe(request.job.max_node_hours))
+    for note in advice(request):
+        log.warn(note)
+    if args.dry_run:
+        return _show_dry_run(args, submission, certificates)
+    show(args, submission.as_dict(), lambda: str(submission.job_id))
+    return 0
+
+
+def _admitted(args: argparse.Namespace, site: Site, config: RunConfig) -> JobRequest:
+    """Return the job that the arguments describe, after the checks of the site. Raises ConfigError."""
+    from frontier_llm import log
+    from frontier_llm.cluster.admission import admit, compare_nodes
+    from frontier_llm.cluster.notices import webhook_address
+    from frontier_llm.run import hostlist
 
     of_job_record = {
         "flags": _resume_flags(args),
@@ -146,7 +174,7 @@ def submit(args: argparse.Namespace) -> int:
     request = job_request(
         args,
         site,
-        load(()),
+        config,
         continuation=args.continue_with,
         of_job=of_job_record,
         qos=args.qos,
@@ -157,29 +185,24 @@ def submit(args: argparse.Namespace) -> int:
     request = admit(request)
     if args.compare_nodes:
         log.info(compare_nodes(request, args.compare_nodes))
-    request = _before_maintenance(request, chosen=args.continue_with is not None)
-    requests = [request]
-    if args.fallback_plan:
-        request, fallback, roomier = with_fallback(request, load)
-        requests = [request, fallback]
-        log.info(describe_fallback(of_job(request).fullest_plan, roomier))
-    submission = slurm.prepare(request)
-    certificates = [certify(of_job(each), of_submit()) for each in requests]
+    return _before_maintenance(request, chosen=args.continue_with is not None)
+
+
+def _log_certificates(certificates: Sequence[Certificate], in_full: bool) -> None:
+    """Log the verdicts of the run's plan and, if there is one, of its roomier plan."""
+    from frontier_llm import log
+    from frontier_llm.certificate.page import as_text, summary
+
+    for name, certificate in zip(("certificate", "certificate of the roomier plan"), certificates, strict=False):
+        details = f"\n{as_text(certificate)}" if in_full else ""
+        log.info(f"{name}: {summary(certificate)}{details}")
+
+
+def _show_dry_run(args: argparse.Namespace, submission: Submission, certificates: Sequence[Certificate]) -> int:
+    """Print the script and what would refuse the job. Return the exit code."""
+    from frontier_llm import log
+
     certificate = certificates[0]
-    for name, each in zip(("certificate", "certificate of the roomier plan"), certificates, strict=False):
-        details = f"\n{as_text(each)}" if args.dry_run else ""
-        log.info(f"{name}: {summary(each)}{details}")
-    if not args.dry_run:
-        for each in certificates:
-            _refuse(each, args.force)
-        submission = slurm.queue_checked(request, submission)
-    log.info(slurm.describe(request, submission))
-    log.info(cost_of(request).describe(request.job.max_node_hours))
-    for note in advice(request):
-        log.warn(note)
-    if not args.dry_run:
-        show(args, submission.as_dict(), lambda: str(submission.job_id))
-        return 0
     for section in certificate.not_checkable:
         log.warn(f"section {section.name} is not checkable here: {section.why}")
     problems = list(dict.fromkeys(problem for each in certificates for problem in each.problems))

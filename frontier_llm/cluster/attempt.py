@@ -46,7 +46,8 @@ from frontier_llm.units import printable
 ENDING_S = 15.0  # time that ranks have to end after SIGTERM before the batch shell continues
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
 _KILLING = "Terminating StepId"  # srun prints it before it kills all tasks; a task killed later is not the cause.
-_TOLD_TO_SAVE = "User defined signal 1"  # The end of a rank that Slurm's warning killed before it had a handler.
+# In srun's message about a rank that Slurm's warning (SIGUSR1) killed before the rank had a handler.
+_TOLD_TO_SAVE = "User defined signal 1"
 _SILENT_NODE = "Timed out waiting for job step"  # srun received no reply from at least one node.
 
 
@@ -93,8 +94,8 @@ class Outcome:
     """The end of one srun of all ranks: exit code, and failure if there was one."""
 
     exit_code: int
-    failure: Failure | None = None  # None: finished or stopped on request
-    # only ranks that lost a peer have reported: a node may be dead, and Slurm has not noticed it yet
+    failure: Failure | None = None  # None: finished or stopped on request.
+    # True: all reporting ranks only lost a peer. A node may be dead although Slurm has not noticed it yet.
     peers_only: bool = False
 
     @property

@@ -28,7 +28,7 @@ from frontier_llm.run.job import CONTINUATIONS, EXAMINED_NODES, FILE, Job, read_
 from frontier_llm.run.rank_env import COMMAND, environ
 from frontier_llm.topology.plan import plan_problems
 
-TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # flags of `frontier-llm train`, and the number of words after each
+TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # flags of `frontier-llm train` → number of words after the flag
 TRAIN = (*COMMAND, "train")
 RUN_DIR_FLAG = "--run-dir="
 RUN_FILE = "run.yaml"  # `submit` writes it into the run directory

@@ -42,7 +42,7 @@ class History:
     allocated_nodes: int = 0  # nodes of this allocation; 0: the nodes and spares of the job.
     last: Attempt | None = None  # the newest start.
     is_own: bool = False  # True if `last` belongs to this start of the supervisor.
-    # the newest CRASH_LOOP starts with the plan of `last`, without node failures and failed starts.
+    # The newest CRASH_LOOP starts with the plan of `last`, without node failures and failed starts.
     recent: tuple[Attempt, ...] = ()
     failed_starts: tuple[Attempt, ...] = ()  # the newest starts in a row that failed before they finished a step.
     full_plans: frozenset[PlanOnNodes] = frozenset()  # plans with which a start was out of memory.

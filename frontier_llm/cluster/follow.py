@@ -32,7 +32,7 @@ from frontier_llm.run.rank_env import COMMAND, environment, with_this_package
 from frontier_llm.run.run_dir import share_with_group
 
 POLL_S = 60.0
-START_LIMIT_S = 300.0  # time within which a run has to start if none of its jobs or processes is known
+START_LIMIT_S = 300.0  # time within which a run has to start if none of its jobs or processes is known.
 # Last part of the walltime, in which no evaluation runs. It is the sum of the warning time, the time by which Slurm may
 # signal too early, and 30 s in which the ranks of an evaluation end.
 ENDING_S = BENCHMARK_WARNING_S + SLURM_EARLY_S + 30.0

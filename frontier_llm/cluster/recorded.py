@@ -33,7 +33,7 @@ def position_of(record: Mapping[str, Any]) -> Position | None:
             return None
         return Position.model_validate_json(strict_json(content))
     except ValidationError:
-        return None  # loading the checkpoint reports the fault
+        return None  # the fault is reported when the checkpoint is loaded
 
 
 def tokens_read(run_dir: Path) -> dict[str, int]:

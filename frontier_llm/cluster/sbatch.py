@@ -64,10 +64,10 @@ class JobScript:
 BENCHMARK_WARNING_S = 60  # a benchmark saves nothing before its walltime
 
 # The walltime of a benchmark is about twice the sum of its start (10 minutes, assumed) and five steps. The time of a
-# step follows from the throughput that ORNL published. For the two largest models a step takes longer than the site's
-# warning time. For 175B it takes 427 s (48 tokens/s per GCD), for 1T 853 s (7.5 tokens/s per GCD). A checkpoint has 12
-# bytes per parameter. For 175B it is 2.1 TB, written at BLOOM's measured 0.06 TB/s. For 1T it is 12 TB. It is written
-# at twice this rate (assumed), because three times the number of GPUs write.
+# step follows from the throughput that ORNL published. The warning times of the 175B and 1T runs depend on the times of
+# a step and a save. A step takes 427 s for 175B (48 tokens/s per GCD) and 853 s for 1T (7.5 tokens/s per GCD). A
+# checkpoint has 12 bytes per parameter. For 175B it is 2.1 TB, written at BLOOM's measured 0.06 TB/s. For 1T it is 12
+# TB. It is written at twice this rate (assumed), because three times the number of GPUs write.
 JOBS: tuple[JobScript, ...] = (
     JobScript(
         "train_22b",

@@ -57,7 +57,7 @@ class Site(Section):
     max_queued_jobs: PositiveInt | None = None
     unchained_qos: tuple[str, ...] = ()  # qualities of service that forbid a job to continue itself.
     warning_time_s: PositiveInt = 600  # warning time before the walltime, until a save has been measured.
-    # time after which Slurm has noticed a dead node: its SlurmdTimeout (300 s by default) plus a margin.
+    # Time after which Slurm has noticed a dead node: its SlurmdTimeout (300 s by default) plus a margin.
     node_timeout_s: PositiveInt = 330
     exclude_slow_after: PositiveInt | None = None  # straggler reports that exclude a host; None: only report them.
     sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value.
@@ -79,7 +79,7 @@ class Site(Section):
     unset: tuple[str, ...] = ()  # variables of modules that ranks must not have; a user's own exports stay.
     proxy: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+:[0-9]+$")] | None = None  # proxy to the internet.
     environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded.
-    # keys for which no reliable source was found, with their meaning; `submit` refuses a job until the file sets them.
+    # Keys for which no reliable source was found, with their meaning; `submit` refuses a job until the file sets them.
     unknown: dict[str, str] = Field(default_factory=dict)
 
     def scratch_dir(self, account: str, user: str) -> Path | None:

@@ -33,7 +33,7 @@ ACTIVE = frozenset(
 _NO_CLUSTER = re.compile(r"configuration source|Unable to contact slurm controller|Could not establish")
 _AWAY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode"
-)  # texts of Slurm
+)  # texts of Slurm.
 # Time for which a command is repeated. Slurm's controller restarts within minutes. A restart must not end a run of
 # 384 nodes.
 PATIENCE_S = 900.0

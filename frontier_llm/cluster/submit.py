@@ -40,7 +40,7 @@ from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_seconds, plural
 
 SCRIPT = "job.sbatch"
-SHARED_IMPORT_NODES = 64  # more nodes may not import torch from a shared file system
+SHARED_IMPORT_NODES = 64  # runs on more nodes must not import torch from a shared file system
 QUEUE_SLACK_MINUTES = 5  # a job that waits this long can still end before the maintenance
 
 
@@ -54,7 +54,8 @@ class JobRequest:
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
-    minutes: int | None = None  # walltime that the user gave; None: predicted, at most the site's longest.
+    # walltime that the user gave; None: the predicted time, limited to the site's longest walltime.
+    minutes: int | None = None
     shortened_minutes: int | None = None  # walltime of the first job if it ends before a maintenance.
     dependency: str | None = None
     exclude: tuple[str, ...] = ()
@@ -244,7 +245,7 @@ def prepare(request: JobRequest) -> Submission:
         "qos": request.qos,
         "dependency": request.dependency,
         "exclude": hostlist.compress(exclude),
-        # an option and not part of the script, because a successor uses the script after the maintenance
+        # The script does not contain this time, because later jobs use the same script after the maintenance.
         "time": str(request.shortened_minutes or ""),
     }
     return Submission(

@@ -52,7 +52,7 @@ def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: Non
 
     `admit` raises an error if the run must not continue. Return the exit code of the batch script.
     """
-    run_dir.share_with_group(run.directory)  # srun passes the mask to the ranks
+    run_dir.share_with_group(run.directory)  # srun passes this process's umask to the ranks
     refuse_second_holder(run)
     if read_job(run.directory) != run.job:
         with reserved(run.directory):

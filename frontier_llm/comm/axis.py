@@ -40,8 +40,8 @@ class Axis:
     # (node axis, rail axis) of this rank, if tokens are sent to experts in two stages. The rail axis has the ranks with
     # the same local rank on all nodes.
     levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)
-    algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call
-    # lets only one communication of this rank be in flight; None if a rank may have several
+    algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call.
+    # Lets only one communication of this rank be in flight; None if a rank may have several
     in_flight: OneInFlight | None = field(default=None, compare=False, repr=False)
     # on the axes of experts: computes one microbatch while tokens of another microbatch are sent to their experts
     interleaving: Interleaving | None = field(default=None, compare=False, repr=False)

@@ -20,7 +20,7 @@ from frontier_llm import log
 
 GREETING = b"frontier-llm rendezvous 1\n"
 CHALLENGE_BYTES = PROOF_BYTES = 32
-HANDSHAKE_S = 5.0  # time limit of a handshake; a rank needs only one round trip
+HANDSHAKE_S = 5.0  # time limit of a handshake; a rank needs only one round trip.
 # Largest number of connections that are not authenticated yet. Additional connections are closed at once, and their
 # ranks connect again.
 MOST_UNKNOWN = 256

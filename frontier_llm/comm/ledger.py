@@ -41,7 +41,8 @@ class Call:
     bytes: int
     started_s: float  # Start time in seconds since the epoch (time.time()).
     blocked_s: float = 0.0  # Time that this rank has waited for the call.
-    finished: bool = False  # True if the wait has ended on this rank, or on a GPU if the wait is queued.
+    # True if wait() has returned on this rank. On a GPU, wait() returns when the stream's wait is queued.
+    finished: bool = False
     # start time of the call on the clock time.perf_counter, from which intervals are computed
     begun: float = field(default_factory=time.perf_counter)
 

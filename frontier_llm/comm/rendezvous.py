@@ -55,7 +55,7 @@ class Meeting:
     port: int  # Port of the store. TCPStore does not use it if all ranks are on one node and have a `folder`.
     first: int  # Global rank of this node's first rank.
     per_node: int  # Number of ranks on each node.
-    # returns the secret; called at each attempt to connect; the secret may be empty if all ranks are on one node
+    # Returns the secret; called at each attempt to connect; the secret may be empty if all ranks are on one node
     secret: Callable[[], bytes] = field(default=bytes, repr=False)
     store: StoreKind = "torch"
     folder: Callable[[], Path] | None = None  # private folder of this job on this node; called at each attempt

@@ -32,7 +32,7 @@ class TransportInUse:
     channels: int  # Number of RCCL's channels between nodes in the log.
     gpu_rdma_channels: int  # Number of these channels that use GPU RDMA.
     libfabric: str = ""  # Version of libfabric; '' if the log does not contain it, as for plugins before 1.9.
-    accepts_no_provider: bool = False  # The plugin has found no provider of libfabric that it can use.
+    accepts_no_provider: bool = False  # True if the plugin has found no provider of libfabric that it can use.
 
     def __str__(self) -> str:
         plugin = f" (OFI plugin {self.plugin}, provider {self.provider})" if self.provider else ""

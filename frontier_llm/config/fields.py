@@ -129,7 +129,7 @@ _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 def _takes(section: type[BaseModel], field: str) -> frozenset[type]:
     """Return the types among bool, int, float and str that a field accepts, as a single value or in a list."""
     types = set(_types_in(section.model_fields[field].annotation))
-    types |= {type(one) for one in types}  # values of a Literal
+    types |= {type(one) for one in types}  # a Literal lists values instead of types
     return frozenset(types & {bool, int, float, str})
 
 

@@ -30,12 +30,14 @@ class RopeScaling(Section):
     # Which rotations are slowed down: docs/long_context.md.
     kind: Literal["llama3", "linear", "ntk", "yarn"] = "llama3"
     factor: PositiveFloat  # Factor by which rotations are slowed down.
-    # llama3: a rotation with at most this many turns in the original context is slow.
+    # llama3: a rotation with at most this many turns in the original context is slowed down by `factor`.
     low_freq_factor: PositiveFloat = 1.0
-    # llama3: a rotation with at least this many turns is fast; rotations in between are blended.
+    # llama3: a rotation with at least this many turns keeps its speed; rotations in between are slowed down less than
+    # by `factor`.
     high_freq_factor: PositiveFloat = 4.0
-    beta_slow: PositiveFloat = 1.0  # yarn: a rotation with at most this many turns in the original context is slow.
-    beta_fast: PositiveFloat = 32.0  # yarn: a rotation with at least this many turns is fast.
+    # yarn: rotations with at most this many turns in the original context are slowed down by `factor`.
+    beta_slow: PositiveFloat = 1.0
+    beta_fast: PositiveFloat = 32.0  # yarn: rotations with at least this many turns keep their speed.
     # Context that the model was trained with before, in tokens; required for llama3 and yarn.
     original_sequence_length: SequenceLength | None = None
 
@@ -57,7 +59,8 @@ class MoeConfig(Section):
     # Add a bias for each expert to the scores that choose the experts; training moves it towards an even load.
     selection_bias: bool = False
     bias_rate: NonNegativeFloat = 1e-3  # Step size of the selection bias.
-    # Limit of the tokens of a rank's microbatch that one expert processes, relative to an even share; None = no limit.
+    # Largest number of a microbatch's tokens that one expert takes from a rank, relative to an even distribution; None
+    # = no limit.
     capacity: PositiveFloat | None = None
     # Set of tokens over which the load of the experts is balanced: docs/moe.md.
     balance: Literal["sequence", "microbatch", "global"] = "sequence"

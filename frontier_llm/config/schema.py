@@ -89,7 +89,7 @@ class OptimizerConfig(Section):
 
     # adamw, muon, lion, adafactor, or a registered optimizer (`blueprint.optimizers`).
     name: str = "adamw"
-    # Implementation of gradient sums and state sharding: this program's, or DeepSpeed's ZeRO-1.
+    # native: this program sums gradients and shards the optimizer state; deepspeed: DeepSpeed's ZeRO-1 does both.
     engine: Literal["native", "deepspeed"] = "native"
     # Path of a DeepSpeed JSON file that is passed to DeepSpeed; it may not contain settings that the run file
     # determines.
@@ -220,14 +220,15 @@ class OpsConfig(Section):
 class TimeoutConfig(Section):
     """Seconds after which a collective or message of an axis fails. None = train.timeout_s."""
 
-    tp: PositiveFloat | None = None  # Timeout of communication of tensor parallelism.
-    cp: PositiveFloat | None = None  # Keys and values between the ranks that split a sequence.
-    pp: PositiveFloat | None = None  # Messages of the pipeline.
-    dp: PositiveFloat | None = None  # Gradients and weights between replicas.
-    ep: PositiveFloat | None = None  # Tokens sent to experts and back.
-    edp: PositiveFloat | None = None  # Experts' gradients and weights between their replicas.
-    tied: PositiveFloat | None = None  # Gradients of the embedding that the first and last stage share.
-    world: PositiveFloat | None = None  # Collectives of all ranks.
+    tp: PositiveFloat | None = None  # Timeout of tensor-parallel collectives.
+    cp: PositiveFloat | None = None  # Timeout of messages with keys and values between the ranks that split a sequence.
+    pp: PositiveFloat | None = None  # Timeout of pipeline messages.
+    dp: PositiveFloat | None = None  # Timeout of collectives of gradients and weights between replicas.
+    ep: PositiveFloat | None = None  # Timeout of messages that send tokens to experts and back.
+    edp: PositiveFloat | None = None  # Timeout of collectives of experts' gradients and weights between their replicas.
+    # Timeout of the gradient sum of an embedding that the first and last stage share.
+    tied: PositiveFloat | None = None
+    world: PositiveFloat | None = None  # Timeout of collectives of all ranks.
 
 
 class CommConfig(Section):

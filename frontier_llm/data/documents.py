@@ -348,7 +348,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
             text_bytes = 0
             if page_bytes > most_bytes:
                 raise DataError(TOO_LARGE.format(format_bytes(most_bytes) + " in a page"))
-            # each value can need its own page, or all values can be the same long dictionary entry
+            # Limit the values of a batch, because each value can be as long as the largest page.
             rows = max(1, min(1024, most_bytes // max(page_bytes, 1)))
             for batch in file.iter_batches(row_groups=[group], columns=[text_key], batch_size=rows):
                 for value in batch.column(0).to_pylist():

@@ -82,13 +82,13 @@ class _Record(BaseModel):
 class Stream(_Record):
     """One dataset in samples of one length, in one order, and the number of samples that the run took from it."""
 
-    dataset: Annotated[str, Field(pattern=r"^([0-9a-f]{64}|synthetic)$")]  # identity of its tokens
+    dataset: Annotated[str, Field(pattern=r"^([0-9a-f]{64}|synthetic)$")]  # digest that identifies the dataset's tokens
     path: Annotated[str, Field(max_length=4096)]  # path of the dataset when it was last used
     dataset_tokens: Count  # 0 if synthetic or not known
     sequence_length: Size
     packing: Packing
     order: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # key of the samples' order
-    taken: Count  # number of samples that the run has taken from this stream, including samples that were left out
+    taken: Count  # number of samples that the run has taken from this stream, including samples that were left out.
     # (first sample, number of samples) of each range without training
     left_out: Annotated[tuple[Range, ...], Field(max_length=MAXIMUM_RANGES)] = ()
     retired: bool = False  # True if another stream of the dataset has replaced it

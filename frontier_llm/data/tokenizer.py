@@ -129,7 +129,7 @@ class HuggingFaceTokenizer:
                 where=str(path),
                 fix="give a tokenizer.json file",
             ) from error
-        # path of tokenizer.json, or its content for GPT-2's pair
+        # path of tokenizer.json, or the content of such a file if GPT-2's vocabulary and merges were read
         self.as_file: str | Path = str(self._model.to_str(pretty=True)) if merges else Path(path)
         self._model.no_padding()
         self._model.no_truncation()

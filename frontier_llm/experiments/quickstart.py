@@ -40,11 +40,12 @@ DATA = Path("data/stdlib/validation.idx")  # the last file that `data stdlib` wr
 STATE = RUN_DIR / "seconds.json"
 START = "import frontier_llm.training.loop"  # program that only imports the modules that a rank imports
 
-# Times of the parts relative to the first measurement (`State.start_s`, `State.text_s`), from two idle AVX-512 cores.
+# Times of the quickstart's parts, relative to the times measured at its start (`State.start_s`, `State.text_s`). The
+# ratios were measured on two idle AVX-512 cores.
 TEXTS_PER_DATA = 8.0  # time of `data stdlib` / time of `count_words`
 STARTS_PER_PLAN = 0.4  # time of `plan` / time of the ranks' imports; the planner does not import torch
-STARTS_PER_TRAINING = 1.4  # time of the launcher's checks and the ranks' start / time of the ranks' imports
-# time of three commands on one rank (loss comparison, text sample and report) / time of the ranks' imports
+STARTS_PER_TRAINING = 1.4  # time of the launcher's checks and the ranks' start / time of the ranks' imports.
+# Time of three commands on one rank (loss comparison, text sample and report) / time of the ranks' imports
 STARTS_PER_REPORT = 0.7
 FORWARD_SHARE = 1 / 3  # time of an evaluation relative to a step, which also has a backward pass
 SAVE_S = 1.5  # time of one save of a checkpoint

@@ -46,8 +46,8 @@ class Variable:
 PRIVATE = "{private folder of the job}"  # placeholder; the folder is on the node's local disk
 LOCAL_RANK = "{local rank}"
 THIS_FILE = "frontier_llm/machine/env.py"
-EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell.
-AMD_DRIVER = Path("/dev/kfd")  # this file exists if the computer has an AMD GPU and its driver
+EXPORTED = "exported before the start"  # exported by the user, or by a module that was loaded in the same shell.
+AMD_DRIVER = Path("/dev/kfd")  # this file exists if the computer has an AMD GPU and its driver.
 # Variables with these prefixes are shown with their origin even if no machine needs them.
 SHOWN_PREFIXES = ("FI_", "GLOO_", "HIP_", "HSA_", "MIOPEN_", "NCCL_", "RCCL_", "ROCR_")
 
@@ -94,8 +94,8 @@ def resolve(wanted: Sequence[Variable], exported: Mapping[str, str], origins: Ma
 
 
 RCCL_LOG = "NCCL_DEBUG_FILE"
-# Not set for runs with sharded weights (FSDP). It limits a process to one hardware queue, in which the gathers of
-# weights would wait for the compute that they should overlap.
+# This variable is not set for runs with sharded weights (FSDP). It limits a process to one hardware queue, in which the
+# gathers of weights would wait for the compute that they should overlap.
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _PYTORCH = (
@@ -123,7 +123,7 @@ _NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
 
 CK_ATTENTION = "TORCH_ROCM_FA_PREFER_CK"  # torch's attention uses CK instead of AOTriton
 QUEUES = "GPU_MAX_HW_QUEUES"
-DEFAULT_QUEUES = 8  # for one communication in flight, which is safe with any number of queues
+DEFAULT_QUEUES = 8  # for one communication in flight, which is safe with any number of queues.
 # gfx9 GPUs have 4 pipes with 8 compute queues each (32), and the kernel driver keeps 8 of these queues for itself. More
 # queues are multiplexed in software, and a queue that waits can then block the others.
 MOST_QUEUES = 24

@@ -65,7 +65,7 @@ def recorded_dtype(run_dir: Path) -> str | None:
         content = json.loads(manifest_bytes(run_dir / "checkpoints" / step_name(step)))
         dtype = content["config"]["precision"]["dtype"]
     except (BrokenManifest, ValueError, TypeError, KeyError, RecursionError):
-        return None  # loading the checkpoint reports the fault
+        return None  # the fault is reported when the checkpoint is loaded
     return dtype if isinstance(dtype, str) and dtype != AUTO else None
 
 

@@ -50,11 +50,11 @@ class Device(Section):
     architecture: str | None = None
     peak_tflops: Number  # dense bf16/fp16
     memory_gib: Number
-    memory_gbps: Number  # GB/s, peak
-    # predicted memory up to which a plan is expected to run; None: plans may use all of memory_gib
+    memory_gbps: Number  # GB/s, peak.
+    # Predicted memory up to which a plan is expected to run; None: plans may use all of memory_gib
     safe_gib: Number | None = None
-    compute_units: Number  # number of SMs or CUs
-    # standard deviation of the speed of devices of this type, as a share of the speed
+    compute_units: Number  # number of SMs or CUs.
+    # Standard deviation of the speed of devices of this type, as a share of the speed
     speed_variation: Number = Number(
         value=0, tag="estimated", source="not measured: it needs runs on more than one node"
     )
@@ -104,8 +104,8 @@ class Waiting(Sourced):
     """Time for which ranks wait for the last rank before a collective inside a layer begins."""
 
     meeting_us: NonNegativeFloat  # waiting time per collective
-    spread: NonNegativeFloat  # additional waiting time, as a share of the compute since the last collective
-    # time of the collectives of sharded weights relative to the table's times; another library executes them
+    spread: NonNegativeFloat  # additional waiting time, as a share of the compute since the last collective.
+    # Time of the collectives of sharded weights relative to the table's times; another library executes them
     sharded: NonNegativeFloat = 1.0
 
 
@@ -177,7 +177,7 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
     """A training software on the machine: its options, for example fused kernels, and the efficiency of its kernels."""
 
     description: str
-    source: str  # source of the options in `SoftwareOptions`
+    source: str  # source of the options in `SoftwareOptions`.
     # Name of another stack in this file, which has run. If a share of that stack is lower than the estimated share of
     # this stack, a plan must also be good with the lower share.
     slow_as: str = ""
@@ -207,8 +207,8 @@ class Stack(Section, SoftwareOptions):  # type: ignore[misc]  # a Section is fro
         tag="estimated",
         source="split products of tp were never measured on this machine (bench comm)",
     )
-    fabric_share: Number  # share of node.fabric_gbps that this stack's collectives reach
-    # share of the predicted rate between nodes that this stack's collectives and messages reach
+    fabric_share: Number  # share of node.fabric_gbps that this stack's collectives reach.
+    # Share of the predicted rate between nodes that this stack's collectives and messages reach
     network_share: Number = Number(value=1, tag="estimated", source="no loss of bandwidth is known")
     reserve_gib: Number
     fragmentation: Number
@@ -240,8 +240,8 @@ class InFlight(Sourced):
     mode: Literal["one", "many"]
 
 
-# Architectures on which several communications in flight can hang. They have one in flight until a hang test on the
-# machine has passed.
+# Architectures on which several communications in flight can hang. They use one communication in flight until a hang
+# test on the machine has passed.
 ONE_IN_FLIGHT = {
     "gfx90a": InFlight(
         mode="one",
@@ -264,8 +264,8 @@ class Machine(Section):
     node: Node
     network: Network
     allreduce: AllReduceTable | None = None
-    algorithms: str | None = None  # table in configs/algorithms for runs on this machine (comm.algorithms)
-    # mode and source of comm.in_flight=auto
+    algorithms: str | None = None  # table in configs/algorithms for runs on this machine (comm.algorithms).
+    # Mode and source of comm.in_flight=auto
     in_flight: InFlight = InFlight(mode="many", tag="estimated", source="no hang is known")
     default_stack: str
     stacks: dict[str, Stack]

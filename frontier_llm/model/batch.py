@@ -15,11 +15,11 @@ class Microbatch:
     """
 
     tokens_SB: Tensor | None = None  # int64; needed by the stage with the embedding
-    targets_SB: Tensor | None = None  # int64, the next tokens; needed by the stage with the head
-    # document number of each position of the complete sequence; None = one document per sequence
+    targets_SB: Tensor | None = None  # int64, the next tokens; needed by the stage with the head.
+    # Document number of each position of the complete sequence; None = one document per sequence
     documents_BS: Tensor | None = None
-    loss_mask_SB: Tensor | None = None  # False for targets that are excluded from the loss; None = all count
-    # number of targets of the step over all replicas, by which the loss is divided; needed by the stage with the head
+    loss_mask_SB: Tensor | None = None  # False for targets that are excluded from the loss; None = all count.
+    # Number of targets of the step over all replicas, by which the loss is divided; needed by the stage with the head
     global_targets: int | Tensor = 0
     # number of sequences of the step over all replicas, by which the routers' losses are divided; needed by stages with
     # experts

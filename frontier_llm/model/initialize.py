@@ -22,7 +22,7 @@ from frontier_llm.parallel.tensor import ShardedParameter
 from frontier_llm.topology.rectangles import Rectangle, contiguous_runs
 from frontier_llm.topology.shards import ShardSpec
 
-_PER_BLOCK = 4  # normal numbers per block of the generator: 4 x 32 bits give two pairs
+_PER_BLOCK = 4  # normal numbers per block of the generator: 4 x 32 bits give two pairs.
 # Number of elements that are computed at a time. A CPU chunk fits into a cache. A GPU chunk occupies the whole GPU and
 # needs 0.1 GB of scratch memory.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}

@@ -64,8 +64,8 @@ class LossTerm:
     function: Callable[[Tensor, Microbatch, Axis], Tensor]
     # True: computed on every virtual stage; False: only on the last one, from the output of the model's last block
     every_stage: bool = False
-    # True: the function receives the log-sum-exp of each token's logits, (S, B), instead of the stage's output; it is
-    # equal on all tp ranks
+    # True: the function receives the log-sum-exp of each token's logits, (S, B), instead of the stage's output; the
+    # log-sum-exp is equal on all tp ranks
     of_logits: bool = False
 
     def value(self, x: Tensor, batch: Microbatch, tp: Axis, sequence_parallel: bool) -> Tensor:

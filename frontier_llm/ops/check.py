@@ -110,7 +110,7 @@ def _pointwise(dtype: torch.dtype, odd: int) -> Iterator[Case]:
     yield catalogue.accumulate(dtype, 66000 - odd)
     yield catalogue.sum_of_squares(dtype, 66000 - odd)
     for residual in (True, False):
-        # The eight features of a lane have a distance of one eighth of a row, so the test needs long rows.
+        # In this kernel a lane processes eight features that are an eighth of a row apart, so the test needs long rows.
         yield catalogue.drop(dtype, 5, 2, 2176 - odd, residual=residual)
     yield catalogue.embedding(dtype, 1040 - odd)
 

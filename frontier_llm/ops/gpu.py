@@ -11,7 +11,7 @@ from torch import Tensor
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops.differentiable import Normed, NormKind, rows_in_order, sum_of_rows
-from frontier_llm.ops.driver import block_count
+from frontier_llm.ops.driver import Argument, block_count
 from frontier_llm.ops.dropout import HALVES_PER_BLOCK, Mask
 from frontier_llm.ops.gpu_attention import GpuAttention
 from frontier_llm.ops.gpu_buffers import GpuBuffers
@@ -110,69 +110,40 @@ class GpuOps(GpuAttention, GpuRouting, GpuBuffers):
         number of programs that sum rows of tokens.
         """
         total, weight, mean, scale, kind, _ = saved
-        grad = grad.contiguous()
-        grad_total = None if grad_total is None else grad_total.contiguous()
         columns = total.shape[-1]
         rows = scale.numel()
-        kernels = self.kernels
-        has_grad_total = int(grad_total is not None)
         strip = rows_per_strip(rows)
-        grad_x = torch.empty_like(total)
         strips = block_count(rows, strip)
+        grad_x = torch.empty_like(total)
         partial = torch.empty(1 + kind.centred, strips, columns, dtype=torch.float32, device=total.device)
+        inputs: dict[str, Argument] = {
+            "grad": grad.contiguous(),
+            "total": total,
+            "mean": mean,
+            "scale": scale,
+            "columns": columns,
+        }
+        of_total: dict[str, Argument] = {
+            "grad_total": None if grad_total is None else grad_total.contiguous(),
+            "weight": weight,
+            "grad_x": grad_x,
+            "has_grad_total": int(grad_total is not None),
+        }
+        of_weights: dict[str, Argument] = {
+            "partial_weight": partial[0],
+            "partial_bias": partial[-1],
+            "rows": rows,
+            "rows_per_program": strip,
+        }
+        launch = self.kernels.launch
         long, variant = _norm_variant(kind, columns)
         if long:
-            kernels.launch(
-                "norm_backward_long",
-                total.dtype,
-                variant,
-                (rows, 1, 1),
-                grad=grad,
-                total=total,
-                mean=mean,
-                scale=scale,
-                columns=columns,
-                grad_total=grad_total,
-                weight=weight,
-                grad_x=grad_x,
-                has_grad_total=has_grad_total,
-            )
-            grid = (block_count(columns, kernels.block("norm_weight_gradient_long", variant, "BLOCK")), strips, 1)
-            kernels.launch(
-                "norm_weight_gradient_long",
-                total.dtype,
-                variant,
-                grid,
-                grad=grad,
-                total=total,
-                mean=mean,
-                scale=scale,
-                columns=columns,
-                partial_weight=partial[0],
-                partial_bias=partial[-1],
-                rows=rows,
-                rows_per_program=strip,
-            )
+            launch("norm_backward_long", total.dtype, variant, (rows, 1, 1), **inputs, **of_total)
+            block = self.kernels.block("norm_weight_gradient_long", variant, "BLOCK")
+            grid = (block_count(columns, block), strips, 1)
+            launch("norm_weight_gradient_long", total.dtype, variant, grid, **inputs, **of_weights)
         else:
-            kernels.launch(
-                "norm_backward",
-                total.dtype,
-                variant,
-                (strips, 1, 1),
-                grad=grad,
-                total=total,
-                mean=mean,
-                scale=scale,
-                columns=columns,
-                grad_total=grad_total,
-                weight=weight,
-                grad_x=grad_x,
-                has_grad_total=has_grad_total,
-                partial_weight=partial[0],
-                partial_bias=partial[-1],
-                rows=rows,
-                rows_per_program=strip,
-            )
+            launch("norm_backward", total.dtype, variant, (strips, 1, 1), **inputs, **of_total, **of_weights)
         return grad_x, partial[0], partial[-1]
 
     def rotate(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float) -> Tensor:

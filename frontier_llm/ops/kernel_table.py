@@ -148,11 +148,10 @@ class Blocks(NamedTuple):
 
 
 # Block sizes by kernel and variant. A missing "-softcap" variant uses the sizes of "-extras" (documents and ALiBi). A
-# missing "-extras" variant uses the sizes of the plain variant.
-# CDNA's sizes are the best that `benchmarks/ops/tune_attention.py` found by simulation (docs/benchmarks/ops.md).
-# NVIDIA's sizes are the largest that fit into the registers.
-# Each warp must have its own rows of a block's outer side. For example, 4 warps with 32 x 32 matrix instructions on 64
-# rows compute everything twice (tests/unit/ops/test_build.py).
+# missing "-extras" variant uses the sizes of the plain variant. CDNA's sizes are the best that
+# `benchmarks/ops/tune_attention.py` found by simulation (docs/benchmarks/ops.md). NVIDIA's sizes are the largest that
+# fit into the registers. Each warp must have its own rows of a block (queries, or keys in attention_grad_kv). For
+# example, 4 warps with 32 x 32 matrix instructions on 64 rows compute everything twice (tests/unit/ops/test_build.py).
 _AttentionBlocks = dict[str, dict[str, Blocks]]
 _CDNA: _AttentionBlocks = {
     "attention_forward": {
@@ -214,14 +213,14 @@ _HOPPER: _AttentionBlocks = {
 }
 ATTENTION_BLOCKS = {"gfx90a": _CDNA2, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
-ATTENTION_KINDS = ("", "-extras", "-softcap")  # "-softcap" adds score capping and sliding windows to "-extras"
+ATTENTION_KINDS = ("", "-extras", "-softcap")  # "-softcap" adds score capping and sliding windows to "-extras".
 # The length of attention's per-row statistics and documents is padded to a multiple of this number. The number is a
 # multiple of every block size, so blocks are read completely and without a mask.
 ROWS_PER_PAD = 128
-ROPE_BLOCKS = (32, 64, 128)  # highest number of rotated pairs of a head, by variant of rope and heads
-# highest number of experts, by variant of the routing kernels
+ROPE_BLOCKS = (32, 64, 128)  # highest number of rotated pairs of a head, by variant of rope and heads.
+# Highest number of experts, by variant of the routing kernels
 ROUTE_BLOCKS = (64, 256, 1024)
-MOST_CHOICES = 16  # highest number of experts of a token
+MOST_CHOICES = 16  # highest number of experts of a token.
 # Longest row of each variant of norm_forward and norm_backward. Longer rows use the *_long kernels.
 NORM_BLOCKS = (2048, 4096, 8192)
 

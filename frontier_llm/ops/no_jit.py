@@ -87,7 +87,8 @@ def _guard(module: ModuleType) -> None:
 def _refusal(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def refuse(*arguments: Any, **_kwargs: Any) -> Any:
-        name = getattr(arguments[0], "name", "") if arguments else ""  # the op, for OpBuilder.jit_load
+        # for OpBuilder.jit_load, the first argument is the op that would be compiled
+        name = getattr(arguments[0], "name", "") if arguments else ""
         op = f" {name}" if isinstance(name, str) and name else ""
         raise BackendError(
             f"{_who_asked()} would compile{op} at run time ({what}), which ops.no_jit forbids",

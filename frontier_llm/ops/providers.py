@@ -69,16 +69,16 @@ class Provider:
     load: Callable[[], Mapping[str, Op]]
     version: Callable[[], str] = lambda: f"torch {torch.__version__}"
     missing: Callable[[], str | Refusal] = lambda: ""
-    build: str = ""  # command that builds the back-end
+    build: str = ""  # command that builds the back-end.
     # Returns the reason why the back-end's attention does not support parts of a sequence, or '' if it does. None: it
     # never supports them. Context parallelism with gather or ring needs parts.
     parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = None
     windows: bool = True  # True if the attention supports sliding windows
     softcaps: bool = False  # True if the attention supports soft caps, also together with sliding windows
-    required: bool = False  # True: if only its build is missing, `auto` reports an error and takes no slower back-end
-    # group → its dtypes, for groups that support fewer dtypes than `dtypes`
+    required: bool = False  # True: if only its build is missing, `auto` reports an error and takes no slower back-end.
+    # Group → its dtypes, for groups that support fewer dtypes than `dtypes`
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)
-    on_gpu: Determinism = "always"  # determinism on a GPU; on a CPU it is "always"
+    on_gpu: Determinism = "always"  # determinism on a GPU; on a CPU it is "always".
     # Returns the deterministic functions. None: the functions of `load` are also used for deterministic runs.
     load_deterministic: Callable[[], Mapping[str, Op]] | None = None
 

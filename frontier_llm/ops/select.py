@@ -47,74 +47,71 @@ class ChosenBackend:
     why: str
 
 
-def choose(
-    group: str,
-    wanted: str,
-    device_type: str,
-    dtype: torch.dtype,
-    needs: AttentionNeeds = PLAIN,
-    *,
-    allow_fallback: bool = False,
-    first: tuple[str, ...] = (),
-    deterministic: bool = False,
-) -> ChosenBackend | Problem:
-    """Return the provider for one group of ops, or a Problem.
+@dataclass(frozen=True)
+class Conditions:
+    """What a run needs from the back-ends of all groups."""
 
-    A Problem is returned if an explicitly chosen back-end is not available. Without `allow_fallback`, `auto` also
-    returns a Problem in two cases. In the first, this package's own kernels are not available, and a slower back-end
-    would be used. In the second, only the reference could compute attention on a GPU. The Problem gives the flag and
-    the fix.
+    device_type: str
+    dtype: torch.dtype
+    needs: AttentionNeeds = PLAIN
+    allow_fallback: bool = False  # ops.allow_fallback
+    deterministic: bool = False  # refuse a back-end if two runs of it may differ
 
-    `auto` tries the back-ends in `first`, which are known to be faster, before the others. With `deterministic` a
-    back-end is refused if two runs of it may differ.
-    """
-
-    def refusal_of(provider: Provider) -> Refusal | None:
-        if deterministic and device_type in provider.devices and provider.determinism(device_type) == "never":
+    def refusal(self, provider: Provider, group: str) -> Refusal | None:
+        """Return the reason why the provider cannot be used for the group."""
+        if (
+            self.deterministic
+            and self.device_type in provider.devices
+            and provider.determinism(self.device_type) == "never"
+        ):
             return Refusal(f"{provider.name} does not give equal bits in two runs (ops.deterministic)")
-        return provider.refusal(group, device_type, dtype, needs)
+        return provider.refusal(group, self.device_type, self.dtype, self.needs)
 
+
+def choose(group: str, wanted: str, conditions: Conditions, first: tuple[str, ...] = ()) -> ChosenBackend | Problem:
+    """Return the provider for one group of ops, or a Problem, which gives the flag and the fix.
+
+    `first` are the back-ends that `auto` tries before the others, because they are known to be faster.
+    """
     if wanted != "auto":
-        provider = PROVIDERS[wanted]
-        refusal = refusal_of(provider)
-        if refusal is None:
-            return ChosenBackend(group, provider, f"set by ops.{group}")
-        fix = f"{refusal.build}, or ops.{group}=auto".removeprefix(", or ")
-        if deterministic:
-            fix += ", or ops.deterministic=false"
-        return Problem(f"ops.{group}={wanted}", refusal.why, fix)
-    if dtype == torch.float64:
+        return _choose_named(group, wanted, conditions)
+    if conditions.dtype == torch.float64:
         return ChosenBackend(group, PROVIDERS["reference"], "float64 is for tests and always uses the reference")
+    return _choose_auto(group, conditions, first)
+
+
+def _choose_named(group: str, wanted: str, conditions: Conditions) -> ChosenBackend | Problem:
+    """Return the back-end that the user has named, or a Problem if it is not available."""
+    provider = PROVIDERS[wanted]
+    refusal = conditions.refusal(provider, group)
+    if refusal is None:
+        return ChosenBackend(group, provider, f"set by ops.{group}")
+    fix = f"{refusal.build}, or ops.{group}=auto".removeprefix(", or ")
+    if conditions.deterministic:
+        fix += ", or ops.deterministic=false"
+    return Problem(f"ops.{group}={wanted}", refusal.why, fix)
+
+
+def _choose_auto(group: str, conditions: Conditions, first: tuple[str, ...]) -> ChosenBackend | Problem:
+    """Return the first back-end in the order of preference that can be used.
+
+    Without ops.allow_fallback a Problem is returned in two cases. In the first, this package's own kernels are not
+    available, and a slower back-end would be used. In the second, only the reference could compute attention on a GPU.
+    """
+    on_gpu = conditions.device_type == "cuda"
     passed_over: list[str] = []
-    usual = _WITH_DOCUMENTS if needs.documents and device_type == "cuda" else PREFERENCE[device_type]
-    order = dict.fromkeys([*first, *usual])
-    for provider in (PROVIDERS[name] for name in order):
+    usual = _WITH_DOCUMENTS if conditions.needs.documents and on_gpu else PREFERENCE[conditions.device_type]
+    for provider in (PROVIDERS[name] for name in dict.fromkeys([*first, *usual])):
         if group not in provider.groups:
             continue
-        refusal = refusal_of(provider)
-        if (
-            refusal is None
-            and provider.name == "reference"
-            and group == "attention"
-            and device_type == "cuda"
-            and not allow_fallback
-        ):
-            what = (
-                f"only the reference supports what this run needs, and it stores the complete matrix of scores: "
-                f"{'; '.join(passed_over)}"
-            )
-            fix = ""
-            if needs.parts and not needs.softcap:
-                fix = "set parallel.context_attention=heads if there are enough heads, or "
-            if dtype == torch.float32:
-                fix += "set precision.dtype=bf16, or "
-            fix += "use the reference: ops.attention=reference"
-            return Problem("ops.attention=auto", what, fix)
+        refusal = conditions.refusal(provider, group)
         if refusal is None:
-            return ChosenBackend(
-                group, provider, f"auto; not used: {'; '.join(passed_over)}" if passed_over else "auto"
-            )
-        if refusal.build and provider.required and not allow_fallback:
+            stores_scores = provider.name == "reference" and group == "attention" and on_gpu
+            if stores_scores and not conditions.allow_fallback:
+                return _only_the_reference(conditions, passed_over)
+            why = f"auto; not used: {'; '.join(passed_over)}" if passed_over else "auto"
+            return ChosenBackend(group, provider, why)
+        if refusal.build and provider.required and not conditions.allow_fallback:
             instead = f"or run without it: ops.{group}=reference, or ops.allow_fallback=true for all ops"
             return Problem(
                 f"ops.{group}=auto",
@@ -123,6 +120,21 @@ def choose(
             )
         passed_over.append(f"{provider.name} ({refusal})")
     raise AssertionError("the reference supports everything")
+
+
+def _only_the_reference(conditions: Conditions, passed_over: Sequence[str]) -> Problem:
+    """Return the Problem that `auto` could use only the reference for attention on a GPU."""
+    what = (
+        f"only the reference supports what this run needs, and it stores the complete matrix of scores: "
+        f"{'; '.join(passed_over)}"
+    )
+    fix = ""
+    if conditions.needs.parts and not conditions.needs.softcap:
+        fix = "set parallel.context_attention=heads if there are enough heads, or "
+    if conditions.dtype == torch.float32:
+        fix += "set precision.dtype=bf16, or "
+    fix += "use the reference: ops.attention=reference"
+    return Problem("ops.attention=auto", what, fix)
 
 
 def select_ops(
@@ -147,45 +159,22 @@ def select_ops(
         forbid_jit()
     if deterministic is None:
         deterministic = config.deterministic is True
-    fallback = config.allow_fallback
+    conditions = Conditions(device_type, dtype, needs, config.allow_fallback, deterministic)
     measurable = attention is not None and not (needs.parts or needs.window or needs.softcap)
     first = (
         {"attention": _measured_first(config.attention_table, device_type, attention)}
         if attention and measurable
         else {}
     )
-    outcomes = [
-        choose(
-            group,
-            getattr(config, group),
-            device_type,
-            dtype,
-            needs,
-            allow_fallback=fallback,
-            first=first.get(group, ()),
-            deterministic=deterministic,
-        )
-        for group in GROUPS
-    ]
+    outcomes = [choose(group, getattr(config, group), conditions, first.get(group, ())) for group in GROUPS]
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     if problems:
         raise BackendError(problems)
     if deterministic and device_type == "cuda":
         _use_deterministic_algorithms()
     chosen = [outcome for outcome in outcomes if isinstance(outcome, ChosenBackend)]
-    tables = {provider: _functions(provider, deterministic) for provider in {outcome.provider for outcome in chosen}}
-    functions: dict[str, Op] = {}
-    groups_by_choice: dict[str, list[str]] = {}
-    for outcome in chosen:
-        table = tables[outcome.provider]
-        # A back-end may lack an op such as attention_block. It is then chosen only for runs that do not call this op,
-        # and the reference's function is filled in.
-        functions |= {op: table.get(op, getattr(reference, op)) for op in GROUPS[outcome.group]}
-        choice = f"{outcome.provider.name} ({outcome.provider.version()}): {outcome.why}"
-        groups_by_choice.setdefault(choice, []).append(outcome.group)
-    for choice, groups in groups_by_choice.items():
-        log.info(f"ops {', '.join(groups)}: {choice}")
-    ops = Ops(**functions)
+    ops = _load(chosen, deterministic)
+    _log_choices(chosen)
     if differing := _not_repeatable(chosen, device_type, deterministic):
         ops.not_repeatable = differing
         log.info(
@@ -193,6 +182,28 @@ def select_ops(
             f"ops.deterministic=true selects ops whose results are equal"
         )
     return ops
+
+
+def _load(chosen: Sequence[ChosenBackend], deterministic: bool) -> Ops:
+    """Load the functions of the chosen back-ends."""
+    tables = {provider: _functions(provider, deterministic) for provider in {outcome.provider for outcome in chosen}}
+    functions: dict[str, Op] = {}
+    for outcome in chosen:
+        table = tables[outcome.provider]
+        # A back-end may lack an op such as attention_block. It is then chosen only for runs that do not call this op,
+        # and the reference's function is filled in.
+        functions |= {op: table.get(op, getattr(reference, op)) for op in GROUPS[outcome.group]}
+    return Ops(**functions)
+
+
+def _log_choices(chosen: Sequence[ChosenBackend]) -> None:
+    """Log each back-end with its version, its groups of ops and the reason. Equal reasons share a line."""
+    groups_by_choice: dict[str, list[str]] = {}
+    for outcome in chosen:
+        choice = f"{outcome.provider.name} ({outcome.provider.version()}): {outcome.why}"
+        groups_by_choice.setdefault(choice, []).append(outcome.group)
+    for choice, groups in groups_by_choice.items():
+        log.info(f"ops {', '.join(groups)}: {choice}")
 
 
 def _functions(provider: Provider, deterministic: bool) -> Mapping[str, Op]:
@@ -240,7 +251,7 @@ def backends(dtype_name: str) -> list[dict[str, Any]]:
     dtype = working_dtype(dtype_name)
     rows = []
     for group, device in itertools.product(GROUPS, PREFERENCE):
-        taken = choose(group, "auto", device, dtype, allow_fallback=True)
+        taken = choose(group, "auto", Conditions(device, dtype, allow_fallback=True))
         assert isinstance(taken, ChosenBackend)
         for provider in PROVIDERS.values():
             if group in provider.groups and device in provider.devices:

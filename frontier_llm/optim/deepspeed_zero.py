@@ -99,7 +99,7 @@ class DeepSpeedZero:
     def finish(self) -> None:
         """Pass the accumulated gradients to DeepSpeed, which reduces all of them at once."""
         self._sync.finish()
-        end_communication(self._mesh, self.device)  # DeepSpeed communicates next, after this package
+        end_communication(self._mesh, self.device)  # this package's communication must end before DeepSpeed's begins
         name = "grad_accum" if self._zero.use_grad_accum_attribute else "grad"
         with self._engine.coalesce_grad_reduction():
             for parameter in self._parameters:
@@ -112,7 +112,8 @@ class DeepSpeedZero:
         DeepSpeed reports -1 for a norm that is not finite. Every rank then returns infinity.
         """
         norm = torch.as_tensor(self._zero.scaled_global_norm(), device=self.device).double()
-        end_communication(self._mesh, self.device)  # the sums over the world follow
+        # DeepSpeed's communication must end before the sums over the world begin
+        end_communication(self._mesh, self.device)
         return torch.where(norm < 0, torch.inf, (norm * self._divided_by).square() * self._is_first)
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:

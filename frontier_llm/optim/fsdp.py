@@ -112,7 +112,8 @@ class FullySharded:
 
         The sums over dp are already complete.
         """
-        end_communication(self._mesh, self.device)  # FSDP's last reduce-scatter precedes the sums over the world
+        # FSDP's last reduce-scatter must end before the sums over the world begin
+        end_communication(self._mesh, self.device)
         for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.parameter.partial_axes()):
             partial = [shard.gradient for shard in self._shards if name in shard.spec.parameter.partial_axes()]
             flat = all_reduce_(torch.cat([gradient.flatten() for gradient in partial]), self._mesh.axis(name))

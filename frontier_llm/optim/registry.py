@@ -33,8 +33,8 @@ class Slice:
     states: Mapping[str, Tensor]  # dtype of the master; by the names of the rule's states
     weights: Tensor  # working precision; receives the rounded master; in fp32 and fp64 it is the master itself
     decay: bool  # weight decay applies
-    tensors: WholeTensors | None = None  # the complete tensors, if the rule gathers
-    # statistics of the parameters, which have other shapes, if the rule declares any
+    tensors: WholeTensors | None = None  # the complete tensors, if the rule gathers.
+    # Statistics of the parameters, which have other shapes, if the rule declares any
     statistics: Statistics | None = None
 
     def apply(self, direction: Tensor, step_size: float, decay: float) -> None:

@@ -29,8 +29,8 @@ class StateRectangle:
     """
 
     spec: ShardSpec  # this rank's part of the parameter
-    rectangle: Rectangle  # inside that part, in coordinates of the global tensor
-    saved: bool  # True on the one replica whose copy of these elements is saved in checkpoints
+    rectangle: Rectangle  # rectangle inside this rank's part, in coordinates of the global tensor
+    saved: bool  # True on the one replica whose copy of these elements is saved in checkpoints.
     # Views of the state by kind (master or name of the state), fp32 (fp64 under fp64), in the rectangle's shape. A
     # statistic has no master.
     tensors: Mapping[str, Tensor]

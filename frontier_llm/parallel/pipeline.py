@@ -156,7 +156,7 @@ class Engine:
             flight.losses[name] += value.detach()
             if value.requires_grad:
                 weighted.append(value if name == LOSS else value * self._loss_weights[name])
-        if y.requires_grad:  # False in an evaluation, which has no backward
+        if y.requires_grad:  # False in an evaluation, which has no backward.
             # Keep only the graph of y. The values of y are then freed as soon as the message with them has been sent.
             loss = torch.stack(weighted).sum() if len(weighted) > 1 else next(iter(weighted), None)
             flight.graphs[key] = _Graph(x, None if last else get_gradient_edge(y), loss)

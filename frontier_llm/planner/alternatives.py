@@ -37,7 +37,8 @@ def _alternatives(outcome: Search, rates: Rates) -> Iterator[Alternative]:
         return
     kind: dict[str, object] = {"sharding": "weights"}
     if rates.one_in_flight:
-        kind |= {"tp": 1, "cp": 1, "ep": 1, "data_shard": 0}  # no second communicator (topology.engine_rules)
+        # with one communication in flight, FSDP allows no other communicator (topology.engine_rules)
+        kind |= {"tp": 1, "cp": 1, "ep": 1, "data_shard": 0}
     if all(outcome.fixed.get(field, value) == value for field, value in kind.items()):
         yield _best("FSDP", outcome, rates, kind)
 

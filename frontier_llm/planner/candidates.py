@@ -40,7 +40,7 @@ def _choices(section: type[BaseModel], key: str) -> dict[str, Any]:
     return {word: word for word in get_args(section.model_fields[key].annotation)}
 
 
-BY_STAGE = dict(zip("0123", SHARDING, strict=False))  # parallel.zero → sharding
+BY_STAGE = dict(zip("0123", SHARDING, strict=False))  # parallel.zero → sharding.
 # `--fix` keys with a fixed list of values → text of each value → value of the layout's field
 MEANINGS: dict[str, Mapping[str, Any]] = {
     "expert_all_to_all": _choices(ParallelConfig, "expert_all_to_all"),

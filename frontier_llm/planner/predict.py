@@ -19,7 +19,7 @@ from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
 START_S = 600.0  # time from a job's start to its first step (assumed): environment, imports, rendezvous, weights
-LOCAL_START_S = 30.0  # time from the start of ranks on this computer to their first step (assumed)
+LOCAL_START_S = 30.0  # time from the start of ranks on this computer to their first step (assumed).
 # Factor on the simulated step time for which walltimes are requested. For 175B on Frontier ORNL measured 48 tokens/s
 # per GCD, and the planner predicts 63, which is 1.3 times more.
 MARGIN = 1.5

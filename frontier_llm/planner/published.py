@@ -25,7 +25,8 @@ class Published:
     source: str
 
 
-# arXiv 2312.12705 (ORNL, Frontier): the abstract has weak 100 % and strong 89 % and 87 %, the text has more digits
+# arXiv 2312.12705 (ORNL, Frontier). Its abstract gives efficiencies of 100 % for weak scaling, and of 89 % and 87 % for
+# strong scaling. Its text gives more digits.
 PUBLISHED = (
     Published(
         mode="weak",

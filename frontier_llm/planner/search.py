@@ -33,8 +33,8 @@ from frontier_llm.topology.grid import AXIS_ORDERS
 from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
-TARGET_TOKENS = 16 * 2**20  # tokens of the default global batch of a large machine
-# largest number of tokens per device in the default global batch; with it a step takes seconds
+TARGET_TOKENS = 16 * 2**20  # tokens of the default global batch of a large machine.
+# Largest number of tokens per device in the default global batch; with it a step takes seconds
 DEVICE_TOKENS = 128 * 2**10
 WARN_SHARE = 0.95  # share of the device's memory above which the report warns about a plan
 FINALISTS = 8
@@ -42,7 +42,7 @@ FINALISTS = 8
 SAFE_SHARE = 0.97
 SAFE_SCHEDULES = 2  # number of schedules whose fastest layout within `safe_bytes` is simulated
 NEAR = 1.06  # After three finalists, a further layout's closed-form step may be at most this factor times the shortest.
-# numbers of pieces into which a tensor-parallel product may be cut; with 8 pieces each would be too small for the
+# Numbers of pieces into which a tensor-parallel product may be cut; with 8 pieces each would be too small for the
 # matrix units
 TENSOR_CHUNKS = (1, 2, 4)
 ACTION_BUDGET = 260_000  # actions of all simulated schedules together, after which a search simulates no further layout
@@ -109,8 +109,8 @@ class Search:
     rejected: tuple[str, ...] = ()  # lines of the report about layouts that were not chosen
     across: Plan | None = None  # best layout whose tensor-parallel groups span nodes, if requested
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that the user has fixed, with their values
-    finalists: int = 0  # number of simulated plans; `plans` may be cut to the plans of the report
-    # best plan that needs at most `safe_bytes`; None if the choice is such a plan, or if there is none
+    finalists: int = 0  # number of simulated plans; `plans` may be cut to the plans of the report.
+    # Best plan that needs at most `safe_bytes`; None if the choice is such a plan, or if there is none
     safe: Plan | None = None
 
     @property

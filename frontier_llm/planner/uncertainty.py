@@ -38,8 +38,8 @@ FITTED = "fitted on"  # beginning of the `source` of a constant that was fitted 
 
 # Basis of a prediction → relative half width of its prediction interval: nine of ten measured steps lie within a factor
 # 1 + half width of the predicted step. The first two values were determined from published runs whose layout is known
-# and to which no constant was fitted (benchmarks/tests/test_best_runs.py). For the third there are no measurements, so
-# it is twice the second.
+# and to which no constant was fitted (benchmarks/tests/test_best_runs.py). There are no measurements for ESTIMATED, so
+# its value is twice the value of PUBLISHED.
 BANDS = {SAME: 0.17, PUBLISHED: 0.28, ESTIMATED: 0.56}
 
 # The best published 16-bit training runs by family of devices and size class of the model. Their FLOPs count full

@@ -26,7 +26,7 @@ FILE = "failure.json"
 # would fail in the same way
 REFUSED = 2
 STUCK = 70  # EX_SOFTWARE: exit code of a rank that its watchdog ended, because another rank made no progress
-SECONDARY = "secondary failure"  # begins the last message of a rank that only lost another rank
+SECONDARY = "secondary failure"  # begins the last message of a rank that only lost another rank.
 # Errors of this package are recognised by class and heading. All other words in these lists come from messages of
 # torch, gloo, RCCL and the system.
 _LOST_A_PEER = re.compile(
@@ -54,7 +54,7 @@ class Evidence(StrEnum):
     COMPARISON = "comparison"  # copies that must be equal differ.
     NOTICES = "notices"  # the heartbeats of the named rank stopped or fell behind.
     SYMPTOM = "symptom"  # the named rank lost its peers without finding the cause; it may not be the first.
-    ENDS = "ends"  # the way in which processes ended: by a signal, with an exit code, or with a lost node.
+    ENDS = "ends"  # how processes ended: by a signal, with an exit code, or with a lost node.
     LOGS = "logs"  # the ranks' logs, searched because no rank could write a record.
 
 
@@ -73,11 +73,11 @@ class Failure:
 
     what: str
     evidence: Evidence
-    cause: str = CRASH  # a cause of `errors`, or: node failure | walltime
+    cause: str = CRASH  # a cause of `errors`, "node failure" or "walltime"
     rank: int | None = None  # None: unknown
     host: str = ""  # host of that rank; '' = unknown
     step: int | None = None  # None: training had not begun, or the step is unknown
-    section: str = ""  # part of the program: train, evaluate, save …
+    section: str = ""  # part of the program that failed: train, evaluate, save …
     host_suspect: bool = False  # the host may have caused the failure; after two such failures the run avoids the host
     fix: str = ""  # the repair of the failure, if a comparison of the ranks shows one
     message: tuple[str, ...] = ()  # the rank's traceback or last lines of output

@@ -42,7 +42,7 @@ class Holder:
 
     host: str
     pid: int
-    process_start: str  # from /proc, to detect that another process has reused the pid.
+    process_start: str  # start time from /proc, which shows whether another process has reused the pid.
     job: str  # id from the scheduler, which stays the same after a requeue; '' outside of a job.
     restart: int  # number of times that Slurm had requeued this job.
     since: str

@@ -58,7 +58,7 @@ class KernelFacts:
 
     architecture: str  # the requested architecture.
     digest: str  # sha256 of the manifest, the list of all code objects' digests; '' without a manifest.
-    # a missing manifest, a build from other sources, or damaged code objects; each problem names the build command.
+    # A missing manifest, a build from other sources, or damaged code objects; each problem names the build command.
     problems: tuple[Problem, ...]
     built: tuple[str, ...]  # architectures that have a manifest.
 
@@ -89,7 +89,7 @@ class Installation:
     built_for: str  # torch version that TORCH_OPS was built for; '' if the library does not load.
     kernels: KernelFacts | None  # None if no architecture was requested, or if torch cannot be used.
     providers: Mapping[str, str]  # op back-end (except triton, see `kernels`) -> why it cannot be used, or ''.
-    # how torch adds bf16 weight gradients to fp32 (blueprint.items.WeightGradients); '' if not tested on a GPU.
+    # How torch adds bf16 weight gradients to fp32 (blueprint.items.WeightGradients); '' if not tested on a GPU.
     weight_gradients: str = ""
     ops_error: str = ""  # why frontier_llm.ops cannot be imported with this torch.
     inputs: InputFacts | None = None  # None if no run was given, or if the run file cannot be read in this interpreter.

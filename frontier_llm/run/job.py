@@ -19,8 +19,8 @@ from frontier_llm.units import strict_json
 FILE = "job.json"
 VERSION = 4
 CONTINUATIONS = ("requeue", "successor", "never")
-EXAMINED_NODES = 16  # from this number of nodes, every node is examined before the first step by default
-# node-hours per node of the job that failed starts may use by default: 18 starts of ten minutes
+EXAMINED_NODES = 16  # from this number of nodes, every node is examined before the first step by default.
+# Node-hours per node of the job that failed starts may use by default: 18 starts of ten minutes
 FAILED_START_HOURS = 3.0
 ROOMIER_PLAN_VARIABLE = "FRONTIER_LLM_ROOMIER_PLAN"  # is 1 for ranks whose job has another plan that needs less memory
 _FIX = "correct it, or delete the file: the next start then writes it again with the values of its script"
@@ -40,7 +40,7 @@ class Job:
     max_node_hours: float | None = None  # budget of all jobs of the run together; None: no limit.
     preflight: bool = False  # examine every node before the first start.
     flags: tuple[str, ...] = ()  # flags of `frontier-llm train`.
-    # limit for starts in a row that end before their first step; None: FAILED_START_HOURS of all nodes.
+    # Limit for starts in a row that end before their first step; None: FAILED_START_HOURS of all nodes.
     failed_start_node_hours: float | None = None
     sbatch: tuple[str, ...] = ()  # additional sbatch options of every job, each KEY=VALUE.
     notice_command: tuple[str, ...] = ()  # program and arguments; run at events (cluster/notices.py).

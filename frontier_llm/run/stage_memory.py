@@ -22,8 +22,8 @@ class StageMemory:
     stage: int
     # Memory in use on the device, also by other processes. On a CPU: the peak of the rank's resident memory.
     used_bytes: int
-    predicted_bytes: int | None = None  # the planner's prediction; None: no prediction for this run
-    # peak of the tensors in torch's allocator; None on a CPU, for which torch does not count memory
+    predicted_bytes: int | None = None  # the planner's prediction; None: no prediction for this run.
+    # Peak of the tensors in torch's allocator; None on a CPU, for which torch does not count memory
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None  # peak that torch's allocator took from the device; None on a CPU
 

@@ -28,7 +28,7 @@ class UploadRecord:
     uploaded_step: int | None = None  # newest uploaded step; None: no checkpoint has been uploaded
     uploaded_unix_s: float = 0.0
     pending: tuple[int, ...] = ()  # steps that are to be uploaded
-    problem: str = ""  # why the last upload failed; '' after a success
+    problem: str = ""  # why the last upload failed; '' after a success.
     # After a rewind, remote checkpoints above this step belong to steps that are repeated, and are to be deleted.
     discard_above: int | None = None
     # Step from which the run continued although it could not read the checkpoints at the URL. None: it could read them.

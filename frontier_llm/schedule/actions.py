@@ -31,8 +31,8 @@ class Kind(Enum):
     BACKWARD = "B"  # input gradient and weight gradient together
     BACKWARD_INPUT = "I"  # input gradient only; the weight gradient follows as W (zero-bubble schedules)
     BACKWARD_WEIGHT = "W"
-    SEND_FORWARD = "SF"  # send this position's output activation to the next position
-    # post the receive of this position's input activation, for which the F of the same microbatch waits
+    SEND_FORWARD = "SF"  # send this position's output activation to the next position.
+    # Post the receive of this position's input activation, for which the F of the same microbatch waits
     RECV_FORWARD = "RF"
     SEND_BACKWARD = "SB"  # send the gradient of this position's input to the previous position
     RECV_BACKWARD = "RB"  # post the receive of the gradient of this position's output; B or I waits for it

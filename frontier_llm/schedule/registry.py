@@ -21,7 +21,7 @@ from frontier_llm.schedule.order import with_messages
 
 Number = Any  # int, or a numpy array with one int for each of many layouts
 _COMPUTE_ACTIONS = "return a list of Action(kind, microbatch, position) with compute kinds (docs/extending.md)"
-Formula = Callable[[Number, Number, Number, Number], Number]  # of (stages, microbatches, chunks, stage)
+Formula = Callable[[Number, Number, Number, Number], Number]  # function of (stages, microbatches, chunks, stage)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ScheduleRule:
     chunks: Sequence[int] = (1,)  # allowed numbers of virtual stages per rank
     splits_backward: bool = False  # True: all or some backwards are I and W instead of B.
     # Highest number of activations that a pipeline rank keeps, each of one microbatch and virtual stage, from F to B or
-    # W. If it is None, it is counted on the list of actions (schedule/peaks.py).
+    # W. None: the number is counted on the list of actions (schedule/peaks.py).
     peak_in_flight: Formula | None = None
     # Highest number of these activations that wait between I and W. None has the same meaning as for peak_in_flight.
     peak_waiting: Formula | None = None

@@ -99,8 +99,8 @@ class _OneInFlight:
         self.waits = waits
         placement = schedule.placement
         seconds = send_s if callable(send_s) else lambda source, target: send_s
-        # (kind, position) of an action → meeting of a message. For a send or receive it is the action's own message.
-        # For a compute action it is the message that the action needs.
+        # (kind, position) of an action → the meeting of sender and receiver of a message. A send or receive has the
+        # meeting of its own message. A compute action has the meeting of the message that it needs.
         self.meetings: dict[tuple[Kind, int], _Meeting | None] = {}
         for kind, (position, rank) in product((Kind.FORWARD, Kind.BACKWARD), enumerate(placement.rank_of)):
             if send := placement.sent_by(kind, position):

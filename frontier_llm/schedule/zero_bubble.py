@@ -209,8 +209,8 @@ class _Rank:
         self.passes = deque(action for action in order if action.kind is not Kind.BACKWARD_WEIGHT)
         self.last_forward = sum(action.kind is Kind.FORWARD for action in order)
         self.order: Order = []
-        self.waiting: dict[Action, None] = {}  # weight gradients that may run, in the order of their input gradients
-        # action → the weight gradients that come directly before it in the order
+        self.waiting: dict[Action, None] = {}  # weight gradients that may run, in the order of their input gradients.
+        # Action → the weight gradients that come directly before it in the order
         self.due: dict[Action, list[Action]] = {}
         late: list[Action] = []
         for action in order:

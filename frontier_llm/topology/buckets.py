@@ -18,10 +18,10 @@ from frontier_llm.topology.shards import BUCKET_ALIGNMENT
 
 T = TypeVar("T")
 
-# Largest padding of a bucket in which each tensor lies in a single slice, relative to a bucket without gaps. It applies
-# to optimizers that can gather tensors (Muon). If more padding is needed, the slices cut tensors, and the update
-# gathers these tensors. Padding costs memory and reduction time for weights and gradients. Gathering costs one more
-# transfer of the tensors in 16 bits.
+# Largest padding of a bucket in which each tensor lies in a single slice, relative to a bucket without gaps. This limit
+# applies to optimizers that can gather tensors (Muon). If more padding is needed, the slices cut tensors, and the
+# update gathers these tensors. Padding costs memory and reduction time for weights and gradients. Gathering costs one
+# more transfer of the tensors in 16 bits.
 MOST_PADDING = 1 / 8
 
 

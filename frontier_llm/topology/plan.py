@@ -75,7 +75,7 @@ class ParallelPlan:
     placement: Placement  # which pipeline rank holds which virtual stage
     schedule: str
     microbatches: int  # microbatches per data-parallel replica and step
-    stages: tuple[StageSpec, ...]  # by position in the model
+    stages: tuple[StageSpec, ...]  # stages by position in the model
     sequence_parallel: bool
     zero: int
 

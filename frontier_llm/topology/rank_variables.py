@@ -26,8 +26,9 @@ from frontier_llm.topology.plan import plan_as_given
 from frontier_llm.topology.streams import most_streams
 from frontier_llm.units import strict_json
 
-ORIGINS = "FRONTIER_LLM_VARIABLE_ORIGINS"  # JSON: name of a variable -> what set it
-# launch/job.sh passes two lists of variable names in these: variables set by the user, and variables set by modules
+ORIGINS = "FRONTIER_LLM_VARIABLE_ORIGINS"  # JSON: name of a variable -> what set it.
+# In these two variables launch/job.sh passes the names of the variables that the user has set, and of the variables
+# that modules have set.
 USER_NAMES = "FRONTIER_LLM_USER_VARIABLES"
 MODULE_NAMES = "FRONTIER_LLM_MODULE_VARIABLES"
 

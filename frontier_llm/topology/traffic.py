@@ -88,8 +88,8 @@ def step_traffic(
         further = len(config.train.loss_weights) + (
             0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 2)
         )
-        # One fp64 all-reduce of losses, squared gradient norm, requests to stop and to save; with experts also of two
-        # losses and the load.
+        # One fp64 all-reduce sums the losses, the squared gradient norm, and the requests to stop and to save. With
+        # experts it also sums the routers' two losses and the load.
         traffic.add("world", "all_reduce", (4 + further) * 8)
     return traffic
 

@@ -100,5 +100,5 @@ def peak_resident_bytes() -> int:
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    # On a system without /proc. The value can include the memory of the process that started this process.
+    # Used on a system without /proc. The value can include the memory of the process that started this process.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

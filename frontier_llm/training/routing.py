@@ -56,7 +56,7 @@ def tell_routers(stages: Iterable[Stage], load_LE: Tensor) -> None:
                 router.bias.add_(torch.sign(rows_E.mean() - rows_E).to(router.bias.dtype), alpha=router.moe.bias_rate)
 
 
-SHARE = 0.8  # a router counts as collapsed if one expert receives at least this share of all tokens
+SHARE = 0.8  # a router counts as collapsed if one expert receives at least this share of all tokens.
 # Number of consecutive steps before a router counts as collapsed. In early training routers can exceed SHARE for a few
 # steps and recover.
 PATIENCE = 20

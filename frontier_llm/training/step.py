@@ -34,7 +34,7 @@ class StepResult:
     gradient_norm: float  # L2 norm before clipping, without the loss scale
     learning_rate: float
     loss_scale: float
-    skipped: bool  # True if no rank has updated its weights: loss or gradient was not finite, or the step is a spike
+    skipped: bool  # True if no rank has updated its weights: loss or gradient was not finite, or the step is a spike.
     # Loss and gradient are finite, but far above the values of the last steps (guard.spike_sigmas).
     spike: bool = False
     # losses besides the language-model loss, by name, before multiplication by train.loss_weights
@@ -50,8 +50,8 @@ class StepSums:
     loss: float  # mean over the global batch, nats per token
     further_losses: Mapping[str, float]  # name → loss, not yet multiplied by its weight
     squared_norm: float  # squared norm of the gradient, times the squared loss scale
-    requests: Requests  # requests that any rank received
-    # rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load): the sum on the device, and
+    requests: Requests  # requests that any rank received.
+    # Rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load): the sum on the device, and
     # its copy on the host
     load_LE: Tensor | None
     load_on_host_LE: NDArray[np.float64] | None

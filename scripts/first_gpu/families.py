@@ -23,7 +23,7 @@ from tests.harness.families import ALL_FAMILIES
 from tests.harness.waits import Waits
 
 STEPS = 2 if REHEARSAL else 5
-# The families of the parity suite with heads of 64 features, for which attention has a kernel.
+# Shape of the parity suite's families, but with heads of 64 features, for which attention has a kernel.
 SHAPE = {
     "layers": 2,
     "hidden": 256,
@@ -33,7 +33,7 @@ SHAPE = {
     "sequence_length": 32 if REHEARSAL else 256,
 }
 FAMILIES = ("llama", "mpt", "deepseek") if REHEARSAL else tuple(ALL_FAMILIES)
-# fp32 sums in another order. bf16 rounds to 1/256 at every op.
+# In fp32, results differ because sums have another order. In bf16, every op rounds to 1/256.
 LIMITS = {"fp32": 1e-3, "bf16": 0.02}
 
 

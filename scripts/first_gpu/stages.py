@@ -104,7 +104,7 @@ def _said(command: list[str]) -> str:
 
 def _architecture() -> str:
     if REHEARSAL:
-        return "sm_90"  # its kernels are compiled and loaded into the fake driver
+        return "sm_90"  # a rehearsal compiles the kernels of sm_90 and loads them into the fake driver
     from frontier_llm.ops.driver import architecture_of_device
 
     return architecture_of_device()

@@ -165,7 +165,7 @@ def measured(state: TrainState, out: Path) -> tuple[dict[str, Any], list[float]]
             "model_flops_per_s": flops / step_s,
             "mfu_of_measured_gemm_rate": flops / step_s / rate if rate else None,
             "memory_gib": memory / 2**30,
-            # the kernels' time excludes the profiler's
+            # busy_s is the time of the kernels alone, without the profiler's overhead
             "device_idle_share": max(1 - busy_s / step_s, 0.0) if DEVICE == "cuda" else None,
             "profiled_step_s": profiled_s,
             "launches_per_step": sum(row["calls_per_step"] for row in rows),
@@ -222,7 +222,7 @@ def against_cpu(_out: Path) -> dict[str, Any]:
     expected = losses("cpu", "fp32", "reference", count)
     result: dict[str, Any] = {"steps": count, "loss": [expected[0], expected[-1]]}
     wrong = []
-    # fp32 sums in another order, so differences grow slowly. bf16 rounds to 1/256 at every op.
+    # In fp32, sums have another order, so losses slowly drift apart. In bf16, every op rounds to 1/256.
     for dtype, limit in (("fp32", 0.01), ("bf16", 0.05)):
         got = losses(DEVICE, dtype, "auto", count)
         worst = max(abs(a - b) / b for a, b in zip(got, expected, strict=True))

@@ -14,8 +14,8 @@ from .operands import Operand, Unknown, operand
 from .scalar import Step
 from .state import LANES, Array, Waves
 
-_EACH: Final = 4  # number of values of A, and of B, in a lane; they are consecutive in K
-# number of rows and columns of the result, and the type of A and B (None: bf16, the upper half of a float32)
+_EACH: Final = 4  # number of values of A, and of B, in a lane; they are consecutive in K.
+# Number of rows and columns of the result, and the type of A and B (None: bf16, the upper half of a float32)
 _KINDS: Final[dict[str, tuple[int, type[np.float16] | None]]] = {
     "v_mfma_f32_32x32x8f16": (32, np.float16),
     "v_mfma_f32_32x32x8bf16_1k": (32, None),

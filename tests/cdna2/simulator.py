@@ -20,7 +20,8 @@ from .local_memory import LocalMemory
 from .operands import Unknown, operand
 from .state import LANES, VCC, Array, Waves
 
-# Number of waves whose registers numpy processes at once. It hides numpy's overhead per call and fits into the caches.
+# Number of waves whose registers numpy processes at once. This number hides numpy's overhead per call and fits into the
+# caches.
 WAVES_AT_ONCE: Final = 64
 STEPS_AT_MOST: Final = 20_000_000  # limit for one `_Lot` of workgroups, which ends endless loops
 _CONDITIONS: Final[dict[str, Callable[[Waves], Any]]] = {

@@ -25,7 +25,7 @@ from .disassembly import Instruction, Program
 from .simulator import Trace
 from .state import LANES
 
-SIMDS: Final = 4  # SIMDs per compute unit
+SIMDS: Final = 4  # SIMDs per compute unit.
 # Number of waves that run one after another in each slot of the SIMD. All slots begin together and later drift apart.
 _SUCCESSORS: Final = 4
 _QUARTER_RATE = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_f|v_mul_(lo|hi)_|v_mad_[ui]64_")

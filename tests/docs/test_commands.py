@@ -20,8 +20,8 @@ from tests.docs.pages import LANGUAGES, PAGES, ROOT, Fence, commands, fences
 from tests.harness.marks import thorough
 
 FENCES = [fence for page in PAGES for fence in fences(page)]
-ON_SLURM = "docs/first_day.md"  # tests/slurm/test_first_day.py runs all commands of this page
-# the tutorial's commands run first, because commands of other pages use their results
+ON_SLURM = "docs/first_day.md"  # tests/slurm/test_first_day.py runs all commands of this page.
+# The tutorial's commands run first, because commands of other pages use their results
 RUNNABLE = sorted(
     {fence.page for fence in FENCES if fence.language == "bash"} - {ON_SLURM},
     key=lambda page: (page != "docs/tutorial.md", page),
@@ -109,7 +109,7 @@ def check_batch_script(line: str) -> None:
 @pytest.mark.parametrize("fence", TO_PARSE, ids=lambda fence: f"{fence.page}:{fence.line}")
 def test_other_commands_are_real(fence: Fence) -> None:
     for line in commands(fence):
-        # also the commands that srun or a launch script starts
+        # also check commands that srun or a launch script starts
         line = re.sub(r"^.*\bfrontier_llm\.cli\.main\b", "frontier-llm", line)
         if line.startswith("frontier-llm "):
             check_frontier_llm(line)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# These pages are not checked: they are about other software, history, or generated.
+# These pages are not checked, because they describe other software or history, or are generated.
 LEFT_OUT = (
     "CHANGELOG.md",
     "benchmarks/findability.md",

@@ -107,7 +107,7 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     ("failpoint", "where"),
     [
         thorough("train.step@1#5=sleep:1000", "in hit"),  # Python code that never returns
-        ("train.step@1#5=hold:1000", "in hit"),  # C code that holds the interpreter lock
+        ("train.step@1#5=hold:1000", "in hit"),  # C code that holds the interpreter lock.
         # The writing thread is stuck, and the main thread waits for it.
         thorough("checkpoint.shard_written@1#1=sleep:1000", "in write"),
     ],

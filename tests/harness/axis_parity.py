@@ -18,7 +18,7 @@ from tests.parity.test_muon import CASES as MUON
 from tests.parity.three_steps import RankResult, train_case
 
 LIMIT_S = 180.0  # limit for three steps: a fault may make ranks wait for each other
-MOST_CASES = 2  # of `test_every_pair_of_settings`
+MOST_CASES = 2  # largest number of cases that are taken from `test_every_pair_of_settings`
 _LONGER = ("model.sequence_length=16",)
 
 
@@ -39,7 +39,7 @@ def cases_of(layout: str) -> Sequence[Case]:
     others: dict[str, Sequence[Case]] = {
         "tp": [output_z],
         "zb": [Case("llama", tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", transport="torch")],
-        "wire": [],  # a narrow wire rounds gradients, so the parity tests compare no run with it with one rank
+        "wire": [],  # a narrow wire rounds gradients, so no parity test compares it with a run on one rank
         "gather": [_context("gather")],
         "ring": [_context("ring")],
         "heads": [_context("heads")],

@@ -192,7 +192,7 @@ class Mistake:
     full: bool = False  # mount a file system of 64 KiB at {place}/orion/full
     nodes: int = 1
     refused_by: tuple[str, ...] = ("submit", "batch script")
-    cause: str = ""  # in failure.json, if the ranks refuse
+    cause: str = ""  # expected cause in failure.json, if the ranks refuse
 
 
 MISTAKES = (

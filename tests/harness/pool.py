@@ -40,7 +40,8 @@ class Reply(NamedTuple):
     rank: int
     failed_at: float | None
     value: Any
-    # True if the process died. It is reported as the cause, even if its peers failed before its death was detected.
+    # True if the process died. A dead process is reported as the cause, even if its peers failed before its death was
+    # detected.
     died: bool = False
 
 

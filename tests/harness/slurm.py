@@ -90,7 +90,8 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
 
 
-_candidates = itertools.count(12_001 + os.getpid() * 7 % 6000)  # tries each port once: parallel clusters differ
+# each port is tried once; clusters of parallel test processes begin at different ports
+_candidates = itertools.count(12_001 + os.getpid() * 7 % 6000)
 
 
 def free_ports(count: int) -> list[int]:
@@ -122,7 +123,7 @@ class LocalSlurm:
         self.settings = settings
         self.nodes = [f"n{index}" for index in range(nodes)]
         self.shape = shape
-        self.name = name  # name of the cluster; the running nodes of "frontier" are in its partition batch
+        self.name = name  # name of the cluster; if it is "frontier", the running nodes are in the partition batch
         self.root = Path(tempfile.mkdtemp(prefix="fl-slurm-"))
         self.conf = self.root / "slurm.conf"
         self.env = {

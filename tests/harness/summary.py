@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-# a reason for skipping that contains one of these words also has the command that installs what is missing
+# If the reason of a skipped test contains one of these words, it also contains the command that installs the missing
+# program.
 COMMANDS = ("install", "scripts/")
 SECOND_LOOK = "FRONTIER_LLM_SECOND_LOOK"  # `.ci/run` sets it when it repeats the failed tests
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Direction = Callable[[str, Tensor, int], Tensor]  # (name, clipped gradient, update from 1) → factor of lr
+# (name, clipped gradient, number of the update from 1) → direction, which is multiplied by lr
+Direction = Callable[[str, Tensor, int], Tensor]
 
 
 def _zeros() -> defaultdict[str, Any]:

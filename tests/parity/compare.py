@@ -14,8 +14,8 @@ Tensors = dict[str, np.ndarray]
 
 # In float64, another order of a sum of a few thousand terms changes the 13th digit. A mistake changes the first digits.
 RELATIVE = 1e-10
-# Adam divides by sqrt(v) + 1e-8. The gradient of the key's bias is zero except for rounding errors of 1e-16. They
-# change the parameter by 1e-8 of a step of 1e-2.
+# Adam divides by sqrt(v) + 1e-8. The gradient of the key's bias is zero except for rounding errors of 1e-16. These
+# errors change the parameter by 1e-8 of a step of 1e-2.
 AFTER_STEPS = 1e-9
 
 

@@ -144,7 +144,8 @@ def test_a_token_that_goes_once_to_each_node_computes_the_same(ranks: RankPool, 
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
 
 
-GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")  # so that a wrong load changes the parameters
+# a large weight, so that a wrong load changes the parameters
+GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")
 
 
 @pytest.mark.thorough

@@ -71,7 +71,7 @@ def test_further_schedules(run_case: RunCase, case: Case) -> None:
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
-FOUND = [  # random runs found these cases; each showed a defect
+FOUND = [  # random runs found these cases; each showed a defect.
     # A tensor that was kept for a weight gradient also kept its autograd graph until the W action. In addition, gloo
     # must not write into a gathered tensor that autograd records.
     Case("llama", tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", transport="torch"),

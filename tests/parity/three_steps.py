@@ -54,7 +54,8 @@ class RankResult(NamedTuple):
     initial: list[Piece]
     gradients: list[Piece]  # gradients of the first step, after all sums
     final: list[Piece]
-    traffic: list[str]  # differences between the calls and bytes of the first step and `costs`
+    # differences between the first step's communication (calls, bytes) and the prediction by `costs`
+    traffic: list[str]
 
 
 def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:

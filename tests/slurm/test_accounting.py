@@ -23,7 +23,7 @@ def charged() -> Iterator[LocalSlurm]:
         yield running
 
 
-@pytest.mark.thorough  # a database, slurmdbd, and a job that is requeued
+@pytest.mark.thorough  # starts a database and slurmdbd, and requeues a job
 @pytest.mark.timeout(600)
 def test_node_hours_are_those_of_slurms_accounting(charged: LocalSlurm, tmp_path: Path) -> None:
     """A job of one node and a spare is requeued by its operator, so the first supervisor could not record its end."""

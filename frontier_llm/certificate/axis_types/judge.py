@@ -69,7 +69,8 @@ def _values(labels: Labels, serial: RankRecord, ranks: Sequence[RankRecord]) -> 
     for (name, microbatch), reference in serial.contributions.items():
         spec = specs[name]
         if "ep" in spec.parameter.axes:
-            continue  # an expert gets rows of several microbatches at a time
+            # an expert computes rows of several microbatches together, so there is no gradient of one microbatch
+            continue
         yield from _contribution(labels, ranks, spec, microbatch, reference.gradient)
 
 

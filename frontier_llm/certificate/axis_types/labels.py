@@ -27,8 +27,9 @@ AXES = ("cp", "tp")  # axes whose ranks work on the same samples; the outer axis
 REPLICATED = "R"
 VARYING = "V"
 PARTIAL = "P"
-Label = tuple[str, ...]  # one letter for each of AXES; R on an axis of one rank
-UNKNOWN: Label = ("?",)  # the serial run has the value too, but no label holds
+Label = tuple[str, ...]  # one letter for each of AXES; R on an axis of one rank.
+# The serial run has this value too, but no combination of R, V and P describes the ranks' values
+UNKNOWN: Label = ("?",)
 NONE: Label = ()  # label of a value without a counterpart in the serial run
 Parts = Mapping[tuple[int, ...], Tensor]  # values by coordinates on AXES
 

@@ -14,7 +14,7 @@ from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 
 HEAD_DIM = 8
 WIDTH = 16  # width of an MLP and of an expert
-MOST_STAGES = 3  # pipeline ranks: the first, one that has neither embedding nor head, and the last
+MOST_STAGES = 3  # pipeline ranks: the first, a middle one without embedding and head, and the last
 
 
 def reasons_not_checkable(config: RunConfig, world_size: int) -> list[str]:
@@ -126,7 +126,8 @@ def wide_copy(config: RunConfig, world_size: int, layers_per_stage: int) -> RunC
     dtype = config.precision.dtype
     return _with(
         config,
-        precision=_with(config.precision, dtype="bf16" if dtype == "auto" else dtype),  # as on every GPU
+        # auto is replaced by bf16, which it selects on every GPU
+        precision=_with(config.precision, dtype="bf16" if dtype == "auto" else dtype),
         model=_with(model, layers=layers, moe=moe),
         parallel=_with(
             parallel,
@@ -138,7 +139,8 @@ def wide_copy(config: RunConfig, world_size: int, layers_per_stage: int) -> RunC
             stage_layers=None,
         ),
         batch=_with(config.batch, global_batch=microbatches * config.batch.micro_batch * dp),
-        comm=_with(config.comm, overlap_experts=False),  # a second thread would compute the other microbatch
+        # with overlap, a second thread would compute the other microbatch of a pair
+        comm=_with(config.comm, overlap_experts=False),
         train=_with(config.train, steps=4, phases=()),
         guard=_with(config.guard, spike_sigmas=0.0, recompute_interval=0),
     )

@@ -185,7 +185,8 @@ def _observe(state: TrainState, source: SmallSource, record: RankRecord) -> None
     state.sync.finish = finish  # type: ignore[method-assign]
     state.pipeline.run = run  # type: ignore[method-assign, assignment]
     state.optimizer.squared_norm_share = squared_norm_share  # type: ignore[method-assign]
-    if getattr(state.sync, "_wire", None) is not None:  # a narrow wire would round the sums
+    # gradients that are sent in a narrower dtype would be rounded in the sums
+    if getattr(state.sync, "_wire", None) is not None:
         state.sync._wire = torch.float64  # type: ignore[attr-defined]
     for stage in state.stages:
         for layer, block in zip(stage.spec.layers, stage.blocks, strict=True):

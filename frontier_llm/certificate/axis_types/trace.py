@@ -27,9 +27,10 @@ Site = tuple[tuple[CodeType, int], ...]  # code object and line number, innermos
 Key = tuple[Any, ...]
 
 PACKAGE = Path(__file__).parents[2]
-# Lines of these files differ between layouts, or are not part of a value's meaning.
+# Lines of these files are not used to identify a value, because they differ between layouts or say nothing about the
+# value.
 _TRANSPARENT = ("comm/", "parallel/pipeline.py", "certificate/", "training/", "model/recompute.py")
-# A message names the caller of these files.
+# If a value was computed in one of these files, a message names the line that called the file.
 _HIDDEN = (
     "comm/",
     "ops/",
@@ -169,7 +170,8 @@ class Recorder(TorchDispatchMode):
         self._writers: dict[int, list[EventId]] = {}
         self._nodes: dict[int, tuple[int | None, Site]] = {}  # layer and lines of each autograd node
         self._visits: Counter[Key] = Counter()
-        self._open: Event | None = None  # the last event; a further operation of its line takes over its `line_key`
+        # newest event; if its line runs one more operation, `line_key` moves to the new event
+        self._open: Event | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record its result."""
@@ -232,7 +234,7 @@ class Recorder(TorchDispatchMode):
             return
         sources = tuple(dict.fromkeys(source for x in inputs for source in self.sources_of(x)))
         if not sources and not any(x.is_floating_point() for x in outputs):
-            return  # integers that a cache of the package may create on any rank
+            return  # skip integers, because a cache of the package may create them on any rank
         site = stack()
         base = self._base(site)
         for number, output in enumerate(outputs):
@@ -247,7 +249,7 @@ class Recorder(TorchDispatchMode):
         if storage not in self.accumulators:
             before = self._writers.get(storage, []) if is_in_place else []
             self._writers[storage] = [*before, event.id]
-        elif self.microbatch is not None:  # otherwise the gradients are set to zero
+        elif self.microbatch is not None:  # outside of the microbatches the gradients are only set to zero
             self.contributions[storage, int(output.storage_offset())].append(event.id)
 
     def _append(

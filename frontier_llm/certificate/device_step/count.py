@@ -58,7 +58,7 @@ def count_device_step(config: RunConfig, world_size: int) -> DeviceCounts:
     except MixedDevices as error:
         fix = "create the tensor on the device of the rank, or move it there once, before the step"
         return DeviceCounts((), (Problem(error.line, str(error), fix),))
-    except Exception as error:  # for example a plugin that cannot run without memory
+    except Exception as error:  # for example a plugin that reads values of tensors, which meta tensors do not have
         return _failed(error)
     microbatches = copy.batch.global_batch // (copy.batch.micro_batch * (copy.parallel.data or 1))
     waits, copies = _waits(steps), _copies(steps)

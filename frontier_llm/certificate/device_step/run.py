@@ -43,7 +43,7 @@ from frontier_llm.training.step import train_step
 META = torch.device("meta")
 # Back-ends of a GPU that need no other package, in the order in which `auto` tries them.
 BACKENDS = ("triton", "torch", "sdpa", "reference")
-# Operations of torch that launch nothing.
+# Operations of torch that launch no kernel.
 _NO_KERNELS = (
     "_unsafe_view",
     "empty",
@@ -163,7 +163,7 @@ class DeviceStep(HostWaits):
     def _on_host(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if x.is_floating_point() or x.dim() < 2:
             return torch.ones(x.shape, dtype=dtype)
-        parts = x[0].numel()  # integers of a matrix are numbers of rows for each rank and its experts
+        parts = x[0].numel()  # an integer matrix contains numbers of token rows: each number gets an even share
         even = [self.rows // parts + (part < self.rows % parts) for part in range(parts)]
         return torch.tensor(even, dtype=dtype).view(x.shape[1:]).expand(x.shape)
 
@@ -226,7 +226,8 @@ def _provider(group: str, wanted: str, dtype: torch.dtype, needs: AttentionNeeds
     for name in BACKENDS if wanted == "auto" else (wanted,):
         provider = PROVIDERS[name]
         if name == "triton":
-            provider = replace(provider, missing=lambda: "")  # its kernels are not loaded
+            # the kernels need not be built, because this step does not load them
+            provider = replace(provider, missing=lambda: "")
         refusal = provider.refusal(group, "cuda", dtype, needs)
         if refusal is None:
             return provider

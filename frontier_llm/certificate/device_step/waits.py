@@ -36,7 +36,7 @@ OPERATORS = {
 class ObservedWait(NamedTuple):
     """A call at which the host waits."""
 
-    name: str  # of the operator or of the function
+    name: str  # name of the operator or of the function
     line: str
     phase: str  # "forward", "backward", or "" outside of the microbatches
 

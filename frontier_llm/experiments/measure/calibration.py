@@ -33,7 +33,7 @@ class Samples:
     ranks: int
     device: str
     dtype: str
-    memory_bytes: float  # memory of the device; on a CPU this rank's part of the computer's memory
+    memory_bytes: float  # memory of the device; on a CPU this rank's part of the computer's memory.
     # M, N, K, time; weight gradients include their accumulation
     gemm: list[tuple[int, int, int, float]] = field(default_factory=list)
     # B, heads, S, D, forward time, backward time
@@ -42,11 +42,11 @@ class Samples:
     tensor: int = 1
     copy: tuple[float, float] = (1.0, 1.0)  # bytes read and written, time
     dispatch_s: float = 0.0  # time of one tiny operation, which is mostly dispatch
-    adamw: tuple[float, float] = (1.0, 1.0)  # elements, time
-    # operation, ranks, bytes of the complete tensor, time
+    adamw: tuple[float, float] = (1.0, 1.0)  # elements, time.
+    # Operation, ranks, bytes of the complete tensor, time
     collectives: list[tuple[str, int, int, float]] = field(default_factory=list)
-    contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks, time of one fixed set of products
-    # sequences per microbatch, microbatches, time: a training step on one rank; all ranks run it independently
+    contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks, time of one fixed set of products.
+    # Sequences per microbatch, microbatches, time: a training step on one rank; all ranks run it independently
     steps: list[tuple[int, int, float]] = field(default_factory=list)
     # the same as `steps`, but with tensor parallelism over `tensor` ranks
     tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)
@@ -243,8 +243,9 @@ def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
     return fitted
 
 
-Step = tuple[str, Layout, float]  # description, layout, measured seconds
-Extra = Callable[[Layout, float], float]  # (layout, step seconds without a cost) → seconds of one unit of this cost
+Step = tuple[str, Layout, float]  # description, layout, measured seconds.
+# (layout, step time in seconds without one cost) → seconds that one unit of this cost adds to the step
+Extra = Callable[[Layout, float], float]
 
 
 def _more(model: ModelConfig, numbers: Rates, **change: float) -> Extra:

@@ -40,7 +40,7 @@ from frontier_llm.training.build import build_state
 from frontier_llm.training.memory import peak_resident_bytes, rank_bytes
 from frontier_llm.training.step import train_step
 
-MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
+MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB.
 # Elements of the measured copy. The optimizer's update has a quarter of them. Both need more memory than the caches
 # have. On a GPU both also take longer than a launch: an H200 copies 32 MiB while its host launches two kernels.
 COPY_ELEMENTS = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
@@ -227,7 +227,8 @@ class _Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
-        # In a training step the host waits for the GPU, so `kernel_s`, which queues ten calls, cannot time it there.
+        # On a GPU, `kernel_s` cannot time a training step: it queues ten calls, and in a step the host waits for the
+        # GPU.
         clock = self.kernel_s if mesh.world.size == 1 and self.device.type == "cpu" else self.wall_s
         seconds = clock(lambda: train_step(state))
         if self.device.type == "cuda":

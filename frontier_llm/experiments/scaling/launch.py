@@ -43,8 +43,8 @@ HOST_OUT_OF_MEMORY = re.compile(
     r"out of memory|oom[-_]kill|can't allocate memory|cannot allocate memory|MemoryError|SIGKILL", re.IGNORECASE
 )
 RCCL_WATCHDOG = "Watchdog caught collective operation timeout"  # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
-GRACE_S = 30.0  # time between SIGTERM and SIGKILL, Slurm's KillWait
-# settings of every short run: no saves, no evaluation, no TensorBoard
+GRACE_S = 30.0  # time between SIGTERM and SIGKILL, Slurm's KillWait.
+# Settings of every short run: no saves, no evaluation, no TensorBoard
 BARE = (
     "train.save_interval=0",
     "train.save_final=false",
@@ -118,7 +118,7 @@ class AllocationRanks:
         FrontierError outside a job, or if the job has too few nodes.
         """
         self.allocation = slurm.Allocation.from_environment()
-        # replace the site's number of ranks per node by the job's
+        # use the job's number of ranks per node instead of the site's
         self.site = site.model_copy(update={"tasks_per_node": self.allocation.tasks_per_node})
         have = len(self.allocation.nodes)
         self.nodes = nodes or have - spares

@@ -70,19 +70,19 @@ class Family:
     architecture: str
     model_type: str
     names: Names
-    always: Mapping[str, Any]  # our fields that have only one value in this architecture
-    # our field → their key and, unless the key is required, its default; `vocab_size` is read for every family
+    always: Mapping[str, Any]  # our fields that have only one value in this architecture.
+    # Our field → their key and, unless the key is required, its default; `vocab_size` is read for every family
     keys: Mapping[str, tuple[Any, ...]]
     # returns our fields that are not in `keys`, and refuses values that our model does not support
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]  # returns the other keys of config.json
     ignored: tuple[str, ...]  # endings of tensors in older files that are buffers, not weights
-    prefix: str  # prefix of tensor names; files saved from the bare model do not have it
-    # our fields for which the architecture supports only these values
+    prefix: str  # prefix of tensor names; files saved from the bare model do not have it.
+    # Our fields for which the architecture supports only these values
     either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     grouped: bool = False  # supports fewer key/value heads than heads, and a head_dim of its own
-    free: tuple[str, ...] = ()  # fields in _USUAL for which the architecture supports every value
-    # keys of the architecture that may have only this value; export writes this value
+    free: tuple[str, ...] = ()  # fields in _USUAL for which the architecture supports every value.
+    # Keys of the architecture that may have only this value; export writes this value
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # fields of `moe` that a family with experts fixes; None: the family has no experts
     routing: Mapping[str, Any] | None = None

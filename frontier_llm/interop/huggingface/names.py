@@ -28,7 +28,7 @@ class TensorRule:
     """One of our parameters, and the tensors of the other format that hold the same values."""
 
     parameter: Parameter
-    theirs: tuple[str, ...]  # name of one tensor, or of one tensor for each of our pieces
+    theirs: tuple[str, ...]  # name of one tensor, or of one tensor for each of our pieces.
     # Number of rows (dim 0) of our tensor that the other format also has. Our further rows are padding of the
     # vocabulary and are zeros.
     rows: int
@@ -191,7 +191,7 @@ GPT2 = Names({
     "final_norm": "transformer.ln_f",
     "head": "lm_head",
 }, stacked=True, turned=True)  # fmt: skip
-NEOX = Names({  # q, k, v of each head: our own order if every head has its own key and value
+NEOX = Names({  # rows: q, k, v of each head; our order is the same if every head has its own key and value
     "embedding.token": "gpt_neox.embed_in",
     "layers.*.attention_norm": "gpt_neox.layers.*.input_layernorm",
     "layers.*.attention.qkv": "gpt_neox.layers.*.attention.query_key_value",

@@ -29,7 +29,7 @@ from frontier_llm.errors import CheckpointError
 from frontier_llm.files import LIFT_HINT, lifted_bound
 from frontier_llm.units import MIB
 
-MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the tensors' values are in other members
+MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the tensors' values are in other members.
 # Only these compression methods are accepted. With other methods, zipfile may decompress more data than was requested.
 _BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 MAX_DIRECTORY_BYTES = 16 * MIB  # limit for the zip's list of members, enough for about 150,000

@@ -23,7 +23,7 @@ from typing import Any
 
 from frontier_llm.errors import BackendError, suggest
 from frontier_llm.ops.aot.assembler import Assembled, assembler_version, read_log, recorded_log, use_own_assembler
-from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels, variants
+from frontier_llm.ops.kernel_table import ARCHITECTURES, Architecture, Kernel, Variant, all_kernels, variants
 from frontier_llm.ops.manifest import (
     MANIFEST_VERSION,
     build_command,
@@ -98,49 +98,14 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
 
     Raises BackendError if the launcher could not start the kernel.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from frontier_llm.ops.aot.code_object import check_launch, read
 
     architecture = ARCHITECTURES[item.architecture]
     amd = architecture.backend == "hip"
     kernel = all_kernels()[item.kernel]
     variant = variants(item.kernel, item.architecture)[item.variant]
-    function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{kernel.module}"), kernel.name)
     signature = kernel.signature(item.dtype)
-    by16 = {
-        (function.arg_names.index(argument.name),): [["tt.divisibility", 16]]
-        for argument in kernel.arguments
-        if item.aligned and argument.by16
-    }
-    ordered = {name: signature.get(name, "constexpr") for name in function.arg_names}
-    source = ASTSource(function, ordered, constexprs=dict(variant.constants), attrs=by16)
-    options: dict[str, Any] = {
-        "num_warps": variant.warps,
-        "num_stages": variant.stages,
-        "enable_fp_fusion": True,
-        **dict(architecture.options),
-    }
-    # Line information contains the path of the sources, so the built file would differ between machines.
-    triton.knobs.compilation.disable_line_info = True
-    # By default Triton transposes in threads on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS).
-    triton.knobs.amd.use_in_thread_transpose = amd
-    if variant.matrix:
-        options["matrix_instr_nonkdim"] = variant.matrix
-    if variant.waves:
-        options["waves_per_eu"] = variant.waves
-    if variant.strategy:
-        options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # older versions of Triton ignore it
-    if not amd:
-        use_own_assembler()
-    with nullcontext(StringIO()) if amd else recorded_log() as log:
-        compiled = triton.compile(
-            source,
-            target=GPUTarget(architecture.backend, architecture.target, architecture.wave),
-            options=options,
-        )
+    compiled, assembled = _compile(item, kernel, variant, architecture)
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]
     declared = read(binary)
@@ -169,8 +134,61 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         abi=declared.abi,
         matrix_instructions=len(_MATRIX.findall(assembly)),
         matrix_flops=sum(_flops(*match.groups()) for match in _MATRIX.finditer(assembly)),
-        assembled=None if amd else read_log(log.getvalue()),
+        assembled=assembled,
     )
+
+
+def _compile(
+    item: Build,
+    kernel: Kernel,
+    variant: Variant,
+    architecture: Architecture,
+) -> tuple[Any, Assembled | None]:
+    """Compile a variant with Triton. Return Triton's result, and the notes of ptxas (None on AMD)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    amd = architecture.backend == "hip"
+    function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{kernel.module}"), kernel.name)
+    signature = kernel.signature(item.dtype)
+    by16 = {
+        (function.arg_names.index(argument.name),): [["tt.divisibility", 16]]
+        for argument in kernel.arguments
+        if item.aligned and argument.by16
+    }
+    ordered = {name: signature.get(name, "constexpr") for name in function.arg_names}
+    source = ASTSource(function, ordered, constexprs=dict(variant.constants), attrs=by16)
+    # Line information contains the path of the sources, so the built file would differ between machines.
+    triton.knobs.compilation.disable_line_info = True
+    # By default Triton transposes in threads on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS).
+    triton.knobs.amd.use_in_thread_transpose = amd
+    if not amd:
+        use_own_assembler()
+    with nullcontext(StringIO()) if amd else recorded_log() as log:
+        compiled = triton.compile(
+            source,
+            target=GPUTarget(architecture.backend, architecture.target, architecture.wave),
+            options=_options(variant, architecture),
+        )
+    return compiled, None if amd else read_log(log.getvalue())
+
+
+def _options(variant: Variant, architecture: Architecture) -> dict[str, Any]:
+    """Return Triton's compile options."""
+    options: dict[str, Any] = {
+        "num_warps": variant.warps,
+        "num_stages": variant.stages,
+        "enable_fp_fusion": True,
+        **dict(architecture.options),
+    }
+    if variant.matrix:
+        options["matrix_instr_nonkdim"] = variant.matrix
+    if variant.waves:
+        options["waves_per_eu"] = variant.waves
+    if variant.strategy:
+        options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # older versions of Triton ignore it
+    return options
 
 
 _MATRIX = re.compile(

@@ -187,7 +187,8 @@ def _read_nvidia(elf: ELFFile) -> Declared:
     (stack,) = struct.unpack("<4xI", found[_STACK][-1])
     x, y, z = struct.unpack("<3I", found[_THREADS][-1])
     return Declared(
-        architecture=f"sm_{flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF}",  # other bits since ABI 8
+        # since ABI 8 other bits contain the architecture
+        architecture=f"sm_{flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF}",
         symbol=symbol,
         parameters=tuple(parameters[ordinal] for ordinal in range(len(parameters))),
         parameters_bytes=struct.unpack("<4xHH", found[_PARAMETER_BANK][-1])[1],

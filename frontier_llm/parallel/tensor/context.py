@@ -20,7 +20,7 @@ class LayerContext:
     """Settings and services that all layers of a rank share."""
 
     tp: Axis
-    sequence_parallel: bool  # Only True with several tp ranks.
+    sequence_parallel: bool  # Can be True only with several tp ranks.
     ops: Ops
     gradients: WeightGradients
     dtype: torch.dtype  # Type of working weights and activations.

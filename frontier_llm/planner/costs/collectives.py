@@ -11,8 +11,9 @@ import numpy as np
 from frontier_llm.machine.rates import Rates, Table, fabric_bandwidth
 from frontier_llm.planner.costs.layouts import Number
 
-# number of times that a ring moves the complete tensor; an all-reduce is a reduce-scatter and an all-gather
-PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # all-to-all: the rank's own input
+# Number of times that a ring moves the complete tensor. An all-reduce is a reduce-scatter and an all-gather. For an
+# all-to-all, the tensor is the rank's own input.
+PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 
 # Seconds of NCCL's all-reduce of a few bytes: start, and a step of its tree inside a node and between nodes. They are
 # the latencies of the algorithm "tree" with the protocol "LL" in the tuning model of NCCL 2.18 to 2.23.

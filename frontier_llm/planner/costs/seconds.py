@@ -317,7 +317,8 @@ def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None 
 
         whole = block(0.0)
         ends = (embedding_work(model, layout), head_work(model, layout, rates))
-        split = block(1.0) if layout.sequence_parallel else whole  # otherwise both are equal
+        # without sequence parallelism, a split backward has the same times
+        split = block(1.0) if layout.sequence_parallel else whole
         return Parts(whole, split, *(part(items, layout, rates, prices) for items in ends))
 
     sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))

@@ -335,8 +335,8 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     if rates.blocking_messages:
         busiest = slowest + message * v
     else:
-        # Two neighbours of 1F1B wait for each other's messages, unless one of them has enough idle time. With chunks a
-        # complete chunk's compute hides a message. In GPipe all messages of a phase have the same direction.
+        # Two neighbours of 1F1B wait for each other's messages, unless one of them has enough idle time. With chunks,
+        # the compute of a complete chunk hides a message. In GPipe all messages of a phase have the same direction.
         hidden = (v > 1) | (layouts.schedule == "gpipe")
         lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))

@@ -37,7 +37,7 @@ FIRES_AT = 0.9
 # timed out, so the stacks still show the call that hangs.
 DUMP_AT = 0.75
 # Share of the watchdog's timeout after which faulthandler's C thread writes the stacks, if the watchdog thread cannot
-# run. This must be before the timeout, at which the other ranks exit and the launcher ends this rank.
+# run. They must be written before the timeout, at which the other ranks exit and the launcher ends this rank.
 LATE_AT = 0.9
 # Time that rank 0 waits before it exits if its process serves the store (comm.store=authenticated). The other ranks
 # read the cause of the failure from the store in this time.

@@ -52,10 +52,10 @@ def test_of_two_waves_one_computes_while_the_other_multiplies():
 
 
 def test_units_that_are_busy_all_the_time_bound_the_rate():
-    assert timed([EXPONENTIAL] * 100, 2).cycles == 1600  # a quarter of the vector rate
+    assert timed([EXPONENTIAL] * 100, 2).cycles == 1600  # exponentials have a quarter of the vector rate
     assert timed([VECTOR] * 100, 4).vector_share == 1.0
     reads = [READ] * 100 + [wait(lgkm=0)]
-    # a quarter of 128 bytes per cycle
+    # each of the four waves gets a quarter of the LDS's 128 bytes per cycle
     assert timed(reads, 4, lds_latency=0).cycles == pytest.approx(100 * 16 * 64 / 32, rel=0.01)
 
 
@@ -72,9 +72,9 @@ LANE = np.arange(64)
 @pytest.mark.parametrize(
     ("addresses", "size", "reads", "cycles"),
     [
-        (4 * LANE, 4, True, 2),  # 64 words of 32 banks
-        (0 * LANE, 4, True, 2),  # one word for all
-        (128 * LANE, 4, True, 64),  # 32 rows of one bank, twice
+        (4 * LANE, 4, True, 2),  # 64 words in 32 banks: two words per bank
+        (0 * LANE, 4, True, 2),  # all lanes read the same word
+        (128 * LANE, 4, True, 64),  # 64 different words of the same bank
         (8 * LANE, 8, False, 4),
         (16 * LANE, 16, True, 8),
         # rows of 256 bytes without swizzling: eight lanes access the same four banks

@@ -174,7 +174,7 @@ def dropped_receive(schedule: Schedule) -> Schedule:
     [
         (dropped_receive, "one", "is missing"),
         (dropped_receive, "many", "is missing"),
-        # this is a fault only with one in flight: with many, an early receive blocks nothing
+        # this is a fault only with one communication in flight: with many, an early receive blocks nothing
         (crossed_pair, "one", "deadlock"),
         (exchanged_messages, "one", ""),
         (exchanged_messages, "many", ""),

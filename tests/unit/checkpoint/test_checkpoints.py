@@ -90,7 +90,8 @@ def test_leftovers_that_cannot_be_deleted_do_not_keep_a_run_from_starting(
 def test_write_protected_checkpoints_stay(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder.os, "access", lambda path, mode: path.name != "step_00000001")  # root may write anywhere
+    # simulates a folder without write permission, because root may write anywhere
+    monkeypatch.setattr(folder.os, "access", lambda path, mode: path.name != "step_00000001")
     run = Run(tmp_path)
     run.save(1, 2, 3, 4)
     assert folder.named_steps(run.checkpoints.directory) == [4, 3, 1]
@@ -208,7 +209,7 @@ def resume_changed(change: dict, refused: bool, step: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("change", "refused"), [
-    ({"train": {"steps": 200}}, True),  # cosine over the complete run: every learning rate changes
+    ({"train": {"steps": 200}}, True),  # the cosine ends at train.steps, so every learning rate changes
     ({"train": {"steps": 200, "seed": 1}, "optimizer": {"schedule": "constant"}}, True),
     ({"precision": {"dtype": "fp32"}}, False),
     ({"train": {"run_dir": "elsewhere", "save_interval": 3}}, False),

@@ -12,10 +12,10 @@ from frontier_llm.errors import CheckpointError, ConfigError
 @pytest.mark.parametrize(
     ("settings", "done", "longer", "rises"),
     [
-        (["optimizer.decay_steps=60"], 240, 500, True),  # the run had ended
+        (["optimizer.decay_steps=60"], 240, 500, True),  # the run had done all its 240 steps
         (["optimizer.decay_steps=60"], 181, 500, True),
-        (["optimizer.decay_steps=60"], 180, 500, False),  # no step had been taken at a lower rate
-        (["optimizer.decay_steps=null"], 217, 500, True),  # a tenth of the run
+        (["optimizer.decay_steps=60"], 180, 500, False),  # the decay begins at step 180, so no step had a lower rate
+        (["optimizer.decay_steps=null"], 217, 500, True),  # the decay is the last tenth of the run
         (["optimizer.decay_steps=null"], 216, 500, False),
         (["optimizer.decay_steps=60"], 240, 200, False),
         (["optimizer.schedule=constant"], 240, 500, False),

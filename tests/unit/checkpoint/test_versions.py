@@ -18,7 +18,7 @@ from frontier_llm.cli.main import main
 from frontier_llm.data.position import START
 
 WRITTEN = Path(__file__).parent / "version_3" / "step_00000002"
-LOSSES = [4.284821391105652, 4.02243709564209]  # of steps 3 and 4, as commit 1a97201 continued the run
+LOSSES = [4.284821391105652, 4.02243709564209]  # losses of steps 3 and 4 after commit 1a97201 resumed the run
 
 
 def resume(tmp_path: Path) -> int:

@@ -37,7 +37,7 @@ def test_ranks_discover_themselves(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert [log[0] for log in logs] == [f"{rank} 3 {rank} 3 local 127.0.0.1" for rank in range(3)]
     assert len({log[1] for log in logs}) == 1
     out = capfd.readouterr().out
-    assert out.splitlines() == logs[0]  # only rank 0 on the terminal
+    assert out.splitlines() == logs[0]  # the terminal shows only rank 0's output
     assert not (tmp_path / "failure.json").exists()
 
 

@@ -92,7 +92,8 @@ def test_a_submission_freezes_code_and_configuration(
     assert made["job_id"] == "4711"
     assert "--account=ABC123" in made["command"] and "--exclude=n[3-6]" in made["command"]
     assert "sbatch --parsable" in fake_slurm.read_text()
-    assert made["variables"]["FRONTIER_LLM_PYTHON"] == sys.executable  # not the python3 of the site's modules
+    # the running interpreter, not the python3 of the site's modules
+    assert made["variables"]["FRONTIER_LLM_PYTHON"] == sys.executable
     code = Path(made["variables"]["FRONTIER_LLM_ROOT"])
     assert (
         code.name == f"code-{code_digest(load_site(str(tmp_path / 'here.yaml')))[:12]}"
@@ -150,7 +151,7 @@ def test_a_queued_job_reads_the_plugin_as_it_was(
     directory = tmp_path / "run"
     plugin = tmp_path / "mine.py"
     roots = []
-    for content in ("x = 1\n", "x = 2\n"):  # edited while the first job waits
+    for content in ("x = 1\n", "x = 2\n"):  # the plugin is edited while the first job waits
         plugin.write_text(content)
         words = [f"train.run_dir={directory}", f"plugins=[{plugin}]"]
         assert main([*here, "--nodes", "1", "--json", *words]) == 0

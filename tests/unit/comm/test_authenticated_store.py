@@ -149,8 +149,8 @@ def test_waiting_for_a_key_holds_up_nobody(name: str) -> None:
     for thread in threads:
         thread.start()
     other.set("else", "1")
-    assert waiting.check(["else"])  # on the store on which two threads are waiting
-    # if the waits blocked this thread, it would get here only after they had failed
+    assert waiting.check(["else"])  # two threads are waiting on this store, which still answers.
+    # If the waits blocked this thread, it would get here only after they had failed
     assert all(thread.is_alive() for thread in threads)
     other.set("late", "now")
     for thread in threads:
@@ -238,7 +238,7 @@ def _sockets_to(port: int) -> int:
 
 def _on_pretended_nodes(rank: int, port: int, per_node: int, kind: StoreKind) -> tuple[float, str, int]:
     dist.barrier()
-    dist.destroy_process_group()  # the rank pool's own world
+    dist.destroy_process_group()  # leave the rank pool's own process group
     meeting = Meeting("127.0.0.1", port, rank - rank % per_node, per_node, lambda: b"a secret of this job", kind)
     connect(rank, 4, meeting, "gloo", 60.0)
     heartbeat_store = HeartbeatStore()

@@ -43,7 +43,7 @@ def test_a_back_end_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def _meets_by_a_file(rank: int, port: int, folder: str) -> tuple[float, bool]:
     dist.barrier()
-    dist.destroy_process_group()  # the rank pool's own world
+    dist.destroy_process_group()  # leave the rank pool's own process group
     secret = JobSecret(RankEnv(rank, 2, 0, 1, f"n{rank}", "127.0.0.1", port, "torchrun"), Path(folder))
     connect(rank, 2, Meeting("127.0.0.1", port, rank, 1, secret), "gloo", 30.0)
     total = torch.tensor([10.0**rank])

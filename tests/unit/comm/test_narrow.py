@@ -50,7 +50,7 @@ def test_each_summand_is_rounded_once(ranks: RankPool, size: int, transport: str
         others = magnitude - whole[rank].abs()
         mine = slice(rank * PART, (rank + 1) * PART)
         error = (own.double() - whole.sum(0)[mine]).abs()
-        slack = 1e-6 * magnitude[mine]  # for the additions in fp32
+        slack = 1e-6 * magnitude[mine]  # allows for rounding of the additions in fp32
         assert bool((error <= ROUNDING * others[mine] + slack).all())
         assert float(error.max()) > 0
         assert bool(((everywhere.double() - whole.sum(0)).abs() <= 2 * ROUNDING * magnitude).all())

@@ -172,7 +172,8 @@ def test_on_a_gpu_the_device_tells_what_it_stood_still_for(monkeypatch: pytest.M
             _Event.now_s += 1.0
             with ledger.blocked(ledger.add("dp", "all_reduce", 8)):
                 _Event.now_s += 5.0
-                with ledger.blocked(ledger.add("dp.rail", "send", 8)):  # part of the same wait
+                # part of the outer wait, so it is not counted again
+                with ledger.blocked(ledger.add("dp.rail", "send", 8)):
                     _Event.now_s += 2.0
             _Event.now_s += 1.5
     assert busy.take() == pytest.approx(2.5) and ledger.waits is None

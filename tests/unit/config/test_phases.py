@@ -92,7 +92,7 @@ def test_tokens_are_counted_over_phases_from_the_start_and_a_decay_from_the_end(
         "optimizer.schedule=wsd",
     )
     config = run(tmp_path, *words)
-    # 3 x 256 + 2 x 512, and 2 x 256 + 1 x 512
+    # The warm-up is 3 x 256 + 2 x 512 tokens, and the decay 2 x 256 + 1 x 512 tokens.
     assert (config.optimizer.warmup_steps, config.optimizer.decay_steps) == (5, 3)
     with pytest.raises(
         ConfigError,

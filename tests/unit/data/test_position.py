@@ -116,7 +116,7 @@ def test_any_changes_read_each_sample_of_a_stream_once(seed: int) -> None:
                 "skipped": defaultdict(set, {key: set(value) for key, value in model.skipped.items()}),
             }
             saved.append((model.position, kept))
-        elif action == 4 and saved:  # a kill or a rewind
+        elif action == 4 and saved:  # a kill or a rewind returns to a saved position
             model = saved.pop()[1]
         elif action == 5 and model.samples:
             model.position = model.position.restart(rng.choice(model.position.current).dataset).enter(any_blend(rng))

@@ -104,7 +104,8 @@ def content(prefix: Path) -> list[bytes]:
 def test_a_bucket_gives_what_a_directory_gives(corpus: Path, bucket: str, tmp_path: Path) -> None:
     tokenize([corpus], tmp_path / "here", "bytes", SMALL, workers=1)
     tokenize([bucket], tmp_path / "there", "bytes", SMALL, workers=1)
-    tokenize([corpus.as_uri()], tmp_path / "two", "bytes", SMALL, workers=2)  # file://, by other processes
+    # a file:// URL, read by two worker processes
+    tokenize([corpus.as_uri()], tmp_path / "two", "bytes", SMALL, workers=2)
     assert content(tmp_path / "here") == content(tmp_path / "there") == content(tmp_path / "two")
     assert [file.name for file in find_inputs([f"{bucket}/*.jsonl*"])] == ["a.jsonl", "b.jsonl.gz"]
 

@@ -182,7 +182,7 @@ def test_a_flipped_byte_is_named_and_ends_the_command(
     shutil.copytree(room / "run", tmp_path / "run")
     (shard,) = (tmp_path / "run" / "checkpoints").glob("step_*/shard_*")
     content = bytearray(shard.read_bytes())
-    content[len(content) // 4] ^= 1  # in a master weight
+    content[len(content) // 4] ^= 1  # damages a master weight by one bit
     shard.write_bytes(content)
     command, *options = words
     assert main([command, str(tmp_path / "run"), *options, *ranks, "--json"]) == 2

@@ -33,7 +33,7 @@ def test_the_cache_changes_no_token(name: str, sampling: Sampling) -> None:
     with_cache = generate(model, prompts(LENGTHS), sampling)
     assert with_cache == generate(model, prompts(LENGTHS), sampling, use_cache=False)
     assert len({row.tokens for row in with_cache}) == 3
-    assert all(len(set(row.tokens)) > 1 for row in with_cache)  # not one token over and over
+    assert all(len(set(row.tokens)) > 1 for row in with_cache)  # no row repeats a single token
 
 
 def test_the_cache_knows_each_layers_window_and_caps_scores() -> None:

@@ -175,7 +175,7 @@ def test_prompts_and_scores_equal_lm_eval_on_the_exported_model(
             texts = [tuple(pair[:2]) for sample in samples for pair in sample["arguments"]]
             assert texts == [(request.context, request.continuation) for request in asked], (name, label)
             values[label] = [float(response[0]) for sample in samples for response in sample["filtered_resps"]]
-        # sums of up to 40 log-probabilities in fp32
+        # tolerance for sums of up to 40 log-probabilities in fp32
         assert values["class"] == pytest.approx(values["theirs"], abs=2e-4)
         assert len(set(values["theirs"])) > len(LINES[name])
 

@@ -116,7 +116,8 @@ def fits(line, architecture):
     assert (line["matrix_instructions"] > 0) == (of_attention or line["kernel"].startswith("grouped_")), key
     if of_attention and machine.backend == "cuda":
         work = line["matrix_flops"] * line["warps"] / flops_of_the_two_loops(line)
-        # the number of registers allows no other choice (docs/benchmarks/ops.md)
+        # If work > 1, products are computed twice, because no other block size fits the registers
+        # (docs/benchmarks/ops.md).
         assert work == 1 or (line["variant"][:3] != "d64" and work <= 1.67), key
 
 

@@ -27,8 +27,8 @@ def kernels(request, tmp_path_factory):
     ("model", "micro_batch", "sequence", "documents", "kinds"),
     [
         ("gpt-22b", 2, 2048, False, {"gelu_forward", "layernorm-8192", "d128"}),
-        ("gpt-175b", 4, 2048, True, {"gelu_forward", "norm_forward_long", "d128-extras"}),  # rows longer than a block
-        # several query heads per key head
+        ("gpt-175b", 4, 2048, True, {"gelu_forward", "norm_forward_long", "d128-extras"}),  # rows longer than a block.
+        # Several query heads per key head
         ("llama-2-70b", 1, 8192, True, {"swiglu_forward", "split-r", "join-r", "rmsnorm-8192", "d128-extras"}),
         ("mpt-30b", 1, 8192, False, {"gelu_forward", "layernorm-8192", "d128-extras"}),  # ALiBi
         ("llama-15m", 3, 256, False, {"swiglu_forward", "split-r", "join-r", "rmsnorm-2048", "d64"}),

@@ -76,7 +76,7 @@ def test_every_missing_explicit_choice_is_named_at_once_with_its_build(without_c
 def test_a_type_that_the_back_end_lacks_is_refused():
     with pytest.raises(BackendError, match="cpu has no float16 attention"):
         select_ops(OpsConfig(attention="cpu"), "cpu", torch.float16)
-    outcome = select.choose("attention", "triton", "cuda", torch.float32)
+    outcome = select.choose("attention", "triton", select.Conditions("cuda", torch.float32))
     assert "triton has no float32 attention" in str(outcome)
 
 
@@ -90,7 +90,7 @@ def test_a_type_that_the_back_end_lacks_is_refused():
 )
 def test_a_missing_package_names_the_script_that_builds_it(group, backend, script, monkeypatch):
     monkeypatch.setattr(providers.importlib.util, "find_spec", lambda name: None)
-    outcome = select.choose(group, backend, "cuda", torch.bfloat16)
+    outcome = select.choose(group, backend, select.Conditions("cuda", torch.bfloat16))
     assert f"ops.{group}={backend}" in str(outcome) and "not installed" in str(outcome) and script in str(outcome)
     assert (Path(__file__).resolve().parents[3] / script).is_file()
 
@@ -138,9 +138,8 @@ def test_stretches_on_a_gpu_have_kernels_and_are_never_silently_squares_of_score
         )
 
     def chosen(wanted="auto", dtype=torch.bfloat16, allow_fallback=False, **masks):
-        return select.choose(
-            "attention", wanted, "cuda", dtype, AttentionNeeds(parts=True, **masks), allow_fallback=allow_fallback
-        )
+        needs = AttentionNeeds(parts=True, **masks)
+        return select.choose("attention", wanted, select.Conditions("cuda", dtype, needs, allow_fallback))
 
     for masks in (
         {},
@@ -170,7 +169,7 @@ def test_softly_capped_scores_have_kernels_and_are_never_silently_squares_of_sco
         )
     needs = AttentionNeeds(softcap=True, window=True)
     chosen = {
-        (device, dtype): select.choose("attention", "auto", device, dtype, needs)
+        (device, dtype): select.choose("attention", "auto", select.Conditions(device, dtype, needs))
         for device in ("cpu", "cuda")
         for dtype in (torch.bfloat16, torch.float32)
     }
@@ -180,7 +179,9 @@ def test_softly_capped_scores_have_kernels_and_are_never_silently_squares_of_sco
     assert chosen["cuda", torch.float32].fix.startswith("set precision.dtype=bf16, or ")
     assert (
         "does not support a sliding window"
-        in select.choose("attention", "triton", "cuda", torch.bfloat16, AttentionNeeds(window=True)).what
+        in select.choose(
+            "attention", "triton", select.Conditions("cuda", torch.bfloat16, AttentionNeeds(window=True))
+        ).what
     )
     with pytest.raises(BackendError, match="sdpa does not support a soft cap of attention's scores"):
         select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, needs)
@@ -198,7 +199,9 @@ def test_attention_over_parts_of_a_sequence_is_refused_where_it_is_not_there():
         select_ops(OpsConfig(attention="cudnn"), "cpu", torch.bfloat16, AttentionNeeds(parts=True))
     assert (
         "needs each row's log-sum-exp"
-        in select.choose("attention", "flash_attn", "cuda", torch.bfloat16, AttentionNeeds(parts=True)).what
+        in select.choose(
+            "attention", "flash_attn", select.Conditions("cuda", torch.bfloat16, AttentionNeeds(parts=True))
+        ).what
     )
     assert (
         select_ops(OpsConfig(), "cpu", torch.float64, AttentionNeeds(parts=True)).attention_block
@@ -217,14 +220,14 @@ def test_fp16_on_the_cpu_is_plain_torch_and_listed_so():
 def test_triton_without_a_gpu_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    outcome = select.choose("norm", "triton", "cuda", torch.bfloat16)
+    outcome = select.choose("norm", "triton", select.Conditions("cuda", torch.bfloat16))
     assert "torch sees no GPU" in str(outcome) and "build_ops --arch" in str(outcome)
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_choice_on_gpu_always_ends_somewhere(group):
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        outcome = select.choose(group, "auto", "cuda", dtype, allow_fallback=True)
+        outcome = select.choose(group, "auto", select.Conditions("cuda", dtype, allow_fallback=True))
         assert isinstance(outcome, select.ChosenBackend)
 
 
@@ -262,7 +265,9 @@ def test_flash_attn_is_not_first_where_documents_are_masked(monkeypatch):
             providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: "")
         )
     for documents, expected in ((False, "flash_attn"), (True, "triton")):
-        outcome = select.choose("attention", "auto", "cuda", torch.bfloat16, AttentionNeeds(documents))
+        outcome = select.choose(
+            "attention", "auto", select.Conditions("cuda", torch.bfloat16, AttentionNeeds(documents))
+        )
         assert outcome.provider.name == expected
 
 
@@ -363,9 +368,8 @@ def test_a_back_end_that_is_never_deterministic_is_refused_on_a_gpu_only(gpu_ops
     with pytest.raises(BackendError, match="cudnn does not give equal bits in two runs") as caught:
         select_ops(OpsConfig(deterministic=True, attention="cudnn"), "cuda", torch.bfloat16)
     assert "ops.deterministic=false" in str(caught.value)
-    outcome = select.choose(
-        "attention", "auto", "cuda", torch.bfloat16, first=("cudnn", "sdpa", "triton"), deterministic=True
-    )
+    conditions = select.Conditions("cuda", torch.bfloat16, deterministic=True)
+    outcome = select.choose("attention", "auto", conditions, first=("cudnn", "sdpa", "triton"))
     assert outcome.provider.name == "triton" and "not used: cudnn" in outcome.why
     ops = select_ops(OpsConfig(deterministic=True, attention="sdpa"), "cpu", torch.bfloat16)
     assert ops.not_repeatable == "" and not torch.are_deterministic_algorithms_enabled()

@@ -127,7 +127,7 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["tid"] for event in events} == set(range(best["pipeline"]))
     page = figures.read_text().split("<script>")[0]
-    # pipeline, causes, memory and roofline; throughput, scaling, collectives
+    # Numbers of charts: pipeline, causes, memory and roofline; then throughput, scaling, collectives.
     assert page.count("class=chart") == 5 + 3 + 2 + 2
     assert "Parts of a step&#x27;s time" in page and "why not FSDP: " in page
     assert '"name": "idle"' in page and "Report" in page
@@ -300,7 +300,7 @@ assert "torch" not in sys.modules
 def test_validation_without_a_checkout_says_where_the_rows_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sites, "root_dir", lambda: tmp_path)  # as in an installed wheel
+    monkeypatch.setattr(sites, "root_dir", lambda: tmp_path)  # simulates an installed wheel
     assert main(["plan", "--validate"]) == 2
     said = capsys.readouterr().err
     assert "installed from a wheel" in said and "benchmarks/published" in said

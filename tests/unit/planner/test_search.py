@@ -304,7 +304,7 @@ def test_with_one_communication_in_flight_fsdp_is_offered_alone() -> None:
     found = search(model, FRONTIER, 16, 8192)
     (sharded,) = (plan.layout for plan in found.plans if plan.layout.sharding == "weights")
     assert (sharded.tp, sharded.cp, sharded.pp, sharded.data_shard) == (1, 1, 1, 0)
-    assert found.best.layout.sharding != "weights"  # 1.7 % faster, with an estimated overlap
-    # 5.4 % faster on 64 nodes, but 48 % slower with the slow constants
+    assert found.best.layout.sharding != "weights"  # FSDP is 1.7 % faster, but its overlap is estimated.
+    # On 64 nodes FSDP is 5.4 % faster, but 48 % slower with the slow values of the constants.
     assert search(model, FRONTIER, 64, 8192).best.layout.sharding != "weights"
     assert search(model, replace(FRONTIER, slow={}), 64, 8192).best.layout.sharding == "weights"

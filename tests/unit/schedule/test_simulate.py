@@ -54,7 +54,7 @@ def test_timeline_respects_dependencies(schedule: Schedule, send_s: float) -> No
         before = step and ends.get((kind, microbatch, place + step))
         if before is not None:
             assert step is not None
-            # the turning point of a V is inside a rank
+            # At the turning point of a V, two neighbouring positions are on the same rank and send no message.
             across = 0.0 if rank_of[place] == rank_of[place + step] else send_s
             assert start_s >= before + across - 1e-9
         if kind is Kind.BACKWARD:

@@ -180,7 +180,7 @@ def test_the_rehearsal_plays_every_stage_in_a_bare_environment(driver: ModuleTyp
     )
     assert any(name.startswith("pydantic_core-") for name in summary["wheels"])
     results = {stage["stage"]: stage["result"] for stage in summary["stages"]}
-    assert results["machine"]["weight_gradients"] == "rounded-product"  # of torch on a CPU
+    assert results["machine"]["weight_gradients"] == "rounded-product"  # method of torch on a CPU
     assert results["build"]["compiled"] == ["accumulate"] and results["checks"]["cases"] > 40
     assert (
         results["addresses"]["launches"] > 40 and results["step_1b"]["bitwise_equal"] and results["step_1b"]["kernels"]

@@ -133,7 +133,7 @@ def test_an_event_of_a_step_does_not_shorten_its_time(tmp_path: Path, monkeypatc
         assert loop.train(config, None, signals, predict=lambda phase, ranks: (1e9 * ranks,)) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum(row["kind"] == "collapsed router" for row in rows) == 3
-    (measured,) = read_stage_memory(tmp_path)  # on a CPU: the peak of the process
+    (measured,) = read_stage_memory(tmp_path)  # on a CPU, the used memory is the peak of the process
     assert measured.predicted_bytes == 10**9 and measured.allocated_bytes is None
     assert measured.used_bytes == pytest.approx(memory_gib() * GIB, rel=0.1)
     assert all(row["step_time_s"] >= step_s for row in rows if row["kind"] == "step")

@@ -70,7 +70,7 @@ def test_options_are_packed_in_order_and_none_is_lost() -> None:
     assert np.flatnonzero(learnt).tolist() == [3, 5, 6, 7]
     assert texts.texts_of_targets(0)[:7].tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert texts.fill(4, tokens, learnt).tolist() == [17] and not learnt.any()
-    short = PackedTexts([([1] * 90, [2] * 10)] * 400, 2048)  # as long as HellaSwag's
+    short = PackedTexts([([1] * 90, [2] * 10)] * 400, 2048)  # texts as long as HellaSwag's
     assert len(short) == 20
 
 

@@ -45,7 +45,7 @@ def test_bench_times_both_sides_and_survives_a_broken_op():
     assert "no such kernel" in timings["swiglu", "ours"].error and timings["swiglu", "eager"].seconds > 0
 
 
-@pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny"])  # with RMSNorm, with LayerNorm
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny"])  # one model with RMSNorm, one with LayerNorm
 @pytest.mark.parametrize("tp", [1, 2])
 def test_both_sides_of_a_case_compute_the_same(model, tp):
     shapes = Shapes(load_model(model, {"sequence_length": 32}), 2, torch.float32, torch.device("cpu"), tp)

@@ -66,7 +66,7 @@ def test_the_page_needs_nothing_from_elsewhere(page):
     text = page.read_text().split("<script>")[0]  # the part before Plotly
     assert not re.findall(r'(?:src|href)="(?!#)[^"]+"', text)
     assert "alert(1)</script>" not in text, "the sample is text, not markup"
-    # curves, the difference of the losses, timelines, latencies
+    # numbers of charts: curves, the difference of the losses, timelines, latencies
     assert text.count("class=figure>") == 4 + 1 + 2 + 2
     assert text.count("<div class=chart>") == text.count("class=figure>")
 
@@ -196,7 +196,7 @@ def test_runs_of_one_layout_are_told_apart_by_their_names(tmp_path):
     (tmp_path / "deeper").mkdir()
     runs = [make_run(tmp_path / "warm"), make_run(tmp_path / "cold")]
     text = write_report(runs, tmp_path / "report.html").read_text()
-    # in the legend of each figure
+    # Each run's name is in the legend of each figure.
     counts = [text.count(f'"name": "{name}, TP2 x PP2 x DP1"') for name in ("warm", "cold")]
     assert counts == [4, 5], "the difference of the losses is a curve of the second run"
     runs.append(make_run(tmp_path / "deeper" / "cold"))
@@ -271,7 +271,7 @@ def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
     assert text.count('"text": "TP2 x PP2 x DP1"') == text.count('"name": "2 layouts"') == 4
     assert "<b>9,036</b><span>tokens/s (median since step 30)" in text
     assert "<td>TP1 x PP2 x DP2, then TP2 x PP2 x DP1</td>" in text
-    assert "Communication TP1 x PP2 x DP2" in text  # written by the first attempt
+    assert "Communication TP1 x PP2 x DP2" in text  # the first attempt recorded this communication
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -62,7 +62,7 @@ def test_rules_cover_exactly_what_the_model_declares(name: str) -> None:
 
 
 def test_every_shipped_model_has_a_family() -> None:
-    # experts as X-MoE's authors counted them
+    # Experts of the xmoe models have two matrices, as X-MoE's authors counted them. No family has such experts.
     two_matrices = [name for name in available("models") if name.startswith("xmoe-")]
     shapes = set(available("models")) - set(two_matrices)
     assert len(two_matrices) == 4

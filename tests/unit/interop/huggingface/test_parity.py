@@ -144,7 +144,7 @@ def test_import_then_export_gives_back_the_same_bytes_and_configuration(
     assert type(back).__name__ == family.architecture and back.dtype == dtype
     expected = theirs.state_dict()
     assert list(back.state_dict()) == list(expected)
-    # .to(bf16) had also rounded its rotary table
+    # Compare with a reloaded model, because .to(bf16) has also rounded the rotary table of `theirs`.
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     for name, tensor in back.state_dict().items():
         # transformers loads some parameters (router weights, depending on its version) as float32

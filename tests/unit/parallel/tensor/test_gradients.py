@@ -27,7 +27,8 @@ def test_each_product_lets_go_of_its_factors_before_the_next_but_one() -> None:
     factors = []
 
     def submit(value: float) -> None:
-        saved = torch.full((2,), value, requires_grad=True) * 2  # part of a graph, like a tensor saved for backward
+        # the tensor is part of an autograd graph, like a tensor saved for backward
+        saved = torch.full((2,), value, requires_grad=True) * 2
         factor = Factor(saved)
         factors.append(weakref.ref(factor))
 

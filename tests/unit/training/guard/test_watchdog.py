@@ -69,7 +69,7 @@ def test_stacks_are_written_when_the_collective_gives_up_before_the_watching_thr
         raise Ended(code)
 
     def wait_for_a_frozen_peer() -> None:
-        watchdog._moved_s -= 1000  # as after a pause of the whole process
+        watchdog._moved_s -= 1000  # simulates a pause of the process
         raise RankFailure("timed out")
 
     monkeypatch.setattr("frontier_llm.training.guard.watchdog.os._exit", end)
