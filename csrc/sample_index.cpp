@@ -6,7 +6,7 @@
 // One epoch is the concatenation of all documents in the order of a keyed permutation. The permutation is computed, not
 // stored: a Feistel network over the next power of two with cycle walking, in O(1) memory. Only the running token count
 // at every `block`-th position of that order is stored (one u64 per 64 documents: 125 MB for a billion documents). A
-// lookup is a binary search in it, followed by a walk over at most one block. All functions return 0 or more on
+// lookup is a binary search in the counts and a walk over at most one block. All functions return 0 or more on
 // success, and a negative code on damaged input.
 //
 // Best-fit packing (fl_pack) works on pieces. A document that fits into a sequence of S + 1 tokens is one piece. A
@@ -92,7 +92,7 @@ class Permutation {
 struct Corpus {
     const void* lengths;    // i32 per sequence
     const void*
-        documents;  // i64 first sequence of each document, and the end of the last; null: document d is sequence d
+        documents;  // i64 first sequence of each document, end of the last one; null: document d is sequence d
     uint64_t count;         // documents
 
     int64_t length(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import parse_arguments
-from benchmarks.planner.leave_one_model_out import all_runs, smallest
+from benchmarks.planner.leave_one_model_out import all_runs, expert_runs, smallest
 from benchmarks.published.datasets import FITTED, FITTED_ROWS, PublishedRun, machine_path, shipped
 from benchmarks.published.predict import (
     RowPrediction,
@@ -128,7 +128,7 @@ def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
 def write_fitted_rows() -> None:
     """Write the ids of the rows on which constants are fitted: the rows of FITTED, and the rows of NeMo on DGX-H100."""
     keys = {row.key for row in shipped() if row.may_be_fitted and (row.machine, row.stack) in FITTED}
-    keys |= {row.key for row in smallest(all_runs())}
+    keys |= {row.key for row in smallest([*all_runs(), *expert_runs()])}
     FITTED_ROWS.write_text("".join(f"{key}\n" for key in sorted(keys)), encoding="utf-8")
 
 

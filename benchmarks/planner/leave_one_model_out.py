@@ -3,6 +3,10 @@
 The constants are the rate of 16-bit products (`gemm_efficiency`) and the further factor of FP8 (`linear_speedup`). The
 rows of a weak-scaling series contain nearly the same information. The fit therefore uses only the row with the fewest
 devices of each series. Each pair of model and precision has the same weight. The errors are reported for all rows.
+
+A third constant, the rate of experts' products relative to other products (`grouped_share`), is fitted for each
+precision on the rows of Grok-1 with 32 devices and more. Its errors are reported for each number of layers, with the
+factor that was fitted without the rows of this number.
 """
 
 from __future__ import annotations
@@ -27,13 +31,22 @@ ROWS = "dgxc_dense.tsv"
 # reach with cuBLAS on H100, and 2, the ratio between the FP8 and the 16-bit peak.
 GEMM = [step / 1000 for step in range(600, 700, 5)]
 SPEEDUP = [step / 1000 for step in range(1500, 2000, 25)]
+EXPERT_ROWS = "dgxc_moe.tsv"
+EXPERT_DEVICES = 32
+# The ceiling keeps the experts' products below 0.75 of the peak too: 0.75 / 0.645 = 1.163.
+EXPERT_SHARE = [step / 1000 for step in range(800, 1165, 5)]
 
 Constants = tuple[float, float]
 
 
-def all_runs() -> list[PublishedRun]:
-    """Return all rows of the release that have a run."""
-    return [reading.run for reading in read_stated(PUBLISHED / ROWS) if reading.run is not None]
+def all_runs(name: str = ROWS) -> list[PublishedRun]:
+    """Return all rows of a file of the release that have a run."""
+    return [reading.run for reading in read_stated(PUBLISHED / name) if reading.run is not None]
+
+
+def expert_runs() -> list[PublishedRun]:
+    """Return the rows with experts on which their factors are fitted."""
+    return [run for run in all_runs(EXPERT_ROWS) if run.layout.devices >= EXPERT_DEVICES]
 
 
 def smallest(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
@@ -170,12 +183,83 @@ def table(rows: Sequence[PublishedRun]) -> Iterator[str]:
         yield f"| {kind} | {len(sizes)} | {mean:.1f} % |"
 
 
+class ExpertErrors:
+    """Relative errors of rows with experts as a function of the rate of their products."""
+
+    def __init__(self) -> None:
+        self.of = cache(self._of)
+        self.runs = {run.key: run for run in expert_runs()}
+
+    def _of(self, key: str, share: float) -> float:
+        run = self.runs[key]
+        layout, numbers = as_run(run)
+        predicted_s = seconds_of(run.model, layout, replace(numbers, grouped_share=share))
+        return predicted_s / run.seconds - 1
+
+    def fit(self, runs: Sequence[PublishedRun]) -> float:
+        """Return the factor with the smallest mean squared error. Each number of layers has one row in the fit."""
+
+        def height(share: float) -> float:
+            return fmean(self.of(run.key, share) ** 2 for run in smallest(runs))
+
+        return min(EXPERT_SHARE, key=height)
+
+
+def expert_table() -> Iterator[str]:
+    """Yield a table: for each number of layers the experts' factors fitted without its rows, and its mean errors."""
+    errors = ExpertErrors()
+    rows = list(errors.runs.values())
+    by_precision: dict[bool, list[PublishedRun]] = {
+        False: [],
+        True: [],
+    }
+    for run in rows:
+        by_precision[is_fp8(run)].append(run)
+    sizes: dict[bool, list[float]] = {
+        False: [],
+        True: [],
+    }
+    yield "| layers left out | 16-bit factor | BF16 rows | mean error | FP8 factor | FP8 rows | mean error |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
+    for layers in sorted({run.model.layers for run in rows}):
+        cells = [str(layers)]
+        for fp8, runs in by_precision.items():
+            others = [run for run in runs if run.model.layers != layers]
+            share = errors.fit(others)
+            mine = []
+            for run in runs:
+                if run.model.layers == layers:
+                    error = errors.of(run.key, share)
+                    mine.append(100 * abs(error))
+            sizes[fp8] += mine
+            cells += _cells(share, mine)
+        line = " | ".join(cells)
+        yield f"| {line} |"
+    cells = ["none (the machine file's values)"]
+    for fp8, runs in by_precision.items():
+        share = errors.fit(runs)
+        cells += _cells(share, sizes[fp8])
+    line = " | ".join(cells)
+    yield f"| {line} |"
+
+
+def _cells(share: float, sizes: Sequence[float]) -> list[str]:
+    return [
+        f"{share:.3f}",
+        str(len(sizes)),
+        f"{fmean(sizes):.1f} %",
+    ]
+
+
 def main() -> None:
     options = parse_arguments(argparse.ArgumentParser(description=__doc__), smoke=[])
     rows = all_runs()
     if options.smoke:
         rows = [run for run in smallest(rows) if run.model.name in ("GPT3-175B", "Nemotron4-340B")][:4]
-    text = "\n".join(table(rows))
+    lines = list(table(rows))
+    if not options.smoke:
+        lines += ["", *expert_table()]
+    text = "\n".join(lines)
     write_measured(PAGE, __file__, text + "\n", options.smoke)
 
 

@@ -81,6 +81,9 @@ class SoftwareOptions:
     # dim that is summed over in a product of forward or backward. False: FP8 has one scale per tensor, and
     # `linear_speedup` includes the conversions.
     scales_fp8_rows: bool = False
+    # True: after each forward and each backward of a chunk, the largest absolute values of FP8 tensors are reduced over
+    # tp, cp and dp (delayed scaling of Transformer Engine in Megatron-Core's blocks).
+    reduces_fp8_maxima: bool = False
     # True: pipeline messages block the rank (Megatron, DeepSpeed) and do not overlap with its compute.
     blocking_messages: bool = False
     # Parameters per bucket of the gradient sum over dp. 0 = all parameters in one bucket.

@@ -151,31 +151,25 @@ def read_status(directory: Path) -> Status:
     _note_lines(parts, "metrics.jsonl", run_dir.is_row)
     _note_lines(parts, "attempts.jsonl", run_dir.is_attempt)
     _note_lines(parts, allocations.FILE, allocations.is_allocated)
-    config = parts.read(_config, dict[str, Any]())
-    config = parts.read(lambda path: _counted(config, path), config)
-    target = parts.value(config, "train", "steps", is_count)
-    save_final = parts.value(config, "train", "save_final", lambda value: isinstance(value, bool))
-    samples = parts.value(config, "batch", "global_batch", is_count)
-    length = parts.value(config, "model", "sequence_length", is_count)
+    settings = _settings(parts)
     checkpoint, saved_unix_s = _checkpoint(parts)
     job_id, fields = _job(_job_ids(parts))
     living = parts.read(living_holder, None)  # a process outside of a job can also train in the directory
     _note_clock(parts, living)
     step = int(last.get("step", checkpoint))
-    times = [float(row["step_time_s"]) for row in rows[-RECENT:] if row.get("step_time_s") is not None]
-    step_time_s = statistics.median(times) if times else None
-    eta_s = step_time_s * max(0, target - step) if step_time_s is not None and target is not None else None
+    step_time_s = _step_time_s(rows)
+    eta_s = None
+    if step_time_s is not None and settings.steps is not None:
+        eta_s = step_time_s * max(0, settings.steps - step)
     left_s = _walltime_left_s(fields)
     failure = parts.read(_failure, None)
     job = parts.read(read_job, None)
     slices_left = _slices(eta_s, left_s, fields)
     used = parts.read(lambda path: _used_node_hours(path, fields), 0.0)
-    needed = None if eta_s is None or job is None else eta_s / 3600 * job.all_nodes
-    is_running = fields.get("JobState") == "RUNNING" or living is not None
     expected_end_unix_s = None
-    if eta_s is not None and is_running:
+    if eta_s is not None and (living is not None or fields.get("JobState") == "RUNNING"):
         expected_end_unix_s = time.time() + eta_s + (slices_left or 0) * START_S
-    end = parts.read(lambda path: run_dir.end(path, target or math.inf, save_final is not False), "")
+    end = parts.read(lambda path: run_dir.end(path, settings.steps or math.inf, settings.save_final is not False), "")
     status = Status(
         run_dir=str(directory),
         state=_state(fields, living, end),
@@ -183,8 +177,8 @@ def read_status(directory: Path) -> Status:
         reason=fields.get("Reason") if fields.get("JobState") == "PENDING" else None,
         nodes=_nodes(fields, living),
         step=step,
-        steps=target,
-        tokens=last.get("consumed_tokens") or step * (samples or 0) * (length or 0) or None,
+        steps=settings.steps,
+        tokens=last.get("consumed_tokens") or step * settings.step_tokens or None,
         loss=last.get("loss"),
         tokens_per_s=last.get("tokens_per_s"),
         step_time_s=step_time_s,
@@ -203,7 +197,7 @@ def read_status(directory: Path) -> Status:
         job=job,
         node_hours=used,
         node_hours_left=None if job is None or job.max_node_hours is None else job.max_node_hours - used,
-        node_hours_needed=needed,
+        node_hours_needed=None if eta_s is None or job is None else eta_s / 3600 * job.all_nodes,
         expected_end_unix_s=expected_end_unix_s,
         switch=parts.read(lambda path: _switch(path, job, attempts), None),
         uploads=parts.read(read_uploads, None),
@@ -211,6 +205,38 @@ def read_status(directory: Path) -> Status:
         evaluated=parts.read(newest_result, None),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Values of a run's configuration. None if a value is missing or damaged."""
+
+    steps: int | None
+    save_final: bool | None
+    global_batch: int | None
+    sequence_length: int | None
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step. 0 if they are not known."""
+        return (self.global_batch or 0) * (self.sequence_length or 0)
+
+
+def _settings(parts: RunParts) -> _Settings:
+    """Read the configuration. Damaged values are recorded."""
+    config = parts.read(_config, dict[str, Any]())
+    config = parts.read(lambda path: _counted(config, path), config)
+    return _Settings(
+        steps=parts.value(config, "train", "steps", is_count),
+        save_final=parts.value(config, "train", "save_final", lambda value: isinstance(value, bool)),
+        global_batch=parts.value(config, "batch", "global_batch", is_count),
+        sequence_length=parts.value(config, "model", "sequence_length", is_count),
+    )
+
+
+def _step_time_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    times = [float(row["step_time_s"]) for row in rows[-RECENT:] if row.get("step_time_s") is not None]
+    return statistics.median(times) if times else None
 
 
 def _switch(directory: Path, job: Job | None, attempts: Sequence[run_dir.Attempt]) -> PlanSwitch | None:

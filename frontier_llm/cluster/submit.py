@@ -40,7 +40,7 @@ from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_seconds, plural
 
 SCRIPT = "job.sbatch"
-SHARED_IMPORT_NODES = 64  # more nodes may not import torch from a shared file system
+SHARED_IMPORT_NODES = 64  # runs on more nodes must not import torch from a shared file system
 QUEUE_SLACK_MINUTES = 5  # a job that waits this long can still end before the maintenance
 
 

@@ -46,7 +46,7 @@ class InputPiece:
     kind: Kind
     start: int
     stop: int
-    size_bytes: int  # size in the progress bar
+    size_bytes: int  # number of bytes with which the progress bar counts this piece
 
 
 def _is_input(path: Path | RemoteFile) -> bool:

@@ -25,7 +25,7 @@ from frontier_llm.blueprint.layout import layer_kinds, mode_shares
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.seconds import LAUNCHES, added_share, by_cause, times
-from frontier_llm.planner.costs.time import layer_s, step_s
+from frontier_llm.planner.costs.time import between_microbatches_s, layer_s, step_s
 from frontier_llm.planner.search import Plan
 from frontier_llm.schedule import rule, split_share
 
@@ -100,7 +100,7 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
         m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
     )
     parts[SHARDS] = m * layers * float(sum(layer_s(block, layout, rates)) - computed)
-    parts["host per microbatch"] = m * rates.microbatch_s
+    parts["host per microbatch"] = m * float(between_microbatches_s(layout, rates))
     parts[BUBBLE] = simulated.pipeline_s - simulated.busy_s[busiest]
     parts["gradient reduction"] = simulated.reduce_s
     parts["optimizer"] = simulated.optimizer_s

@@ -59,7 +59,7 @@ class Request:
     machine: str
     run: str | None = None
     tokens: float | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # nested, as in a run file
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings by section, nested as in a run file
 
 
 def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:

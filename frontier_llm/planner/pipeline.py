@@ -18,7 +18,16 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.planner.costs.seconds import times
-from frontier_llm.planner.costs.time import StepTail, layer_s, meets_inside, p2p_s, pair_s, tail, tied_sum_s
+from frontier_llm.planner.costs.time import (
+    StepTail,
+    between_microbatches_s,
+    layer_s,
+    meets_inside,
+    p2p_s,
+    pair_s,
+    tail,
+    tied_sum_s,
+)
 from frontier_llm.planner.costs.update import whole_update
 from frontier_llm.schedule import (
     Action,
@@ -91,7 +100,7 @@ def stage_times(
     weight = float(parts.block.weights(m))
     embedding = parts.embedding.both(m, rates)
     head = parts.head.both(m, rates)
-    host = rates.microbatch_s / 2 / layout.chunks + (
+    host = float(between_microbatches_s(layout, rates)) / 2 / layout.chunks + (
         float(p2p_s(model, layout, rates)) if rates.blocking_messages else 0.0
     )
 

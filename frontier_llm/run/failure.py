@@ -73,11 +73,11 @@ class Failure:
 
     what: str
     evidence: Evidence
-    cause: str = CRASH  # a cause of `errors`, or: node failure | walltime
+    cause: str = CRASH  # a cause of `errors`, "node failure" or "walltime"
     rank: int | None = None  # None: unknown
     host: str = ""  # host of that rank; '' = unknown
     step: int | None = None  # None: training had not begun, or the step is unknown
-    section: str = ""  # part of the program: train, evaluate, save …
+    section: str = ""  # part of the program that failed: train, evaluate, save …
     host_suspect: bool = False  # the host may have caused the failure; after two such failures the run avoids the host
     fix: str = ""  # the repair of the failure, if a comparison of the ranks shows one
     message: tuple[str, ...] = ()  # the rank's traceback or last lines of output

@@ -30,7 +30,7 @@ def _source_lanes(name: str, value: str) -> Array | None:
     by = int(value) if value.isdigit() else 0
     if name == "quad_perm":
         return 4 * (_LANE // 4) + np.array([int(lane) for lane in value.strip("[]").split(",")])[_LANE % 4]
-    if name == "row_bcast":  # the last lane of the previous row, or of the first half of the wave
+    if name == "row_bcast":  # the source is the last lane of the previous row, or of the first half of the wave
         return {15: np.where(_ROW > 0, 16 * _ROW - 1, -1), 31: np.where(_ROW > 1, 31, -1)}[by]
     known: dict[str, Callable[[], Array]] = {
         "row_shl": lambda: _in_row(place + by),

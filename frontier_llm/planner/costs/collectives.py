@@ -15,6 +15,12 @@ from frontier_llm.planner.costs.layouts import Number
 # all-to-all, the tensor is the rank's own input.
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 
+# Seconds of NCCL's all-reduce of a few bytes: start, and a step of its tree inside a node and between nodes. They are
+# the latencies of the algorithm "tree" with the protocol "LL" in the tuning model of NCCL 2.18 to 2.23.
+TREE_START_S = 6.8e-6
+TREE_NODE_STEP_S = 0.6e-6
+TREE_NETWORK_STEP_S = 5e-6
+
 
 def table_s(table: Table, row: Number, size_bytes: Number) -> Number:
     """Return the seconds of a collective by interpolation in a table of measured times.
@@ -118,6 +124,17 @@ def message_s(rates: Rates, size_bytes: Number, inside: Number, sharing: Number)
     near = rates.fabric_latency_s + size_bytes / fabric_bandwidth(rates, 2)
     far = rates.network_latency_s + size_bytes / (_network_bytes_s(rates) / sharing)
     return np.where(inside, near, far)
+
+
+def small_sum_s(rates: Rates, ranks: Number) -> Number:
+    """Return the seconds of NCCL's all-reduce of a few bytes over `ranks` ranks, which occupy complete nodes.
+
+    The values go up the tree and down again: through the ranks of a node and through log2 N levels of nodes.
+    """
+    per_node = np.minimum(ranks, rates.node_devices)
+    levels = np.log2(np.maximum(np.asarray(ranks, dtype=float) / per_node, 1.0))
+    steps_s = (per_node - 1) * TREE_NODE_STEP_S + levels * TREE_NETWORK_STEP_S
+    return np.where(np.asarray(ranks) > 1, TREE_START_S + 2 * steps_s, 0.0)
 
 
 def rail_rounds(nodes: Number) -> Number:

@@ -20,7 +20,7 @@ import numpy as np
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.collectives import collective_s, message_s
+from frontier_llm.planner.costs.collectives import collective_s, message_s, small_sum_s
 from frontier_llm.planner.costs.kernels import memory_s
 from frontier_llm.planner.costs.layouts import Number, by_schedule, cut, ranks_per_node, split
 from frontier_llm.planner.costs.parameters import expert_numel, stage_numel
@@ -304,6 +304,14 @@ def _exposed_messages(layouts: Layout, rates: Rates) -> Number:
     return np.where(chunks > 1, chunks * np.where(waits, deep, 2.0), np.where(waits, 2.0, few))
 
 
+def between_microbatches_s(layouts: Layout, rates: Rates) -> Number:
+    """Return the seconds per microbatch and rank without overlap: the host's time and the reductions of FP8 maxima."""
+    if not rates.reduces_fp8_maxima:
+        return rates.microbatch_s
+    reduced_s = small_sum_s(rates, layouts.tp * layouts.cp * layouts.dp)
+    return rates.microbatch_s + 2 * layouts.chunks * reduced_s
+
+
 def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """Return the seconds of one training step in closed form."""
     parts = times(model, layouts, rates)
@@ -317,7 +325,7 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     least_last = np.where(pp > 1, model.layers - most * (pp - 1), model.layers)
     last_layers = np.maximum(last_layers, np.minimum(least_last, most))
     message = 2 * p2p_s(model, layouts, rates)
-    host = rates.microbatch_s
+    host = between_microbatches_s(layouts, rates)
     beside = (pp == 1) | (by_schedule(layouts, one_end) > 0)  # one pipeline rank holds both embedding and head
     paired = both - pair_s(parts.block, layouts, rates)
     first = most * paired + ends[0] + np.where(beside, ends[1], 0.0)
@@ -327,8 +335,8 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     if rates.blocking_messages:
         busiest = slowest + message * v
     else:
-        # Two neighbours of 1F1B wait for each other's messages, unless one of them has enough idle time. With chunks a
-        # complete chunk's compute hides a message. In GPipe all messages of a phase have the same direction.
+        # Two neighbours of 1F1B wait for each other's messages, unless one of them has enough idle time. With chunks,
+        # the compute of a complete chunk hides a message. In GPipe all messages of a phase have the same direction.
         hidden = (v > 1) | (layouts.schedule == "gpipe")
         lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))

@@ -26,7 +26,8 @@ from triton.runtime import interpreter  # noqa: E402
 from frontier_llm.ops.kernel_table import all_kernels, variants  # noqa: E402
 from frontier_llm.ops.prebuilt import POINTED, address_or_number  # noqa: E402
 
-# The interpreter copies GPU tensors to the host and back. Here it would copy every CPU tensor onto itself.
+# The interpreter copies GPU tensors to the host and back. These copies are disabled, because in the tests every CPU
+# tensor would be copied onto itself.
 interpreter.GridExecutor._init_args_hst = lambda self, arguments, named: (arguments, named)
 interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
 

@@ -115,7 +115,7 @@ def run_schedule(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[in
 def test_outputs_are_freed_when_their_messages_are_taken(prompt: bool, name: str, rank: int) -> None:
     peak, gradient, _ = run_schedule(build(name, STAGES, MICROBATCHES), rank, prompt)
     assert peak == (1 if prompt else SENDS_AHEAD) + 1
-    assert gradient.item() == MICROBATCHES  # each returned gradient is one
+    assert gradient.item() == MICROBATCHES  # the gradient that each microbatch returns is 1
 
 
 @pytest.mark.parametrize("rank", range(STAGES))

@@ -87,7 +87,7 @@ def test_a_result_is_not_written_before_the_wait() -> None:
         axis.group.start_all_reduce_(x, "sum")
         return x
 
-    assert run(body)[2][0, 0] == 20  # a forgotten wait leaves the rank's own value
+    assert run(body)[2][0, 0] == 20  # without wait() the rank still has its own value
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:

@@ -271,7 +271,7 @@ def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
     assert text.count('"text": "TP2 x PP2 x DP1"') == text.count('"name": "2 layouts"') == 4
     assert "<b>9,036</b><span>tokens/s (median since step 30)" in text
     assert "<td>TP1 x PP2 x DP2, then TP2 x PP2 x DP1</td>" in text
-    assert "Communication TP1 x PP2 x DP2" in text  # written by the first attempt
+    assert "Communication TP1 x PP2 x DP2" in text  # the first attempt recorded this communication
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -24,7 +24,7 @@ from frontier_llm.blueprint.parameters import (
 from frontier_llm.blueprint.work import block_work, hardware_flops_per_token, model_flops_per_token
 from frontier_llm.config.load import load_model
 from frontier_llm.machine.load import load_machine, rates
-from frontier_llm.planner.costs.collectives import flat_s, message_s, node_s, table_s
+from frontier_llm.planner.costs.collectives import flat_s, message_s, node_s, small_sum_s, table_s
 from frontier_llm.planner.costs.kernels import flash_s, product_s
 from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import kept_bytes, peak_memory, stage_memory
@@ -268,3 +268,31 @@ def test_fp8_with_a_scale_per_row_converts_each_operand_along_both_dims() -> Non
     widths += [(GPT_22B.ffn_hidden, GPT_22B.hidden), (GPT_22B.hidden, GPT_22B.ffn_hidden)]
     elements = sum(tokens * (outputs + inputs) + outputs * inputs for outputs, inputs in widths)
     assert moved[1] - moved[0] == pytest.approx(8 * elements)
+
+
+@pytest.mark.parametrize(("ranks", "microseconds"), [(1, 0.0), (2, 8.0), (8, 15.2), (16, 25.2), (1024, 85.2)])
+def test_a_small_sum_goes_up_and_down_the_tree_of_nccl(ranks: int, microseconds: float) -> None:
+    """6.8 us, and twice 0.6 us per further rank of a node and 5 us per doubling of the nodes."""
+    assert small_sum_s(FRONTIER, ranks) == pytest.approx(microseconds * 1e-6)
+
+
+def test_maxima_of_fp8_are_reduced_twice_per_microbatch_and_chunk() -> None:
+    model = load_model("gpt-22b")
+    plain = replace(FRONTIER, linear_speedup=1.5)
+    reducing = replace(plain, reduces_fp8_maxima=True)
+    layout = Layout(
+        tp=4,
+        pp=4,
+        dp=8,
+        microbatches=16,
+        chunks=2,
+        schedule="interleaved",
+    )
+    each_s = float(small_sum_s(FRONTIER, 32))
+    before = simulate_layout(model, layout, plain)
+    after = simulate_layout(model, layout, reducing)
+    busier_s = [new - old for new, old in zip(after.simulated.busy_s, before.simulated.busy_s, strict=True)]
+    assert busier_s == pytest.approx([2 * 2 * 16 * each_s] * 4)
+    flat = replace(layout, pp=1, chunks=1, schedule="1f1b")
+    closed_s = float(step_s(model, flat, reducing)) - float(step_s(model, flat, plain))
+    assert closed_s == pytest.approx(2 * 16 * each_s)
