@@ -150,93 +150,17 @@ def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) ->
 
 def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = False) -> Iterator[Parameter]:
     """Yield the parameters of one transformer block, in the order in which the forward pass uses them."""
-    block = _Block(model, f"layers.{layer}", sequence_axes(sequence_parallel))
-    yield from block.norm("attention_norm", "pre", "both")
-    yield from block.attention()
-    yield from block.norm("attention_output_norm", "post", "both")
-    yield from block.norm("mlp_norm", "pre", "both")
-    if layer in model.routed_layers:
-        yield from block.experts()
-    else:
-        yield from block.mlp("mlp", model.ffn_hidden)
-    yield from block.norm("mlp_output_norm", "post", "both")
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Declares the parameters of one transformer block."""
-
-    model: ModelConfig
-    name: str
-    across: Mapping[str, How]  # `axes` of the parameters that no axis splits
-
-    @property
-    def output_std(self) -> float:
-        """Initial standard deviation of layers that add to the residual stream.
-
-        It decreases with the depth of the model, as in GPT-2 and Megatron.
-        """
-        return self.model.init_std / (2.0 * self.model.layers) ** 0.5
-
-    def attention(self) -> Iterator[Parameter]:
-        """Yield the projections of attention and, if the model has them, the norms of queries and keys."""
-        model = self.model
-        H = model.hidden
-        A = model.heads
-        G = model.num_kv_heads
-        D = model.dim_per_head
-        Q = A // G
-        qkv = (Piece("q", 1, 0, Q), Piece("k", 1, Q, Q + 1), Piece("v", 1, Q + 1, Q + 2))
-        yield from self.column("attention.qkv", (G, Q + 2, D, H), 0, model.has_qkv_bias, qkv)
-        if model.qk_norm is not None:
-            yield self.qk_norm("q", A)
-            yield self.qk_norm("k", G)
-        yield from self.row("attention.output", (H, A * D))
-
-    def qk_norm(self, piece: str, heads: int) -> Parameter:
-        """Return the weight of the norm of queries or keys, which have this number of heads."""
-        D = self.model.dim_per_head
-        # If all heads share the weight, each rank has only the gradients from its own heads, so the gradients are
-        # summed over tp.
-        shape, split = ((D,), How.PARTIAL) if self.model.qk_norm == "head" else ((heads, D), Split(0))
-        return Parameter(
-            f"{self.name}.attention.{piece}_norm.weight",
-            shape,
-            ParameterKind.VECTOR,
-            {"tp": split},
-            init_value=1.0 - self.model.norm_plus_one,
-        )
-
-    def mlp(self, part: str, F: int) -> Iterator[Parameter]:
-        """Yield a dense MLP of width F."""
-        model = self.model
-        H = model.hidden
-        if model.gated:
-            pieces = (Piece("gate", 0, 0, 1), Piece("up", 0, 1, 2))
-            yield from self.column(f"{part}.up", (2, F, H), 1, model.bias, pieces)
-        else:
-            yield from self.column(f"{part}.up", (F, H), 0, model.bias)
-        yield from self.row(f"{part}.down", (H, F))
-
-    def experts(self) -> Iterator[Parameter]:
-        """Yield the router, the experts and, if the model has them, the shared expert and its gate."""
-        model = self.model
-        moe = model.moe
-        assert moe is not None
-        yield from expert_parameters(model, moe, f"{self.name}.moe", self.output_std)
-        if moe.shared_hidden:
-            yield from self.mlp("moe.shared", moe.shared_hidden)
-        if moe.shared_gate:
-            yield Parameter(
-                f"{self.name}.moe.shared_gate.weight",
-                (1, model.hidden),
-                ParameterKind.MATRIX,
-                self.across,
-                model.init_std,
-            )
+    H = model.hidden
+    A = model.heads
+    G = model.num_kv_heads
+    D = model.dim_per_head
+    Q = A // G
+    name = f"layers.{layer}"
+    across = sequence_axes(sequence_parallel)
+    # the initial weights of layers that add to the residual stream shrink with depth, as in GPT-2 and Megatron
+    output_std = model.init_std / (2.0 * model.layers) ** 0.5
 
     def column(
-        self,
         part: str,
         shape: tuple[int, ...],
         dim: int,
@@ -245,29 +169,66 @@ class _Block:
     ) -> Iterator[Parameter]:
         """Yield a layer whose output features (all dims but the last) are cut over tp along `dim`."""
         split = {"tp": Split(dim)}
+        grouped = part == "attention.qkv"
         yield Parameter(
-            name=f"{self.name}.{part}.weight",
+            name=f"{name}.{part}.weight",
             shape=shape,
             kind=ParameterKind.MATRIX,
             axes=split,
-            init_std=self.model.init_std,
+            init_std=model.init_std,
             pieces=pieces,
-            grouped=part == "attention.qkv",
+            grouped=grouped,
         )
         if bias:
-            yield Parameter(f"{self.name}.{part}.bias", shape[:-1], ParameterKind.VECTOR, split, pieces=pieces)
+            yield Parameter(f"{name}.{part}.bias", shape[:-1], ParameterKind.VECTOR, split, pieces=pieces)
 
-    def row(self, part: str, shape: tuple[int, int]) -> Iterator[Parameter]:
+    def row(part: str, shape: tuple[int, int]) -> Iterator[Parameter]:
         """Yield a layer whose input features are cut over tp. Its bias is not cut and is added once."""
-        name = f"{self.name}.{part}"
-        yield Parameter(f"{name}.weight", shape, ParameterKind.MATRIX, {"tp": Split(1)}, self.output_std)
-        if self.model.bias:
-            yield Parameter(f"{name}.bias", shape[:1], ParameterKind.VECTOR, self.across)
+        yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, {"tp": Split(1)}, output_std)
+        if model.bias:
+            yield Parameter(f"{name}.{part}.bias", shape[:1], ParameterKind.VECTOR, across)
 
-    def norm(self, part: str, *placements: str) -> Iterator[Parameter]:
-        """Yield the parameters of a norm if the model's norms have one of these placements."""
-        if self.model.norm_placement in placements:
-            yield from norm_parameters(self.model, f"{self.name}.{part}", self.across)
+    def norm(part: str, *placements: str) -> Iterator[Parameter]:
+        if model.norm_placement in placements:
+            yield from norm_parameters(model, f"{name}.{part}", across)
+
+    yield from norm("attention_norm", "pre", "both")
+    qkv = (Piece("q", 1, 0, Q), Piece("k", 1, Q, Q + 1), Piece("v", 1, Q + 1, Q + 2))
+    yield from column("attention.qkv", (G, Q + 2, D, H), 0, model.has_qkv_bias, qkv)
+    if model.qk_norm is not None:
+        for piece, heads in (("q", A), ("k", G)):
+            # If all heads share the weight, each rank has only the gradients from its own heads, so the gradients are
+            # summed over tp.
+            shape, split = ((D,), How.PARTIAL) if model.qk_norm == "head" else ((heads, D), Split(0))
+            yield Parameter(
+                f"{name}.attention.{piece}_norm.weight",
+                shape,
+                ParameterKind.VECTOR,
+                {"tp": split},
+                init_value=1.0 - model.norm_plus_one,
+            )
+    yield from row("attention.output", (H, A * D))
+    yield from norm("attention_output_norm", "post", "both")
+
+    def mlp(part: str, F: int) -> Iterator[Parameter]:
+        if model.gated:
+            yield from column(f"{part}.up", (2, F, H), 1, model.bias, (Piece("gate", 0, 0, 1), Piece("up", 0, 1, 2)))
+        else:
+            yield from column(f"{part}.up", (F, H), 0, model.bias)
+        yield from row(f"{part}.down", (H, F))
+
+    yield from norm("mlp_norm", "pre", "both")
+    if layer not in model.routed_layers:
+        yield from mlp("mlp", model.ffn_hidden)
+    else:
+        moe = model.moe
+        assert moe is not None
+        yield from expert_parameters(model, moe, f"{name}.moe", output_std)
+        if moe.shared_hidden:
+            yield from mlp("moe.shared", moe.shared_hidden)
+        if moe.shared_gate:
+            yield Parameter(f"{name}.moe.shared_gate.weight", (1, H), ParameterKind.MATRIX, across, model.init_std)
+    yield from norm("mlp_output_norm", "post", "both")
 
 
 def expert_parameters(model: ModelConfig, moe: MoeConfig, name: str, output_std: float) -> Iterator[Parameter]:
