@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, PLUGIN, command, count_of, option, positive, show, yaml_file
-from frontier_llm.cli.plan_subject import Subject, read_subject
+from frontier_llm.cli.plan_subject import PlanSubject, read_subject
 from frontier_llm.cli.settings import machine_of, refuse_layout, refuse_settings
 from frontier_llm.errors import ConfigError
 
@@ -214,7 +214,7 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(args: argparse.Namespace, subject: Subject, outcome: Search, saves: Campaign | None) -> None:
+def _show(args: argparse.Namespace, subject: PlanSubject, outcome: Search, saves: Campaign | None) -> None:
     """Print the plans as text or JSON."""
     from frontier_llm.planner import report
 
@@ -246,7 +246,7 @@ def _show(args: argparse.Namespace, subject: Subject, outcome: Search, saves: Ca
     show(args, content, text)
 
 
-def _emit(args: argparse.Namespace, subject: Subject, outcome: Search, saves: Campaign | None) -> None:
+def _emit(args: argparse.Namespace, subject: PlanSubject, outcome: Search, saves: Campaign | None) -> None:
     """Write a run file with the best layout (`--emit`)."""
     from frontier_llm.planner.emit import Request, emit
 
@@ -297,7 +297,7 @@ def _measured(args: argparse.Namespace) -> int:
     return 0
 
 
-def _extras(args: argparse.Namespace, subject: Subject, outcome: Search) -> None:
+def _extras(args: argparse.Namespace, subject: PlanSubject, outcome: Search) -> None:
     """Print what-if lines and write the requested files."""
     if args.what_if:
         from frontier_llm.planner.compare import what_if

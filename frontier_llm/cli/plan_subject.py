@@ -23,7 +23,7 @@ _USED = ("batch.global_batch", "precision.dtype", "optimizer.name")
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanSubject:
     """What is planned: a model, alone or of a run, on nodes of a machine."""
 
     model: ModelConfig
@@ -37,7 +37,7 @@ class Subject:
     settings: dict[str, Any]  # the typed key=value words, nested as in a run file
 
 
-def read_subject(args: argparse.Namespace) -> Subject:
+def read_subject(args: argparse.Namespace) -> PlanSubject:
     """Return what the arguments ask to plan. Values that are not given get their defaults, with a note on stderr."""
     from frontier_llm.config.load import parse_overrides
     from frontier_llm.config.validate import fp16_note
@@ -66,7 +66,7 @@ def read_subject(args: argparse.Namespace) -> Subject:
     else:
         batch = _global_batch(settings) or default_global_batch(model, nodes, numbers.node_devices)
         shared = _state_choices(settings)
-    return Subject(
+    return PlanSubject(
         model=model,
         machine=machine,
         stack=stack,
