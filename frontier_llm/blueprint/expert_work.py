@@ -175,7 +175,13 @@ def _load_sums(moe: MoeConfig, layout: Layout) -> Iterator[Item]:
     size_bytes = layout.micro_batch * moe.experts * statistics_bytes(layout.dtype)
     for axis, degree in (("tp", layout.tp), ("cp", layout.cp)):
         if degree > 1:
-            yield _send(Phase.F, axis, "all_reduce", size_bytes, FULL)
+            yield _send(
+                Phase.F,
+                axis,
+                "all_reduce",
+                size_bytes,
+                FULL,
+            )
 
 
 def _gathers_of_outputs(model: ModelConfig, layout: Layout) -> Iterator[Item]:
@@ -186,8 +192,18 @@ def _gathers_of_outputs(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     if layout.tp == 1 or layout.sequence_parallel:
         return
     size_bytes = DTYPE_BYTES[layout.dtype] * rank_tokens(model, layout) * model.hidden
-    yield _send(Phase.F, "tp", "all_gather", size_bytes)
-    yield _send(Phase.I, "tp", "all_gather", size_bytes)
+    yield _send(
+        Phase.F,
+        "tp",
+        "all_gather",
+        size_bytes,
+    )
+    yield _send(
+        Phase.I,
+        "tp",
+        "all_gather",
+        size_bytes,
+    )
 
 
 def _routing(model: ModelConfig, moe: MoeConfig, layout: Layout) -> Iterator[Item]:
@@ -196,11 +212,33 @@ def _routing(model: ModelConfig, moe: MoeConfig, layout: Layout) -> Iterator[Ite
     H = model.hidden
     E = moe.experts
     passes = Pass(statistics_bytes(layout.dtype) * t * (2 * H + 6 * E), 12)
-    yield Item(Phase.F, ROUTING, Product(t, E, H), FULL)
-    yield Item(Phase.I, ROUTING, Product(t, H, E))
-    yield Item(Phase.W, ROUTING, Product(E, H, t))
-    yield Item(Phase.F, ROUTING, passes, FULL)
-    yield Item(Phase.I, ROUTING, passes)
+    yield Item(
+        Phase.F,
+        ROUTING,
+        Product(t, E, H),
+        FULL,
+    )
+    yield Item(
+        Phase.I,
+        ROUTING,
+        Product(t, H, E),
+    )
+    yield Item(
+        Phase.W,
+        ROUTING,
+        Product(E, H, t),
+    )
+    yield Item(
+        Phase.F,
+        ROUTING,
+        passes,
+        FULL,
+    )
+    yield Item(
+        Phase.I,
+        ROUTING,
+        passes,
+    )
 
 
 def _shared_gate_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
@@ -208,13 +246,39 @@ def _shared_gate_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     t = rank_tokens(model, layout) // layout.sequence_shards
     H = model.hidden
     size = DTYPE_BYTES[layout.dtype]
-    yield Item(Phase.F, ROUTING, Product(t, 1, H), FULL)
-    yield Item(Phase.I, ROUTING, Product(t, H, 1))
-    yield Item(Phase.W, ROUTING, Product(1, H, t))
-    yield Item(Phase.F, ROUTING, Pass(2 * size * t * H, 2), FULL)
+    yield Item(
+        Phase.F,
+        ROUTING,
+        Product(t, 1, H),
+        FULL,
+    )
+    yield Item(
+        Phase.I,
+        ROUTING,
+        Product(t, H, 1),
+    )
+    yield Item(
+        Phase.W,
+        ROUTING,
+        Product(1, H, t),
+    )
+    yield Item(
+        Phase.F,
+        ROUTING,
+        Pass(2 * size * t * H, 2),
+        FULL,
+    )
     # backward of output x gate: the gradients of both factors, and the sum of the gate's gradient over H
-    yield Item(Phase.I, ROUTING, Pass(5 * size * t * H, 4))
-    yield Item(Phase.F, ROUTING, Keep(size * t * (H + 1), ("none", "selective")))
+    yield Item(
+        Phase.I,
+        ROUTING,
+        Pass(5 * size * t * H, 4),
+    )
+    yield Item(
+        Phase.F,
+        ROUTING,
+        Keep(size * t * (H + 1), ("none", "selective")),
+    )
 
 
 class _Exchange(NamedTuple):
@@ -238,17 +302,42 @@ def _dispatch_and_combine(
     """Yield the transfer of rows to experts and back, and the passes over memory that order and sum the rows."""
     ranks = layout.ep * layout.etp
     row_bytes = DTYPE_BYTES[layout.dtype] * model.hidden
-    yield Item(Phase.F, DISPATCH, HostWait(_host_waits(moe, rows, ranks) * LAUNCHES_AFTER_WAIT), FULL)
+    yield Item(
+        Phase.F,
+        DISPATCH,
+        HostWait(_host_waits(moe, rows, ranks) * LAUNCHES_AFTER_WAIT),
+        FULL,
+    )
     for exchange in _exchanges(moe, layout, software, rows):
         yield from _all_to_alls(exchange, row_bytes, statistics_bytes(layout.dtype), bool(moe.shared_hidden))
     if _gathers_rows(layout, software, rows):
         for phase, again in ((Phase.F, FULL), (Phase.I, ())):
-            yield _send(phase, "tp", "all_gather", rows.received * row_bytes, again)
-            yield _send(phase, "tp", "reduce_scatter", rows.received * row_bytes)
+            yield _send(
+                phase,
+                "tp",
+                "all_gather",
+                rows.received * row_bytes,
+                again,
+            )
+            yield _send(
+                phase,
+                "tp",
+                "reduce_scatter",
+                rows.received * row_bytes,
+            )
     # Rows are gathered before the dispatch and reordered after it. The combine reverses both and sums the rows.
     moved = row_bytes * 2 * (rows.sent + rows.received + rows.to_nodes + rows.from_nodes)
-    yield Item(Phase.F, DISPATCH, Pass(2 * moved, 8), FULL)
-    yield Item(Phase.I, DISPATCH, Pass(2 * moved, 8))
+    yield Item(
+        Phase.F,
+        DISPATCH,
+        Pass(2 * moved, 8),
+        FULL,
+    )
+    yield Item(
+        Phase.I,
+        DISPATCH,
+        Pass(2 * moved, 8),
+    )
 
 
 def _gathers_rows(layout: Layout, software: Software, rows: Rows) -> bool:
@@ -261,13 +350,30 @@ def _exchanges(moe: MoeConfig, layout: Layout, software: Software, rows: Rows) -
     E = moe.experts
     etp = layout.etp
     if rows.nodes > 1:
-        yield _Exchange("ep.rail", rows.to_nodes, rows.from_nodes, rows.nodes, moe.top_k, moe.top_k)
+        yield _Exchange(
+            "ep.rail",
+            rows.to_nodes,
+            rows.from_nodes,
+            rows.nodes,
+            moe.top_k,
+            moe.top_k,
+        )
     if _gathers_rows(layout, software, rows):
         if layout.ep > 1:
-            yield _Exchange("ep.once", rows.sent / etp, rows.received / etp, E)
+            yield _Exchange(
+                "ep.once",
+                rows.sent / etp,
+                rows.received / etp,
+                E,
+            )
     elif layout.ep * etp > rows.nodes:
         axis = "ep" if rows.nodes == 1 else "ep.node"
-        yield _Exchange(axis, rows.sent, rows.received, E * etp // rows.nodes)
+        yield _Exchange(
+            axis,
+            rows.sent,
+            rows.received,
+            E * etp // rows.nodes,
+        )
 
 
 def _all_to_alls(exchange: _Exchange, row_bytes: int, weight_bytes: int, has_shared: bool) -> Iterator[Item]:
@@ -283,15 +389,45 @@ def _all_to_alls(exchange: _Exchange, row_bytes: int, weight_bytes: int, has_sha
 
     sent_bytes = exchange.sent * row_bytes
     received_bytes = exchange.received * row_bytes
-    yield send(Phase.F, exchange.counts * COUNT_BYTES, FULL)
-    yield send(Phase.F, sent_bytes, FULL, under_rows)
-    yield send(Phase.F, exchange.sent * exchange.weights * weight_bytes, FULL)
+    yield send(
+        Phase.F,
+        exchange.counts * COUNT_BYTES,
+        FULL,
+    )
+    yield send(
+        Phase.F,
+        sent_bytes,
+        FULL,
+        under_rows,
+    )
+    yield send(
+        Phase.F,
+        exchange.sent * exchange.weights * weight_bytes,
+        FULL,
+    )
     if exchange.choices:
-        yield send(Phase.F, exchange.sent * exchange.choices * CHOICE_BYTES, FULL)
-    yield send(Phase.F, received_bytes)
-    yield send(Phase.I, sent_bytes)
-    yield send(Phase.I, received_bytes, under=under_rows)
-    yield send(Phase.I, exchange.received * exchange.weights * weight_bytes)
+        yield send(
+            Phase.F,
+            exchange.sent * exchange.choices * CHOICE_BYTES,
+            FULL,
+        )
+    yield send(
+        Phase.F,
+        received_bytes,
+    )
+    yield send(
+        Phase.I,
+        sent_bytes,
+    )
+    yield send(
+        Phase.I,
+        received_bytes,
+        under=under_rows,
+    )
+    yield send(
+        Phase.I,
+        exchange.received * exchange.weights * weight_bytes,
+    )
 
 
 def _experts_products(
@@ -313,12 +449,30 @@ def _experts_products(
     held = rows.computed if moe.capacity is None else rows.received
     for outputs, inputs, name in ((up, H, "up"), (H, f, "down")):
         forward = Product(m, outputs, inputs, local, f"experts.{name}", fp8=True, grouped=True)
-        yield Item(Phase.F, EXPERTS, forward, FULL)
-        yield Item(Phase.I, EXPERTS, replace(forward, n=inputs, k=outputs))
+        yield Item(
+            Phase.F,
+            EXPERTS,
+            forward,
+            FULL,
+        )
+        yield Item(
+            Phase.I,
+            EXPERTS,
+            replace(forward, n=inputs, k=outputs),
+        )
         gradient = replace(forward, m=outputs, n=inputs, k=m)
         yield from weight_gradient(EXPERTS, gradient, software)
-    yield Item(Phase.F, EXPERTS, Pass(size * held * (up + f), 1), FULL)
-    yield Item(Phase.I, EXPERTS, Pass(size * held * (2 * up + f), 1))
+    yield Item(
+        Phase.F,
+        EXPERTS,
+        Pass(size * held * (up + f), 1),
+        FULL,
+    )
+    yield Item(
+        Phase.I,
+        EXPERTS,
+        Pass(size * held * (2 * up + f), 1),
+    )
     kept = size * held * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (
         held + 4 * t * moe.experts
     )

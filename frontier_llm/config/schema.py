@@ -226,7 +226,7 @@ class TimeoutConfig(Section):
     dp: PositiveFloat | None = None  # Timeout of collectives of gradients and weights between replicas.
     ep: PositiveFloat | None = None  # Timeout of messages that send tokens to experts and back.
     edp: PositiveFloat | None = None  # Timeout of collectives of experts' gradients and weights between their replicas.
-    tied: PositiveFloat | None = None  # Timeout of the gradient sum of the tied embedding (first and last stage).
+    tied: PositiveFloat | None = None  # Timeout of gradient sums of the embedding shared by first and last stage.
     world: PositiveFloat | None = None  # Timeout of collectives of all ranks.
 
 

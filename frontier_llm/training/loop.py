@@ -77,8 +77,7 @@ def train(
     config = resolve_precision(config)
     # TCPStore has no timeout if rank 0 is stopped, and the watchdog is not running yet.
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
-    # If checkpoints exist, do not draw initial weights, because a checkpoint will replace them. For 175B weights on 64
-    # devices, each device would draw 2.7 billion numbers.
+    # A checkpoint replaces initial weights, and for 175B on 64 devices each device would draw 2.7 billion numbers.
     draws = not is_there(checkpoints_folder(config.train))
     try:
         with joined_state(config, place, draws) as state:
