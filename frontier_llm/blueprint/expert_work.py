@@ -212,33 +212,11 @@ def _routing(model: ModelConfig, moe: MoeConfig, layout: Layout) -> Iterator[Ite
     H = model.hidden
     E = moe.experts
     passes = Pass(statistics_bytes(layout.dtype) * t * (2 * H + 6 * E), 12)
-    yield Item(
-        Phase.F,
-        ROUTING,
-        Product(t, E, H),
-        FULL,
-    )
-    yield Item(
-        Phase.I,
-        ROUTING,
-        Product(t, H, E),
-    )
-    yield Item(
-        Phase.W,
-        ROUTING,
-        Product(E, H, t),
-    )
-    yield Item(
-        Phase.F,
-        ROUTING,
-        passes,
-        FULL,
-    )
-    yield Item(
-        Phase.I,
-        ROUTING,
-        passes,
-    )
+    yield Item(Phase.F, ROUTING, Product(t, E, H), FULL)
+    yield Item(Phase.I, ROUTING, Product(t, H, E))
+    yield Item(Phase.W, ROUTING, Product(E, H, t))
+    yield Item(Phase.F, ROUTING, passes, FULL)
+    yield Item(Phase.I, ROUTING, passes)
 
 
 def _shared_gate_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
@@ -246,39 +224,13 @@ def _shared_gate_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     t = rank_tokens(model, layout) // layout.sequence_shards
     H = model.hidden
     size = DTYPE_BYTES[layout.dtype]
-    yield Item(
-        Phase.F,
-        ROUTING,
-        Product(t, 1, H),
-        FULL,
-    )
-    yield Item(
-        Phase.I,
-        ROUTING,
-        Product(t, H, 1),
-    )
-    yield Item(
-        Phase.W,
-        ROUTING,
-        Product(1, H, t),
-    )
-    yield Item(
-        Phase.F,
-        ROUTING,
-        Pass(2 * size * t * H, 2),
-        FULL,
-    )
+    yield Item(Phase.F, ROUTING, Product(t, 1, H), FULL)
+    yield Item(Phase.I, ROUTING, Product(t, H, 1))
+    yield Item(Phase.W, ROUTING, Product(1, H, t))
+    yield Item(Phase.F, ROUTING, Pass(2 * size * t * H, 2), FULL)
     # backward of output x gate: the gradients of both factors, and the sum of the gate's gradient over H
-    yield Item(
-        Phase.I,
-        ROUTING,
-        Pass(5 * size * t * H, 4),
-    )
-    yield Item(
-        Phase.F,
-        ROUTING,
-        Keep(size * t * (H + 1), ("none", "selective")),
-    )
+    yield Item(Phase.I, ROUTING, Pass(5 * size * t * H, 4))
+    yield Item(Phase.F, ROUTING, Keep(size * t * (H + 1), ("none", "selective")))
 
 
 class _Exchange(NamedTuple):
