@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sourced by build_*_rocm.sh and build_deepspeed_ops.sh. Sets up Frontier's modules (elsewhere: the modules that are
 # already loaded), a ROCm torch and gfx90a. If FRONTIER_LLM_MODULES is set, these modules are loaded instead; an empty
-# value loads none. This script was not tested on the machines themselves. shellcheck shell=bash
+# value loads none. This script was not tested on the machines themselves.
+# shellcheck shell=bash
 set -euo pipefail
 
 modules="${FRONTIER_LLM_MODULES-PrgEnv-gnu/8.7.0 cpe/26.03 rocm/7.1.1 craype-accel-amd-gfx90a}"
