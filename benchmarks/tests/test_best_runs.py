@@ -35,6 +35,7 @@ def test_nine_of_ten_unseen_runs_lie_inside_the_band(wanted: str) -> None:
     assert sum(inside) >= 0.9 * len(inside)
 
 
+@pytest.mark.thorough
 def test_the_best_published_rates_are_those_of_the_rows() -> None:
     assert best_published() == best_of_rows()
     assert best_published("equivalent") == best_of_rows(equivalent=True)

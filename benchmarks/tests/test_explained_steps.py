@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.harness import DOCS
 from benchmarks.planner.explained_steps import CASES, PAGE, explained, table
 
 
+@pytest.mark.thorough
 def test_the_pages_have_the_changes_that_the_planner_explains() -> None:
     found = explained([model for model, _, _ in CASES])
     assert "\n".join(table(found)) in PAGE.read_text(encoding="utf-8")

@@ -40,6 +40,7 @@ def test_all_kinds_together_are_ten_thousand() -> None:
     assert MANIFESTS + HEADERS + INDICES + RUN_FILES == 10_000
 
 
+@pytest.mark.thorough
 def test_mutated_run_files(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: llama-tiny\nbatch: {global_batch: 8}\n")

@@ -65,6 +65,7 @@ def further_losses(rank: int, plugin: str, case: Case) -> list[float]:
     return [train_step(state).further_losses["small-activations"] for _ in range(STEPS)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["gpt", "llama"], ids=["tied", "untied"])
 def test_a_schedule_with_another_placement_trains_as_the_oracle(ranks: RankPool, extensions: Path, family: str) -> None:
     case = Case(family, pp=2, dp=2, schedule="v-gpipe", settings=("parallel.chunks=2",))
@@ -88,6 +89,7 @@ def test_a_loss_term_that_forgets_a_sum_is_refused_with_its_line(ranks: RankPool
     assert f"partial over tp (P), and {extensions}:{summed + 1}" in section.problems[0].what
 
 
+@pytest.mark.thorough
 def test_an_optimizer_with_one_state_trains_as_the_oracle(ranks: RankPool, extensions: Path) -> None:
     case = Case("llama", tp=2, dp=2, settings=("optimizer.name=momentum",))
     ours = gather(ranks.run(case.world_size, train_case_with, str(extensions), case))
@@ -174,6 +176,7 @@ def compare_and_export_starcoder2(rank: int, plugin: str, folder: Path) -> None:
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
 
 
+@pytest.mark.thorough
 def test_a_family_of_hugging_face_computes_what_transformers_computes(
     ranks: RankPool, extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

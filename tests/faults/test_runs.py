@@ -87,6 +87,7 @@ def test_dead_peer_is_named_and_all_others_leave(victim: int, store: str, tmp_pa
         assert "it died or was stopped" in str(failure["what"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", but_first([0, 1]))  # rank 0 is the rank that searches for the cause
 def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     limit_s = 40.0  # 20 times a first step on an idle machine: only the frozen rank may be silent for so long
@@ -120,6 +121,7 @@ def test_stuck_rank_is_named_with_its_stacks(failpoint: str, where: str, tmp_pat
     assert where in (run.run_dir / "logs" / "stacks_rank_00001.txt").read_text()
 
 
+@pytest.mark.thorough
 def test_first_cause_wins(tmp_path: Path) -> None:
     code, output, _ = Run(tmp_path, overrides=TWO).finish("train.step@1#4=error:boom")
     assert code == 1

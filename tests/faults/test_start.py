@@ -126,6 +126,7 @@ def test_a_run_for_frontier_on_cpus_says_so_in_the_first_line_of_its_log(tmp_pat
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.thorough
 def test_a_host_with_another_torch_among_three_is_a_fault_of_that_node(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH)
     began_s = time.monotonic()
@@ -141,6 +142,7 @@ def test_a_host_with_another_torch_among_three_is_a_fault_of_that_node(tmp_path:
     assert untrusted_hosts(tmp_path / "run") == ["n1"] and steps(tmp_path / "run") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("host_count", [2, 3])
 def test_a_rank_whose_gpu_fails_ends_all_ranks_with_its_error(tmp_path: Path, host_count: int) -> None:
     """With three hosts the error is a failure of one node, which another node can replace. With two hosts the start is

@@ -19,6 +19,8 @@ LONGEST = (
     "tests/unit/inference/test_commands.py",
     "tests/unit/ops/test_build.py",
 )
+# The fixture with the code objects of gfx90a, which take minutes of CPU time to compile.
+COMPILED = "gfx90a"
 # the tests of this file share no fixture, so each test may run on another worker
 INDEPENDENT = "benchmarks/tests/test_smoke.py"
 
@@ -54,7 +56,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByScope(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the tests of several workers by `begin_order`."""
+    """Mark tests that need compiled kernels as thorough, and sort the tests of several workers by `begin_order`."""
+    for item in items:
+        if COMPILED in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.thorough)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: begin_order(item.nodeid))

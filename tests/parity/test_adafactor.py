@@ -69,6 +69,7 @@ def test_a_plan_counts_what_a_rank_holds(ranks: RankPool) -> None:
         assert nbytes == planned[stage]["optimizer"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", but_first([{"tp": 2, "pp": 2}, {"dp": 4, "zero": 0}]), ids=str)
 def test_it_resumes_on_another_layout(ranks: RankPool, layout: dict[str, Any], tmp_path: Path) -> None:
     """The replica check of `resume` also compares the copies of the row and column means on the ranks of dp and tp."""

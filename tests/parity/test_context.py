@@ -35,6 +35,7 @@ def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, f
     assert differences(run_case(case), serial) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,6 +67,7 @@ def test_with_every_other_axis(run_case: RunCase, case: Case) -> None:
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize("family", but_first(["llama", "mpt"]))
 @pytest.mark.parametrize("way", but_first(["ring", "heads", "gather"], 2))
@@ -80,6 +82,7 @@ def test_every_way_of_attention(run_case: RunCase, way: str, family: str, docume
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", but_first(["gather", "ring"]))
 def test_torchs_flash_kernels_over_stretches(run_case: RunCase, way: str) -> None:
     case = Case("llama", cp=4, settings=(*LONGER, f"parallel.context_attention={way}", "ops.attention=sdpa"))

@@ -48,6 +48,7 @@ def test_every_layout_drops_the_same(run_case: RunCase, case: Case) -> None:
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mistake", "case"),
     [

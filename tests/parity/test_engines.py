@@ -151,6 +151,7 @@ def test_fsdp_is_exact(ranks: RankPool, case: Case) -> None:
 # In fp32 the order of sums changes the seventh digit, and Adam's first steps divide by a small root.
 # In bf16 at stage 1 the engine receives the layers' fp32 sums, so that only the norm's last digit differs.
 # FSDP rounds each microbatch's gradient to bf16.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "engine", "dtype", "loss", "state"),
     [
@@ -174,6 +175,7 @@ def test_engines_train_as_ours_does(
     assert_equal_training(ranks, case, engine, dtype, loss, state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("engine", "case"), [thorough("fsdp", Case("llama", tp=2, dp=2)), ("zero-1", Case("gpt", pp=2, dp=2))], ids=str
 )
@@ -256,6 +258,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("writer", "readers"),
     [("native", ENGINES), thorough("fsdp", ("native", "zero-1")), thorough("zero-1", ("native", "fsdp"))],
@@ -309,6 +312,7 @@ def spoilt(rank: int, case: Case, engine: str) -> tuple[list[StepResult], bool, 
     return steps, unchanged, float(state.optimizer.updates)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", but_first(list(ENGINES[1:])))
 def test_a_step_that_is_not_finite_changes_nothing_under_any_engine(ranks: RankPool, engine: str) -> None:
     if engine != "fsdp":

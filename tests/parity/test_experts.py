@@ -82,6 +82,7 @@ def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Cas
 CROWDED = ("model.moe.capacity=0.75", "model.moe.balance_weight=0")
 
 
+@pytest.mark.thorough
 def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
     """Each microbatch has one sequence, which is not split over tensor ranks, because the oracle applies a capacity to
     one sequence.
@@ -93,6 +94,7 @@ def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
     assert serial.losses != run(ranks, Case("mixtral")).losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
@@ -116,6 +118,7 @@ def nodes(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:
     return experts(ep, etp, "parallel.expert_all_to_all=hierarchical", *more)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [

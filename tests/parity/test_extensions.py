@@ -65,6 +65,7 @@ def train_case_here(rank: int, case: Case) -> RankResult:
     return train_case(rank, case)._replace(traffic=[])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", but_first(["gpt", "llama"]))
 @pytest.mark.parametrize(("tp", "overlap"), [thorough(1, True), (2, False)])
 def test_a_v_is_trained_as_one_rank_trains(ranks: RankPool, family: str, tp: int, overlap: bool) -> None:
@@ -84,6 +85,7 @@ def train_case_with_term(rank: int, case: Case) -> tuple[RankResult, list[float]
     return results, [train_step(state).further_losses["small-activations"] for _ in range(2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "parallel",
     but_first([{"pp": 2, "dp": 2, "schedule": "zb-h1"}, {"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2}]),

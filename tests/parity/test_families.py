@@ -39,6 +39,7 @@ def test_the_serial_run_equals_the_oracle(ranks: RankPool, family: str) -> None:
 Z = "train.loss_weights={output-z: 0.1}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,6 +67,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
     """Compares loss, gradients, norm, initial weights and parameters after three steps.

@@ -39,6 +39,7 @@ def trained(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], int
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [LAYOUTS[3], *map(thorough, LAYOUTS[:3] + LAYOUTS[4:])], ids=str)
 def test_one_in_flight_computes_what_many_do(ranks: RankPool, case: Case) -> None:
     many = ranks.run(case.world_size, trained, replace(case, settings=(*case.settings, "comm.in_flight=many")))

@@ -80,6 +80,7 @@ def after_three_steps(rank: int, case: Case, dtype: str) -> dict[str, np.ndarray
     return {part.name: part.tensors["master"].double().numpy() for part in state.optimizer.state()}
 
 
+@pytest.mark.thorough
 def test_bf16_turns_the_update_by_little(ranks: RankPool) -> None:
     """Newton-Schulz amplifies small components of a matrix, including rounding errors.
 

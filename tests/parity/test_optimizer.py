@@ -133,6 +133,7 @@ def losses(rank: int, case: Case, dtype: str) -> list[float]:
     return [train_step(state).loss for _ in range(3)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.05), thorough("fp32", 1e-5), thorough("fp16", 0.01)])
 def test_lower_precisions_stay_near_float64(ranks: RankPool, dtype: str, tolerance: float) -> None:
     """The unit roundoffs are 6e-8, 4e-3 and 5e-4. The loss after a few layers amplifies them about tenfold."""

@@ -125,6 +125,7 @@ def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     assert differences(run, witness(case, run.initial, momentum(case.config().optimizer.betas[0]))) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "layout", but_first([{"tp": 2, "dp": 2, "bucket_elements": 3000}, {"pp": 2, "dp": 2, "zero": 0}]), ids=str
 )
@@ -165,6 +166,7 @@ def test_whole_matrices_give_the_same_bits(ranks: RankPool, layout: dict[str, in
         assert np.array_equal(whole.final[name], tensor), name
 
 
+@pytest.mark.thorough
 def test_whole_matrices_lie_with_one_owner_each_and_evenly(ranks: RankPool) -> None:
     for size in (3000, 40_000_000):  # in the large bucket two layers happen to fill one owner's slice
         answers = ranks.run(4, places, named(WHOLE, dp=4, bucket_elements=size))
@@ -210,6 +212,7 @@ def resume(rank: int, case: Case, directory: Path, *allowed: str) -> tuple[float
     return train_step(state).loss, updates, largest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", but_first([MIXED, SGD, WHOLE]), ids=lambda rule: rule.name)
 def test_it_resumes_on_another_layout(ranks: RankPool, rule: OptimizerRule, tmp_path: Path) -> None:
     losses = ranks.run(4, save_and_go_on, named(rule, tp=2, dp=2), tmp_path)[0]
@@ -218,6 +221,7 @@ def test_it_resumes_on_another_layout(ranks: RankPool, rule: OptimizerRule, tmp_
         assert updates == 2 and largest > 0
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_another_optimizer_gives_its_weights_alone_and_only_when_allowed(
     ranks: RankPool, tmp_path: Path
 ) -> None:

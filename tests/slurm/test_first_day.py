@@ -196,6 +196,7 @@ def test_each_command_says_what_it_checks() -> None:
     assert [line for section in found for line in commands_of(section)] == tested
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_every_command_runs(frontier: LocalSlurm, place: Path) -> None:
     folder = stand_ins(place, frontier)

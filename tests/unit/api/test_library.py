@@ -161,6 +161,7 @@ def test_a_damaged_checkpoint_is_refused_unless_it_is_not_verified(
     assert open_checkpoint(copy, verify=False).config.name == "tiny"
 
 
+@pytest.mark.thorough
 def test_ctrl_c_saves_and_the_same_call_continues(tmp_path: Path) -> None:
     def interrupt(row: dict[str, Any]) -> None:
         if row["step"] == 2:
@@ -175,6 +176,7 @@ def test_ctrl_c_saves_and_the_same_call_continues(tmp_path: Path) -> None:
     assert finished.finished and max(finished.losses) == last + 1
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_named_and_the_caller_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FRONTIER_LLM_FAILPOINTS", "train.step@1#2=kill")
     with pytest.raises(RankFailure) as caught:

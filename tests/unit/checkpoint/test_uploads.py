@@ -106,6 +106,7 @@ def test_marks_of_several_threads_are_no_answer() -> None:
     assert _answers(b"+\n++\n\nnull\n") == [b"null"]
 
 
+@pytest.mark.thorough
 def test_a_rewind_removes_remote_checkpoints_although_the_store_does_not_answer(tmp_path: Path, url: str) -> None:
     run = started(tmp_path / "run", url)
     run.save(2, 4)
@@ -182,6 +183,7 @@ def test_a_stalled_upload_is_ended(tmp_path: Path, url: str, monkeypatch: pytest
     assert problem is not None and problem["text"].startswith("the object store accepted no data")
 
 
+@pytest.mark.thorough
 def test_a_rank_that_waits_for_the_store_reports_progress(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +237,7 @@ def test_a_stop_request_ends_the_wait_for_uploads(tmp_path: Path, url: str) -> N
     assert len(asked) == 3
 
 
+@pytest.mark.thorough
 def test_the_record_of_an_interrupted_run_names_its_last_save(tmp_path: Path, url: str) -> None:
     run = started(tmp_path / "run", url)
     uploads = run.checkpoints.uploads
@@ -246,6 +249,7 @@ def test_the_record_of_an_interrupted_run_names_its_last_save(tmp_path: Path, ur
     assert read_uploads(tmp_path / "run").pending == (4, 2)
 
 
+@pytest.mark.thorough
 def test_a_run_continues_from_a_local_checkpoint_if_the_remote_one_cannot_be_copied(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,6 +295,7 @@ def test_a_run_continues_from_a_local_checkpoint_if_the_remote_one_cannot_be_cop
     again.checkpoints.close()
 
 
+@pytest.mark.thorough
 def test_a_later_checkpoint_of_another_run_directory_is_never_passed_over(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +316,7 @@ def test_a_later_checkpoint_of_another_run_directory_is_never_passed_over(
     again.checkpoints.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_store_back_for_the_uploads", [True, False])
 def test_two_histories_are_never_mixed(
     tmp_path: Path, url: str, is_store_back_for_the_uploads: bool, capsys: pytest.CaptureFixture[str]

@@ -30,6 +30,7 @@ def resume(tmp_path: Path) -> int:
     return main(["train", str(run), *settings])
 
 
+@pytest.mark.thorough
 def test_version_3_resumes_on_another_layout(tmp_path: Path) -> None:
     assert verify(WRITTEN) == []
     shutil.copytree(WRITTEN.parent, tmp_path / "run" / "checkpoints")

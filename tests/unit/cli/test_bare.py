@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.harness.system import full_disk
 from tests.unit.experiments.measure.test_report import make_run
 
@@ -133,12 +135,14 @@ def test_a_bare_wheel(tmp_path: Path) -> None:
     assert "No figures: plotly is not installed." in page and "4.100" in page and "<td>reduce_scatter</td>" in page
 
 
+@pytest.mark.thorough
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     """/proc refuses all writes, even from root."""
     results = run_each(tmp_path, Path("/proc/none"), WRITERS, {})
     assert [(name, said) for name, (code, said) in results.items() if code == 2 and "/proc/none" not in said] == []
 
 
+@pytest.mark.thorough
 def test_a_full_disk(tmp_path: Path) -> None:
     """Every command reports an output that it cannot write completely, and leaves no part of it."""
     with full_disk(tmp_path / "full") as full:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
+
 from frontier_llm.cluster.decide import (
     Decision,
     Done,
@@ -102,6 +104,7 @@ def chain_of_starts(seed: int, good_share: float) -> Decision:
             return decision
 
 
+@pytest.mark.thorough
 def test_chains_with_less_than_half_good_starts_reach_their_end() -> None:
     """With a limit of three failed starts in a row, nearly every one of these chains was given up."""
     ends = [chain_of_starts(seed, good_share=0.45) for seed in range(100)]

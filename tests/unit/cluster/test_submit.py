@@ -230,6 +230,7 @@ def test_a_refused_dry_run_still_prints_the_script(
     assert report["is_checkable"] and report["problems"][0]["where"] == "/nowhere/tokenizer.json"
 
 
+@pytest.mark.thorough
 def test_the_same_run_on_other_node_counts(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

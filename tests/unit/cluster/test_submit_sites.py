@@ -62,6 +62,7 @@ def test_debug_must_not_chain(fake_slurm: Path, tmp_path: Path, capsys: pytest.C
     assert main([*words, "--continue-with", "never"]) == 0
 
 
+@pytest.mark.thorough
 def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +84,7 @@ def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
     assert "50 TB" not in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_many_nodes_are_told_to_bring_their_environment(
     fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +164,7 @@ def test_fp16_on_mi250x_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys:
         assert ("treat numbers below 6.1e-5 as zero" in capsys.readouterr().err) is noted
 
 
+@pytest.mark.thorough
 def test_a_device_from_a_test_at_home_is_pointed_out(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def test_a_walltime_that_saving_would_eat_is_refused(
     assert main([*words, "--time", fix]) == 0
 
 
+@pytest.mark.thorough
 def test_a_way_out_lies_within_the_bin(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On 64 nodes a step of ORNL's full batch takes nearly an hour, and a job of 64 nodes may run for two hours."""
     few = ["batch.micro_batch=8"]  # an eighth of the microbatches, which the certificate checks one by one

@@ -168,6 +168,7 @@ def test_posting_receives_ahead_changes_no_bit(ranks: RankPool, case: Case) -> N
     _assert_same_bits(ahead, late)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "chunks", "recompute", "sequence_parallel", "tolerance"),
     [

@@ -69,6 +69,7 @@ def test_data_shorter_than_a_batch_or_a_sequence_is_refused(prefix: str) -> None
     assert data_problems(run_config(sequence_length=1200, train="synthetic", validation=source)) == []
 
 
+@pytest.mark.thorough
 def test_check_says_the_same(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`check` prints the same summary as a start."""
     words = [

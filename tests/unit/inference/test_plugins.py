@@ -95,12 +95,14 @@ def loss_of(done: subprocess.CompletedProcess[str]) -> float:
     return float(json.loads(done.stdout)["held_out"][0]["loss"])
 
 
+@pytest.mark.thorough
 def test_the_manifest_records_each_plugin_as_data(trained: Path) -> None:
     (plugin,) = read_manifest(trained / "run" / CHECKPOINT)[0].plugins
     assert plugin.name == plugin.path == str(trained / "mine.py") and len(plugin.sha256) == 64
     assert own_plugins(trained / "run") == (str(trained / "mine.py"),)
 
 
+@pytest.mark.thorough
 def test_evaluation_of_the_own_run_directory_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
     """The run's samples and the evaluation's windows begin at different tokens of the same text, so the losses agree
     only approximately.
@@ -156,6 +158,7 @@ def test_a_run_directory_of_another_user_is_like_a_checkpoint_alone(trained: Pat
     assert refused.returncode == 2 and "which neither --plugin nor your run file names" in refused.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("plugins", "now"),
     but_first([("[mine.py]", "mine.py"), ("[]", "none"), ("[other.py]", "other.py")]),
@@ -178,12 +181,14 @@ def test_a_resume_with_other_or_changed_plugins_is_refused(
     assert allowed.returncode == 0, allowed.stderr
 
 
+@pytest.mark.thorough
 def test_a_plugin_that_only_lies_elsewhere_is_the_same(trained: Path, tmp_path: Path) -> None:
     run_dir = copy_of(trained, tmp_path)
     words = ["train", str(trained / "run.yaml"), f"train.run_dir={run_dir}", "plugins=[mine.py]", "train.steps=3"]
     assert frontier_llm(*words, "--dry-run", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_from_before_digests_is_known_by_its_plugins_names(trained: Path, tmp_path: Path) -> None:
     """Up to version 3, a manifest has no list of plugins. The configuration in the manifest names the plugins, relative
     to the working directory.

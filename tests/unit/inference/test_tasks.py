@@ -126,6 +126,7 @@ def write_local_tasks(lm_eval: Any, directory: Path) -> None:
         (directory / f"{name}.yaml").write_text(head + source + splits)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shots", [2, thorough(0)])
 def test_prompts_and_scores_equal_lm_eval_on_the_exported_model(
     exported: Path,

@@ -102,6 +102,7 @@ def test_products_over_groups(inputs, outputs):
             compare(make(torch.float16, torch.tensor(ends, dtype=torch.int32), inputs, outputs))
 
 
+@pytest.mark.thorough
 def test_more_groups_than_are_looked_at_together():
     ends = torch.arange(0, 600, 2, dtype=torch.int32)
     x = normal(598, 16, dtype=torch.float16)
@@ -109,6 +110,7 @@ def test_more_groups_than_are_looked_at_together():
     close(gpu.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
 
 
+@pytest.mark.thorough
 def test_small_probabilities_outlive_products_that_flush_subnormals():
     """Most probabilities of a row of 1000 are subnormal in fp16, and the gradient of v sums them over the rows.
 
@@ -257,6 +259,7 @@ def test_gradient_sums(dtype):
     compare(cases.embedding(dtype, 1037))
 
 
+@pytest.mark.thorough
 def test_an_embedding_sums_blocks_of_1024_tokens():
     """In fp32 2^24 + 1 is 2^24, so a single sum would lose every 1.0.
 

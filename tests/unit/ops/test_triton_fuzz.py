@@ -59,6 +59,7 @@ def test_attention(case):
     close(*grads, 4.0)
 
 
+@pytest.mark.thorough
 @EXAMPLES
 @given(
     dtypes,

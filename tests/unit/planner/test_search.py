@@ -141,6 +141,7 @@ def test_the_choice_beats_ornls_recipe_in_its_own_simulation(model: str, nodes: 
 BIG = pytest.mark.parametrize(("model", "nodes"), [("gpt-1t", 384), ("gpt-175b", 9408)])
 
 
+@pytest.mark.thorough
 @BIG
 def test_big_searches_keep_tensor_parallelism_inside_the_node(model: str, nodes: int) -> None:
     """Run the complete command in its own process."""
@@ -235,6 +236,7 @@ def test_the_breakdown_adds_up_to_the_step() -> None:
         assert f"TP{plan.layout.tp} " in layout_words(plan)
 
 
+@pytest.mark.thorough
 def test_too_small_and_impossible_sizes() -> None:
     model = load_model("gpt-1t")
     assert search(model, FRONTIER, 4, 6144).plans == ()
@@ -256,6 +258,7 @@ def test_the_search_proposes_no_tensor_group_over_nodes() -> None:
     assert set(enumerate_layouts(model, 24, 24, 8, {"tp": 3}).tp) == {3}
 
 
+@pytest.mark.thorough
 def test_cross_node_tp_is_priced_only_on_request() -> None:
     model = load_model("gpt-1t")
     assert search(model, FRONTIER, 384, 9600).across is None

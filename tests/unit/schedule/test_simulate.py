@@ -61,6 +61,7 @@ def test_timeline_respects_dependencies(schedule: Schedule, send_s: float) -> No
             assert start_s >= ends[(Kind.FORWARD, microbatch, place)]
 
 
+@pytest.mark.thorough
 def test_a_trillion_parameter_schedule_simulates_in_seconds() -> None:
     """1600 microbatches on 64 stages are 614,000 actions.
 

@@ -51,6 +51,7 @@ def test_one_command_builds_libraries_and_kernels_and_checks_them(tmp_path: Path
     assert not [line for line in words if "torch" in line.split() or "triton" in line.split()]
 
 
+@pytest.mark.thorough
 def test_a_failed_build_or_check_fails_the_command(tmp_path: Path) -> None:
     assert install(tmp_path, "frontier", failing="build_ops")[0] == 1
     assert install(tmp_path, "frontier", failing="doctor")[0] == 1

@@ -96,6 +96,7 @@ def test_bad_input_is_refused_before_ranks_start(run_file, tmp_path, capsys, arg
     assert not (tmp_path / "run" / "logs").exists(), "no rank was started"
 
 
+@pytest.mark.thorough
 def test_a_users_own_config_yaml_is_not_overwritten(run_file, tmp_path, capsys):
     own = run_file.rename(tmp_path / "config.yaml")
     words = ["train", str(own), f"train.run_dir={tmp_path}", "--dry-run"]

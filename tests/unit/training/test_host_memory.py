@@ -24,6 +24,7 @@ print(faults())
 PAGES = 4 * (24 << 20) // 4096
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone")
 def test_freed_blocks_keep_their_pages() -> None:
     kept, usual = (

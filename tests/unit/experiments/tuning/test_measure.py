@@ -151,6 +151,7 @@ def table(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [str(trial.layout) for trial in trials]
 
 
+@pytest.mark.thorough
 def test_the_report_and_the_fastest_layout_come_from_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

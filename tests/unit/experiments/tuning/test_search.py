@@ -196,6 +196,7 @@ def test_the_space_is_what_the_planner_prices_and_each_layout_can_be_said_in_wor
         make_space(space.config, NUMBERS, 7, 2, {"tp": 2})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("run", "overrides", "axis"), [("moe_small", [], "ep"), ("train_small", ["model.sequence_length=131072"], "cp")]
 )
@@ -229,6 +230,7 @@ def measured_on(space: Space, true: Rates, trials: int, noise: float) -> Everyth
 SLOWER = scaled(NUMBERS, ("gemm_efficiency", "fabric_bytes_s"), np.log([0.5, 0.1]))
 
 
+@pytest.mark.thorough
 def test_constants_that_have_changed_are_found_and_written(space: Space, tmp_path: Path) -> None:
     content = tuned_machine(measured_on(space, SLOWER, 24, noise=0.08))
     assert_recorded("tuned.yaml", content)

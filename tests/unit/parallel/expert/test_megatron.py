@@ -106,6 +106,7 @@ def weight_of_z(variant: str) -> float:
     return Z if variant == "softmax-before-top-k" else 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("variant", "ranks"),
     [
