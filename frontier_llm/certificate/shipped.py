@@ -26,7 +26,8 @@ RUN_DIR = "/scratch/runs/NAME"
 HEAD = """<!-- Written by python -m frontier_llm.certificate.shipped. -->
 # Certificates of the shipped runs
 
-`frontier-llm check` printed these certificates ([check a run before it is queued](../check.md)).
+`frontier-llm check` makes these certificates, here without seconds and line numbers
+([check a run before it is queued](../check.md)).
 The runs have synthetic data and the account ABC123.
 All times, memory and costs are predicted for Frontier's machine file, and no run of this page ran on an MI250X.
 """

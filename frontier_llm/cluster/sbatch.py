@@ -370,7 +370,7 @@ def main(arguments: list[str]) -> int:
             path.write_text(text, encoding="utf-8")
             path.chmod(0o755 if path.suffix != ".sh" or path.parent.name == "launch" else 0o644)
     for relative_name in stale:
-        print(f"{relative_name} differs from its source; run python -m frontier_llm.cluster.sbatch", file=sys.stderr)
+        print(f"{relative_name} is missing or not current; run python -m frontier_llm.cluster.sbatch", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -70,8 +70,8 @@ class Provider:
     version: Callable[[], str] = lambda: f"torch {torch.__version__}"
     missing: Callable[[], str | Refusal] = lambda: ""
     build: str = ""  # command that builds the back-end.
-    # Returns the reason why the back-end's attention does not support parts of a sequence, or '' if it does. None: it
-    # never supports them. Context parallelism with gather or ring needs parts.
+    # Returns why the back-end's attention does not support queries and keys from different parts of a sequence, or ''
+    # if it does. None: it never supports them. Context parallelism with gather or ring needs them.
     parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = None
     windows: bool = True  # True if the attention supports sliding windows
     softcaps: bool = False  # True if the attention supports soft caps, also together with sliding windows

@@ -45,7 +45,7 @@ class Muon:
         direction = part.gradient * grad_scale
         momentum = part.states["momentum"].mul_(self._config.momentum).add_(direction)
         direction.add_(momentum, alpha=self._config.momentum)
-        # bf16 is precise enough for the direction of an update. In fp16 the square of a large gradient would overflow.
+        # bf16 is precise enough for the direction of an update. The range of fp16 is too small for gradients.
         dtype = torch.bfloat16 if part.weights.element_size() == 2 else part.weights.dtype
         tensors = part.tensors.of(direction.to(dtype))
         self._orthogonalize(part.tensors.specs, tensors, part.tensors.tp)

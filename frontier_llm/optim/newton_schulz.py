@@ -1,8 +1,9 @@
 """Approximate orthogonalisation by five steps of a Newton-Schulz iteration (Jordan et al. 2024).
 
 The functions take stacks of matrices that tensor parallelism may split. A step is X <- a X + (b G + c G²) X with
-G = X Xᵀ. If tp splits the longer side, G is a sum over tp and all other products are local: the result is the same, and
-each rank does 1/tp of the work. If tp splits the shorter side, every rank gathers the matrix and iterates on all of it.
+G = X Xᵀ. If tp splits the longer side, G is a sum over tp, the products with X are divided
+by tp, and every rank computes G² completely. If tp splits the shorter side, every rank gathers the matrix and iterates
+on all of it.
 """
 
 from __future__ import annotations

@@ -181,9 +181,9 @@ def _v_orders(order: VOrder, placement: Placement, microbatches: int) -> tuple[t
 def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
     """Return the orders of all ranks, with weight gradients moved to units of time in which the rank would be idle.
 
-    The orders are simulated in units of time. A weight gradient runs at its place in the given order, or earlier if
-    nothing else can run. After a rank's last forward, its memory can only decrease. After that forward, input gradients
-    run as early as possible, because other ranks wait for them.
+    The orders are simulated in units of time. Until a rank's last forward, a weight gradient runs at its place in the
+    given order, or earlier if nothing else can run. After it, the number of kept activations cannot grow. Input
+    gradients then run first, because other ranks wait for them.
     """
     ranks = [_Rank(order) for order in orders]
     # (True for a forward, microbatch, position) → time unit at which the pass has ended

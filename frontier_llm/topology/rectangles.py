@@ -1,7 +1,7 @@
 """Rectangles of global tensors. The module converts ZeRO's ranges of flat elements to rectangles, and intersects saved
 rectangles with the rectangles that another layout needs.
 
-The module is arithmetic on tuples. It uses neither torch nor files.
+The module computes with tuples and numpy arrays. It uses neither torch nor files.
 """
 
 from __future__ import annotations

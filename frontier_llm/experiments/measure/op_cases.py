@@ -1,7 +1,7 @@
 """Benchmark cases for single ops: each op of the catalogue and its eager torch equivalent, at the shapes of a model.
 
-The cases have the shapes of one microbatch on one rank. `bench step` and `calibrate` use the matrix products of a layer
-and of the head from here.
+The cases have the shapes of one microbatch on one rank; those of the optimizer use a flat buffer. `bench
+step` and `calibrate` use the matrix products of a layer and of the head from here.
 """
 
 from __future__ import annotations

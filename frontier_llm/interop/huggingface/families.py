@@ -76,7 +76,7 @@ class Family:
     # returns our fields that are not in `keys`, and refuses values that our model does not support
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]  # returns the other keys of config.json
-    ignored: tuple[str, ...]  # endings of tensors in older files that are buffers, not weights
+    ignored: tuple[str, ...]  # endings of the names of buffers, which older files contain and which are not read
     prefix: str  # prefix of tensor names; files saved from the bare model do not have it.
     # Our fields for which the architecture supports only these values
     either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -28,7 +28,9 @@ class TensorRule:
     """One of our parameters, and the tensors of the other format that hold the same values."""
 
     parameter: Parameter
-    theirs: tuple[str, ...]  # name of one tensor, or of one tensor for each of our pieces.
+    # Name of one tensor, or one name for each piece of the fused parameter (such as q, k and v). Tensors of experts
+    # have such names for each expert.
+    theirs: tuple[str, ...]
     # Number of rows (dim 0) of our tensor that the other format also has. Our further rows are padding of the
     # vocabulary and are zeros.
     rows: int

@@ -33,8 +33,8 @@ from frontier_llm.run.failure import (
 from frontier_llm.run.threads import in_daemon
 from frontier_llm.training.guard.suspects import WrongResults
 
-# Shortest time between two heartbeats of a rank. In very large jobs `period_s` returns a longer time, to limit the load
-# of the store.
+# Time between two heartbeats of a rank within a step; each new step sends one too. In very large jobs `period_s`
+# returns a longer time, to limit the load of the store.
 PERIOD_S = 0.25
 SILENT_PERIODS = 3  # If a single rank sends no heartbeat for this number of periods, the rank is treated as dead.
 # Time after which several ranks without heartbeats are treated as dead. This time is longer than SILENT_PERIODS

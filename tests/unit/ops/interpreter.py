@@ -93,7 +93,9 @@ class _Memory:
         if stray.any():
             name = self.names[index[stray][0]]
             first = offset[stray][0]
-            raise IndexError(f"{self.kernel}: byte {first} of {name}, which has {self.sizes[index[stray][0]]}")
+            raise IndexError(
+                f"{self.kernel} accesses {size} bytes at byte {first} of {name} ({self.sizes[index[stray][0]]} bytes)"
+            )
         return (self.starts[index] + offset).astype(np.uint64), self.sizes[index] < VIRTUAL_BYTES
 
 

@@ -76,8 +76,8 @@ def test_a_run_resumed_inside_or_at_the_border_of_a_phase_is_the_uninterrupted_o
 def _last_phase(rank: int, words: list[str], world_size: int, built: bool) -> list[tuple[float, float]]:
     """Return loss and gradient norm of two steps of the last phase.
 
-    With `built`, the run is built with the settings of the last phase. Otherwise it enters the last phase from the
-    first phase.
+    With `built`, the run is built with the settings of the last phase. Otherwise it is built with the settings of
+    the first phase, and changes to the last phase before its first step.
     """
     config: RunConfig = load_run("bench", [*WORDS, *words, "precision.dtype=fp64", "data.seed=7"])
     phase = phases_of(config)[-1]
