@@ -110,7 +110,7 @@ def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> Lay
 
 
 def _only_span(config: RunConfig, directory: Path) -> LayoutSpan:
-    """Return one span for all steps of an old run whose metrics.jsonl records no layouts. Only the last one is known."""
+    """Return one span for all steps of an old run whose metrics.jsonl records no layouts."""
     grid = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["grid"]
     return LayoutSpan(0, 0, plan_as_given(config, grid["tp"] * grid.get("cp", 1) * grid["pp"] * grid["dp"]))
 
