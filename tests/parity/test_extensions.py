@@ -148,7 +148,8 @@ def learned(recorded: dict[int, Recorded]) -> CollectiveLists:
     return CollectiveLists(inside, instead, before, behind)
 
 
-PARALLEL = [case for case in pairwise() if case.world_size > 1]
+# These contain all settings, and nearly all of their pairs.
+PARALLEL = [case for case in pairwise()[:40] if case.world_size > 1]
 
 
 @pytest.mark.parametrize("case", but_first(PARALLEL, 8), ids=str)

@@ -74,6 +74,7 @@ def test_production_runs_save_at_the_planners_interval(script: str) -> None:
     assert done.returncode == 0, "run python scripts/pretrain_intervals.py"
 
 
+@pytest.mark.usefixtures("quick_submit")
 @pytest.mark.parametrize(
     "unsaved", ["train.steps=21", "data.train=[{path: DATA}]", "train.phases=[{steps: 5, data: {train: DATA}}]"]
 )
@@ -96,6 +97,7 @@ def test_a_benchmark_that_became_a_run_is_refused_with_the_production_script(
     assert "no checkpoint is written" not in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_submit")
 def test_a_benchmark_that_does_not_fit_its_walltime_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +144,7 @@ def test_as_many_checkpoints_are_written_as_counted(tmp_path: Path, words: list[
     assert len(saved) == saves_between(load_run("train_small", words).train, 0, 9)
 
 
+@pytest.mark.usefixtures("quick_submit")
 def test_submit_refuses_a_long_run_on_synthetic_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "pretrain_1t", *ON_384_NODES, f"train.run_dir={tmp_path}/r", "data.train=synthetic"]
     assert main(words) == 2
@@ -152,6 +155,7 @@ def test_submit_refuses_a_long_run_on_synthetic_data(tmp_path: Path, capsys: pyt
     assert "ends when 5,000.0 node-hours are used" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_submit")
 def test_the_preview_says_nodes_minutes_node_hours_and_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
