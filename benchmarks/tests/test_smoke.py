@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import ROOT
+from tests.harness.marks import exhaustive, thorough
 
 FOLDER = ROOT / "benchmarks"
 # These modules have no short run: libraries, programs that another program starts, generators with their own check, and
@@ -28,6 +29,7 @@ WITHOUT = {
     "published/rows": "library",
     "published/validate": "library",
 }
+PEERS = ("peers/gpt", "peers/moe")  # they take minutes, because DeepSpeed compiles an op when it starts
 FILES = sorted(
     str(path.relative_to(FOLDER).with_suffix(""))
     for path in FOLDER.rglob("*.py")
@@ -51,9 +53,10 @@ def source(name: str) -> str:
     return (FOLDER / f"{name}.py").read_text(encoding="utf-8")
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(1800)  # ends a hang; the longest short run takes 9 minutes on a machine with much other load
-@pytest.mark.parametrize("name", [name for name in FILES if name not in WITHOUT])
+@pytest.mark.parametrize(
+    "name", [exhaustive(name) if name in PEERS else thorough(name) for name in FILES if name not in WITHOUT]
+)
 def test_a_short_run_ends_well_and_changes_no_file(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name.replace('/', '.')}", "--smoke"]
     environment = {

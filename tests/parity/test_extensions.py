@@ -148,7 +148,7 @@ def learned(recorded: dict[int, Recorded]) -> CollectiveLists:
     return CollectiveLists(inside, instead, before, behind)
 
 
-# These contain all settings, and nearly all of their pairs.
+# The first 40 cases contain all settings.
 PARALLEL = [case for case in pairwise()[:40] if case.world_size > 1]
 
 

@@ -46,7 +46,7 @@ def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str, docume
     assert min(serial.norms) > 2 * case.config().optimizer.clip_norm  # gradients were clipped
 
 
-@pytest.mark.parametrize("case", but_first(pairwise(), 16), ids=str)
+@pytest.mark.parametrize("case", but_first(pairwise(), 8, in_ci=48), ids=str)
 def test_every_pair_of_settings(run_case: RunCase, case: Case) -> None:
     """Compares loss, all gradients, gradient norm, initial weights and parameters after three steps. Replicas must be
     bitwise equal.

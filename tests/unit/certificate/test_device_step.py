@@ -125,7 +125,7 @@ def test_experts_of_other_ranks_wait_for_the_numbers_of_rows() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", pairwise(), ids=str)
+@pytest.mark.parametrize("case", pairwise()[:40], ids=str)  # these contain all settings
 def test_every_layout_of_the_parity_tests_is_counted(case: Case) -> None:
     counts = count_device_step(replace(case, settings=(*ON_FRONTIER, *case.settings)).config("bf16"), case.world_size)
     assert counts.problems == () and counts.by_line["waits"], counts.evidence

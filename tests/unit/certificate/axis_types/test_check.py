@@ -61,7 +61,7 @@ def test_a_layout_with_all_axes_passes() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", pairwise()[:40], ids=str)  # all settings, and nearly all of their pairs
+@pytest.mark.parametrize("case", pairwise()[:40], ids=str)  # these contain all settings
 def test_no_layout_of_the_parity_tests_is_refused(case: Case) -> None:
     _passes(case)
 
