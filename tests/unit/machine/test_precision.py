@@ -114,7 +114,8 @@ def test_a_type_without_attention_on_a_gpu_is_refused_as_the_selection_of_ops_re
             ]
             config = load_run("quickstart", words)
             needs = AttentionNeeds(documents, parts=way == "ring", window=window, alibi=alibi, softcap=softcap)
-            chosen = select.choose("attention", "auto", "cuda", working_dtype(dtype), needs, deterministic=equal_bits)
+            conditions = select.Conditions("cuda", working_dtype(dtype), needs, deterministic=equal_bits)
+            chosen = select.choose("attention", "auto", conditions)
             problem = problem_on_gpu(config)
             assert (problem is None) == isinstance(chosen, select.ChosenBackend), words
             if problem is None:

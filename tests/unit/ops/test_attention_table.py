@@ -37,10 +37,11 @@ def test_the_order_of_the_table_comes_first(monkeypatch: pytest.MonkeyPatch, cap
     assert first == ("cudnn", "flash_attn", "sdpa", "triton") and "measured" in capfd.readouterr().err
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
-    outcome = select.choose("attention", "auto", "cuda", torch.bfloat16, first=first)
+    conditions = select.Conditions("cuda", torch.bfloat16)
+    outcome = select.choose("attention", "auto", conditions, first)
     assert isinstance(outcome, select.ChosenBackend) and outcome.provider.name == "cudnn"
     monkeypatch.setattr(torch.version, "hip", "7.2")
-    assert "cuDNN needs an NVIDIA GPU" in str(select.choose("attention", "cudnn", "cuda", torch.bfloat16))
+    assert "cuDNN needs an NVIDIA GPU" in str(select.choose("attention", "cudnn", conditions))
 
 
 def test_mistakes_in_a_table_are_named_at_once(tmp_path: Path) -> None:
