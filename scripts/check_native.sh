@@ -14,6 +14,8 @@ for name in a_norm_sums_the_gradients_of_a_million_rows an_embedding_sums_the_gr
     adamw_keeps_a_decay_that_is_smaller_than_half_an_ulp; do
     tests+=("--deselect=tests/unit/ops/test_cpu.py::test_$name")
 done
+# This test expects an answer within a second, which sanitized code does not give on a busy machine.
+tests+=(--deselect=tests/unit/comm/test_store.py::test_a_stopped_store_answers_with_a_time_out)
 copy="$(mktemp -d)"
 trap 'rm -rf "$copy"' EXIT
 cp -r csrc tests benchmarks configs scripts launch slurm setup.py pyproject.toml "$copy"
