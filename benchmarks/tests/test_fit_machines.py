@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from benchmarks.planner.fit_machines import KNEE, fit_rows, starting_point, update_machine
-from benchmarks.published.datasets import shipped
-from benchmarks.published.predict import cluster_rates, predict
+from benchmarks.published.datasets import FITTED, shipped
+from benchmarks.published.predict import cluster, cluster_rates, predict
 from frontier_llm.config import configs_dir
+from frontier_llm.experiments.measure.ceilings import ceilings_of
 from frontier_llm.experiments.measure.fit import soften
+from frontier_llm.experiments.measure.machine_file import value_of
 from frontier_llm.machine.load import load_machine, rates
 
 
@@ -25,6 +27,33 @@ def test_the_fit_recovers_constants_that_made_the_data() -> None:
     best = fit_rows(made, start, keys)
     assert best.gemm_efficiency == pytest.approx(0.6, rel=0.01)
     assert max(abs(one.error) for one in predict(made, best)) < 0.01
+
+
+def test_a_fit_never_exceeds_a_ceiling() -> None:
+    """The data are made with constants above their ceilings, as if another part of the formula were too slow."""
+    rows = [row for row in shipped() if row.dataset == "Megatron SC'21 table 1"]
+    keys = ("gemm_efficiency", "hbm_efficiency", "fabric_bytes_s", "network_efficiency")
+    start = starting_point("a100", cluster_rates("a100", "megatron-lm"), keys)
+    fabric = tuple(290e9 for _ in start.fabric_bytes_s)
+    above = replace(start, gemm_efficiency=0.99, hbm_efficiency=0.99, fabric_bytes_s=fabric, network_efficiency=1.0)
+    made = [replace(row, seconds=one.seconds) for row, one in zip(rows, predict(rows, above), strict=True)]
+    best = fit_rows(made, start, keys)
+    limits = ceilings_of("sm_80")
+    assert all(value_of(best, key) <= limits[key].value for key in keys)
+    assert best.gemm_efficiency == limits["gemm_efficiency"].value < 0.9
+
+
+@pytest.mark.parametrize(("machine", "stack"), FITTED)
+def test_each_fitted_rate_has_a_ceiling_with_a_source(machine: str, stack: str) -> None:
+    limits = ceilings_of(cluster(machine).device.architecture)
+    rates_and_shares = [name.partition("/")[0] for name in FITTED[machine, stack] if not is_a_time(name)]
+    without = {"gemm_k_half", "unaligned_penalty"}  # neither a rate nor a share
+    assert {name for name in rates_and_shares if name not in limits} <= without
+    assert all(len(one.source) > 20 for one in limits.values())
+
+
+def is_a_time(constant: str) -> bool:
+    return constant.endswith("_s") and "bytes" not in constant
 
 
 def test_stalled_runs_count_by_their_size_and_not_by_its_square() -> None:
