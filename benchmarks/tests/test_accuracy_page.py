@@ -17,6 +17,7 @@ from benchmarks.planner.accuracy_page import (
 from benchmarks.published.datasets import FURTHER, PUBLISHED, read_stated
 
 
+@pytest.mark.thorough
 def test_the_page_has_each_row_of_the_mi250x() -> None:
     """Each row has its prediction, and the largest error is first."""
     text = PAGE.read_text(encoding="utf-8")

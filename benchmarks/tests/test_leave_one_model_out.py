@@ -65,6 +65,7 @@ def test_a_series_counts_once() -> None:
     assert len({run.key for run in runs}) == len(runs)
 
 
+@pytest.mark.thorough
 def test_the_machine_file_has_the_fitted_factors_of_experts() -> None:
     errors = ExpertErrors()
     rows = list(errors.runs.values())
