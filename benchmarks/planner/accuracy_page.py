@@ -207,8 +207,15 @@ def ceilings() -> Iterator[str]:
     """Yield a table of the fitted constants that exceed their ceilings, in the units of Rates."""
     yield "| machine, stack | constant | fitted | ceiling | source of the ceiling |"
     yield "|---|---|--:|--:|---|"
-    for machine, stack, constant, value, ceiling in above_ceilings():
-        yield f"| {machine}, {stack} | `{constant}` | {value:.4g} | {ceiling.value:.4g} | {ceiling.source} |"
+    for one in above_ceilings():
+        cells = (
+            f"{one.machine}, {one.stack}",
+            f"`{one.constant}`",
+            f"{one.value:.4g}",
+            f"{one.ceiling.value:.4g}",
+            one.ceiling.source,
+        )
+        yield f"| {' | '.join(cells)} |"
 
 
 def figure(rows: Sequence[Judged]) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
 
 KNEE = 0.03
+ROUNDING = 1e-3  # machine files have values with four digits
 PRIOR = 0.003
 
 # Start values of the constants, and centre of the weak prior. The values in the machine file are not used, because they
@@ -107,16 +108,33 @@ def fit_rows(rows: Sequence[PublishedRun], start: Rates, constants: Sequence[str
     return fit(measurements, evaluations=evaluations, scale=0.5)
 
 
-def above_ceilings() -> Iterator[tuple[str, str, str, float, Ceiling]]:
-    """Yield machine, stack, constant, value and ceiling of the fitted constants in machine files that exceed theirs."""
+@dataclass(frozen=True)
+class Above:
+    """A fitted constant in a machine file that exceeds its ceiling."""
+
+    machine: str
+    stack: str
+    constant: str
+    value: float
+    ceiling: Ceiling
+
+
+def above_ceilings() -> Iterator[Above]:
+    """Yield the fitted constants of all machine files that exceed their ceilings by more than the files' rounding."""
     for (machine, stack), constants in FITTED.items():
         limits = ceilings_of(cluster(machine).device.architecture)
         numbers = cluster_rates(machine, stack)
         for constant in constants:
-            ceiling = limits.get(constant.partition("/")[0])
+            name, _, _ = constant.partition("/")
             value = value_of(numbers, constant)
-            if ceiling and float(f"{value:.4g}") > float(f"{ceiling.value:.4g}"):
-                yield machine, stack, constant, value, ceiling
+            if name in limits and value > limits[name].value * (1 + ROUNDING):
+                yield Above(
+                    machine,
+                    stack,
+                    constant,
+                    value,
+                    limits[name],
+                )
 
 
 def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
