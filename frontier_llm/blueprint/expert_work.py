@@ -36,7 +36,7 @@ EXPERTS = "experts' products"
 DISPATCH = "tokens to experts and back"
 COUNT_BYTES = 8
 CHOICE_BYTES = 4
-# GPU operations that the host launches in a dispatch (parallel/expert/dispatch.py) after it has waited for the numbers
+# GPU operations that the host launches in a dispatch (parallel/expert/plan.py) after it has waited for the numbers
 # of rows and before the rows are sent. They are a copy to the host, the indices of the rows, the gathering of rows and
 # weights, and two messages. The copy counts as two operations.
 LAUNCHES_AFTER_WAIT = 10
@@ -44,7 +44,7 @@ LAUNCHES_AFTER_WAIT = 10
 
 class Rows(NamedTuple):
     """Numbers of token rows of one microbatch and layer on one rank, padding rows included
-    (`parallel/expert/dispatch.py`).
+    (`parallel/expert/plan.py`).
 
     With the two-stage all-to-all, `sent` and `received` count the second stage, inside the node.
     """
