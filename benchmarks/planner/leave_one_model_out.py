@@ -27,13 +27,11 @@ from frontier_llm.planner.costs.time import step_s
 
 PAGE = MEASURED / "planner.md"
 ROWS = "dgxc_dense.tsv"
-# Values that are tried for the two constants. They lie below the ceilings: 0.75 of the peak, which products in 16 bit
-# reach with cuBLAS on H100, and 2, the ratio between the FP8 and the 16-bit peak.
+# Values that are tried for the constants. They lie below the ceilings of frontier_llm/experiments/measure/ceilings.py.
 GEMM = [step / 1000 for step in range(600, 700, 5)]
 SPEEDUP = [step / 1000 for step in range(1500, 2000, 25)]
 EXPERT_ROWS = "dgxc_moe.tsv"
 EXPERT_DEVICES = 32
-# The ceiling keeps the experts' products below 0.75 of the peak too: 0.75 / 0.645 = 1.163.
 EXPERT_SHARE = [step / 1000 for step in range(800, 1165, 5)]
 
 Constants = tuple[float, float]

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.planner.accuracy_page import (
     FIGURE,
     PAGE,
+    ceilings,
     figure,
     judge,
     page,
@@ -16,6 +17,7 @@ from benchmarks.planner.accuracy_page import (
 from benchmarks.published.datasets import FURTHER, PUBLISHED, read_stated
 
 
+@pytest.mark.thorough
 def test_the_page_has_each_row_of_the_mi250x() -> None:
     """Each row has its prediction, and the largest error is first."""
     text = PAGE.read_text(encoding="utf-8")
@@ -28,6 +30,20 @@ def test_the_page_has_each_row_of_the_mi250x() -> None:
     worst = max(rows, key=lambda one: abs(one.error))
     assert listed.index(worst.row.key) == min(listed.index(one.row.key) for one in rows)
     assert figure(rows).count("<circle") == len(rows)
+
+
+def test_the_page_lists_each_fitted_constant_above_its_ceiling() -> None:
+    lines = list(ceilings())
+    assert "\n".join(lines) in PAGE.read_text(encoding="utf-8")
+    machines = set()
+    for line in lines[2:]:
+        machine, _, _ = line.partition(",")
+        machines.add(machine)
+    assert machines == {
+        "| vtrain-a100",
+        "| vtrain-a100-node",
+        "| jean-zay",
+    }
 
 
 def test_a_measurement_that_another_release_repeats_is_one_row() -> None:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from benchmarks.planner.fit_machines import KNEE, fit_rows, starting_point, update_machine
-from benchmarks.published.datasets import shipped
-from benchmarks.published.predict import cluster_rates, predict
+from benchmarks.published.datasets import FITTED, shipped
+from benchmarks.published.predict import cluster, cluster_rates, predict
 from frontier_llm.config import configs_dir
+from frontier_llm.experiments.measure.ceilings import ceilings_of
 from frontier_llm.experiments.measure.fit import soften
+from frontier_llm.experiments.measure.machine_file import value_of
 from frontier_llm.machine.load import load_machine, rates
 
 
@@ -25,6 +27,56 @@ def test_the_fit_recovers_constants_that_made_the_data() -> None:
     best = fit_rows(made, start, keys)
     assert best.gemm_efficiency == pytest.approx(0.6, rel=0.01)
     assert max(abs(one.error) for one in predict(made, best)) < 0.01
+
+
+def test_a_fit_never_exceeds_a_ceiling() -> None:
+    """The data are made with constants above their ceilings, as if another part of the formula were too slow."""
+    rows = [row for row in shipped() if row.dataset == "Megatron SC'21 table 1"]
+    keys = (
+        "gemm_efficiency",
+        "hbm_efficiency",
+        "fabric_bytes_s",
+        "network_efficiency",
+    )
+    shipped_rates = cluster_rates("a100", "megatron-lm")
+    start = starting_point("a100", shipped_rates, keys)
+    above = replace(
+        start,
+        gemm_efficiency=0.99,
+        hbm_efficiency=0.99,
+        fabric_bytes_s=(290e9, 290e9, 290e9),
+        network_efficiency=1.0,
+    )
+    made = []
+    for one in predict(rows, above):
+        row = replace(one.row, seconds=one.seconds)
+        made.append(row)
+    best = fit_rows(made, start, keys)
+    limits = ceilings_of("sm_80")
+    for key in keys:
+        value = value_of(best, key)
+        assert value <= limits[key].value
+    assert best.gemm_efficiency == limits["gemm_efficiency"].value
+
+
+@pytest.mark.parametrize(("machine", "stack"), FITTED)
+def test_each_fitted_rate_has_a_ceiling(machine: str, stack: str) -> None:
+    architecture = cluster(machine).device.architecture
+    limits = ceilings_of(architecture)
+    neither_rates_nor_shares = {
+        "gemm_k_half",
+        "unaligned_penalty",
+        "fabric_latency_s",
+        "fabric_hop_s",
+        "network_latency_s",
+        "kernel_s",
+        "launch_s",
+        "microbatch_s",
+        "step_s",
+    }
+    for constant in FITTED[machine, stack]:
+        name, _, _ = constant.partition("/")
+        assert name in limits or name in neither_rates_nor_shares
 
 
 def test_stalled_runs_count_by_their_size_and_not_by_its_square() -> None:

@@ -96,6 +96,7 @@ def test_an_optimizer_with_one_state_trains_as_the_oracle(ranks: RankPool, exten
     assert differences(ours, witness(case, ours.initial, momentum(case.config().optimizer.betas[0]))) == []
 
 
+@pytest.mark.thorough
 def test_a_loss_term_is_the_same_on_every_layout_and_changes_the_gradient(ranks: RankPool, extensions: Path) -> None:
     weighted = ("train.loss_weights={small-activations: 0.5}",)
     serial = Case("llama", settings=weighted)

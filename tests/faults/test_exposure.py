@@ -39,6 +39,7 @@ def listening(pids: list[int]) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.thorough
 def test_ports_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)

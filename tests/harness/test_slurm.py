@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import psutil
+import pytest
 
 from tests.harness.slurm import LocalSlurm, why_unavailable
 from tests.harness.system import missing
 
 
+@pytest.mark.thorough
 def test_nothing_outlives_the_cluster() -> None:
     if reason := why_unavailable():
         missing(reason)

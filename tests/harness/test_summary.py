@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness.summary import skip_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +36,7 @@ def test_reasons_are_grouped_by_remedy() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_a_failure_that_passes_alone_is_named(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(TESTS, encoding="utf-8")
     (tmp_path / "conftest.py").write_text("from tests.harness.summary import pytest_terminal_summary\n")

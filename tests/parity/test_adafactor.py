@@ -38,6 +38,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", but_first(CASES, 2), ids=str)
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     """The test also compares the calls and bytes over dp and tp with the closed form."""
@@ -46,6 +47,7 @@ def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     assert differences(run, witness(case, run.initial, adafactor(optimizer.betas, optimizer.eps))) == []
 
 
+@pytest.mark.thorough
 def test_each_expert_is_a_matrix_wherever_it_lies(ranks: RankPool) -> None:
     """Experts are sharded over ranks that also split their width. The result must equal one rank with all experts."""
     settings = (*ADAFACTOR, "parallel.expert=2", "parallel.expert_tensor=2")

@@ -124,6 +124,7 @@ def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
     assert differences(run_case(case), serial) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mistake", "case", "reddens"),
     [

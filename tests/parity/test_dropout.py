@@ -32,6 +32,7 @@ def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str) -> Non
     assert differences(serial, run_case(Case(family, settings=DROPS[1:]))) != []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [

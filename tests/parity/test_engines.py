@@ -132,6 +132,7 @@ def assert_equal_training(
             np.testing.assert_allclose(found[name], tensor, rtol=0, atol=state * largest, err_msg=f"{kind} of {name}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
@@ -224,6 +225,7 @@ def misplaced(rank: int, case: Case) -> str:
     return str(error.value)
 
 
+@pytest.mark.thorough
 def test_state_elsewhere_than_deepspeed_says_stops_the_run(ranks: RankPool) -> None:
     pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     for said in ranks.run(2, misplaced, Case("llama", dp=2)):

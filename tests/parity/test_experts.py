@@ -174,6 +174,7 @@ def test_the_balance_of_the_global_batch_is_the_oracles_whatever_the_layout(
     assert differences(run(ranks, case), serial) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mistake", "case", "reddens"),
     [

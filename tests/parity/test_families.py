@@ -29,6 +29,7 @@ def run(ranks: RankPool, case: Case) -> Run:
     return _SERIAL[case]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", but_first(sorted(FURTHER_FAMILIES)))
 def test_the_serial_run_equals_the_oracle(ranks: RankPool, family: str) -> None:
     case = Case(family, documents=True)

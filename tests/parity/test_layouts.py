@@ -56,6 +56,7 @@ def test_every_pair_of_settings(run_case: RunCase, case: Case) -> None:
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
@@ -80,6 +81,7 @@ FOUND = [  # random runs found these cases; each showed a defect.
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", [*FOUND, *islice(random_cases(seed=0), 2), *map(thorough, islice(random_cases(seed=0), 2, 12))], ids=str
 )

@@ -15,6 +15,7 @@ LION = ("optimizer.name=lion",)
 
 
 # The family has no biases. A key's bias has only rounding as its gradient, and the sign of rounding is random.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", [Case("mpt", tp=2, dp=2, settings=LION), Case("mpt", pp=2, dp=2, schedule="v-half", settings=LION)], ids=str
 )

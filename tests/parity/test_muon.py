@@ -45,6 +45,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", but_first(CASES[1:] + CASES[:1], 2), ids=str)
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     """The test also compares the calls and bytes over dp and tp with the closed form."""

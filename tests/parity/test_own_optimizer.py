@@ -110,6 +110,7 @@ def named(rule: OptimizerRule, *settings: str, **layout: Any) -> Case:
     return Case(settings=(f"optimizer.name={rule.name}", *settings), **{"family": "gpt", **layout})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [

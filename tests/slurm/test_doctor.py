@@ -78,6 +78,7 @@ def test_healthy_nodes_are_called_healthy(cluster: LocalSlurm, tmp_path: Path) -
     assert report["seconds"] < 60
 
 
+@pytest.mark.thorough
 def test_every_planted_fault_is_found_on_its_node(cluster: LocalSlurm, tmp_path: Path) -> None:
     code, report = examine(cluster, tmp_path, [7, GPUS, GPUS, GPUS], "librccl-net-of-nobody.so", planted=True)
     assert code == 1

@@ -77,6 +77,7 @@ def test_mpirun(tmp_path: Path, launcher: str) -> None:
     assert len({row[5] for row in rows}) == 1
 
 
+@pytest.mark.thorough
 def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text(PROGRAM)
     command = [

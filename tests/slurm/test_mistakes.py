@@ -14,6 +14,7 @@ EVERY_DAY = ("CUDA torch on an AMD site", "a module that is gone")
 ROWS = [pytest.param(row, id=row.name, marks=() if row.name in EVERY_DAY else pytest.mark.thorough) for row in MISTAKES]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mistake", ROWS)
 def test_each_planted_mistake_is_refused_before_a_training_step(

@@ -72,6 +72,7 @@ def test_series_run_end_to_end(
     assert all(len(list(point.glob("code-*"))) == 1 for point in out.iterdir() if point.is_dir())
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_one_point_by_hand(cluster: LocalSlurm, tmp_path: Path) -> None:
     words = [*TOY, "batch.global_batch=2", f"train.run_dir={tmp_path}/runs"]

@@ -81,6 +81,7 @@ subprocess.run(["scontrol", "show", "job", "--details", run.allocation.job_id], 
 """  # noqa: E501
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "shape"), [("frontier", FRONTIER_NODE), ("lumi", LUMI_NODE)], ids=["frontier", "lumi"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from frontier_llm.cluster.status import read_status
@@ -26,6 +27,7 @@ TINY = (
 )
 
 
+@pytest.mark.thorough
 def test_submitted_old_and_new_runs_go_on(cluster: LocalSlurm, tmp_path: Path) -> None:
     """A submitted job trains. Then its record is removed, as in a directory of an older version without job.json, and
     the run resumes.
@@ -69,6 +71,7 @@ def test_submitted_old_and_new_runs_go_on(cluster: LocalSlurm, tmp_path: Path) -
     assert len(run_dir.attempts(directory)) == 2
 
 
+@pytest.mark.thorough
 def test_a_run_out_of_memory_goes_on_with_the_roomier_plan(cluster: LocalSlurm, tmp_path: Path) -> None:
     """Rank 1 is out of memory in step 2 of the first start, before any checkpoint (planted).
 

@@ -110,6 +110,7 @@ def test_refused_config_ends_at_once(cluster: LocalSlurm, tmp_path: Path) -> Non
     assert not (run.directory / "attempts.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_a_refusal_after_the_ranks_have_agreed_ends_the_job_at_once(cluster: LocalSlurm, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, 1, 2, ("train.steps=3",), {"STAND_IN_REFUSE": "1"})
     assert run.wait()["ExitCode"] == "2:0", run.text()
@@ -126,6 +127,7 @@ def test_stop_file_ends_a_running_job_in_order(cluster: LocalSlurm, tmp_path: Pa
     assert "stopped at step" in run.text() and cluster.queued() == []
 
 
+@pytest.mark.thorough
 def test_second_job_in_a_run_directory_is_refused(cluster: LocalSlurm, tmp_path: Path) -> None:
     first = Run(cluster, tmp_path, 1, 1, ("train.steps=400",), {})
     first.wait_step(2)
@@ -250,6 +252,7 @@ def test_a_host_that_computes_wrongly_is_not_requeued(cluster: LocalSlurm, tmp_p
     assert cluster.queued() == []
 
 
+@pytest.mark.thorough
 def test_preflight_leaves_a_bad_node_out(cluster: LocalSlurm, tmp_path: Path) -> None:
     # n1 reports that its disk is full. The spare node replaces it before the first attempt.
     planted = """
@@ -266,6 +269,7 @@ if os.environ.get("SLURMD_NODENAME") == "n1":
     assert "--exclude=n1" in run.text() and run_dir.bad_hosts(run.directory) == ["n1"]
 
 
+@pytest.mark.thorough
 def test_preflight_stops_when_too_few_nodes_pass(cluster: LocalSlurm, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import collections, shutil\nshutil.disk_usage = lambda path: collections.namedtuple('u', 'free')(0)\n"

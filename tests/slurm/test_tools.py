@@ -23,6 +23,7 @@ def run_script(cluster: LocalSlurm, script: str, output: Path, *words: str, node
     return text
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_nodes_share_the_parts_of_a_dataset(cluster: LocalSlurm, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"

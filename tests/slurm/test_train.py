@@ -80,6 +80,7 @@ def test_train_1t_runs_on_four_nodes_with_tp8_and_pp4(cluster: LocalSlurm, tmp_p
     assert cluster.queued() == []
 
 
+@pytest.mark.thorough
 def test_a_benchmark_with_data_is_refused_and_the_production_script_trains(cluster: LocalSlurm, tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "tokens", "u2") as writer:
         for start in range(100):
@@ -107,6 +108,7 @@ def test_a_benchmark_with_data_is_refused_and_the_production_script_trains(clust
     assert "2 checkpoints of" in (tmp_path / "trained" / "job.out").read_text()
 
 
+@pytest.mark.thorough
 def test_a_users_mistake_ends_the_run_at_once_and_blames_no_node(cluster: LocalSlurm, tmp_path: Path) -> None:
     """The batch shell detects in its first seconds that the data does not exist, and starts no rank."""
     words = ("data.train=[{path: /nowhere/tokens}]",)

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from frontier_llm.experiments.measure.ceilings import Ceiling, ceilings_of
 from frontier_llm.machine.rates import Rates
 
-# constants that are shares and therefore at most 1
-SHARES = ("gemm_efficiency", "flash_efficiency", "hbm_efficiency", "network_efficiency", "network_crowding")
 _PATTERN = tuple(np.array(offsets) for offsets in product((0.0, -0.5, 0.5, -1.0, 1.0), repeat=2))
 
 
@@ -40,8 +39,7 @@ class Measurements:
     prior: float
     # absolute log error of a time beyond which its cost in the fit grows linearly instead of quadratically
     knee: float
-    # largest values of constants that are not in SHARES
-    ceilings: Mapping[str, float] = field(default_factory=dict)
+    ceilings: Mapping[str, Ceiling] = field(default_factory=lambda: ceilings_of(None))
 
     def rates(self, x: np.ndarray) -> Rates:
         """Return the constants at a point of the fit."""
@@ -52,15 +50,14 @@ class Measurements:
         return np.log(self.predicted_s(self.rates(x)) / self.measured_s)
 
 
-def scaled(start: Rates, constants: Sequence[str], x: np.ndarray, ceilings: Mapping[str, float] | None = None) -> Rates:
+def scaled(start: Rates, constants: Sequence[str], x: np.ndarray, ceilings: Mapping[str, Ceiling]) -> Rates:
     """Return `start` with each constant multiplied by exp(x) with its entry of `x`, but at most its ceiling."""
-    limits = {**dict.fromkeys(SHARES, 1.0), **(ceilings or {})}
     changes: dict[str, Any] = {}
     for constant, shift in zip(constants, x, strict=True):
         name, _, devices = constant.partition("/")
         value = changes.get(name, getattr(start, name))
         factor = math.exp(shift)
-        ceiling = limits.get(name, math.inf)
+        ceiling = ceilings[name].value if name in ceilings else math.inf
         if isinstance(value, tuple):
             sizes = start.fabric_size if not devices else (int(devices),)
             value = tuple(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from frontier_llm.experiments.measure.ceilings import ceilings_of
 from frontier_llm.experiments.measure.fit import Measurements, fit
 from frontier_llm.experiments.measure.machine_file import numbers_of, value_of
 from frontier_llm.experiments.tuning.search import Tuner
@@ -48,6 +49,7 @@ def fit_trials(search: Tuner, numbers: Rates) -> Rates:
         measured_s=np.array([trial.step_s for trial in trials]),
         prior=PRIOR,
         knee=KNEE,
+        ceilings=ceilings_of(load_machine(search.space.config.machine).device.architecture),
     )
     return fit(measurements, evaluations=60, smooth=True)
 

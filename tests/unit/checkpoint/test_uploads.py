@@ -62,6 +62,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.thorough
 def test_kept_checkpoints_are_uploaded_and_the_higher_step_that_is_intact_wins(tmp_path: Path, url: str) -> None:
     run = started(tmp_path / "run", url)
     assert run.loaded is None

@@ -59,6 +59,7 @@ def words(tmp_path: Path) -> tuple[str, ...]:
     return (str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--output", str(tmp_path / "data"))
 
 
+@pytest.mark.thorough
 def test_a_job_of_one_node_makes_its_share_and_joins_it(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = in_job(tmp_path, *words)
     assert done.returncode == 0, done.stderr

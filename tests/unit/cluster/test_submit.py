@@ -112,6 +112,7 @@ def test_a_submission_freezes_code_and_configuration(
     assert (train["steps"], train["run_dir"]) == (7, str(directory))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("by", ["a living process", "a record of another run"])
 def test_a_directory_that_is_not_free_is_left_as_it_is(
     fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], by: str
@@ -144,6 +145,7 @@ def test_a_dead_process_does_not_keep_the_directory(here: list[str], tmp_path: P
     assert not (directory / "submit.lock").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fake_slurm")
 def test_a_queued_job_reads_the_plugin_as_it_was(
     here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -215,6 +217,7 @@ def test_data_that_is_not_there_is_found_before_the_queue(
     assert "sbatch" not in fake_slurm.read_text() and not (tmp_path / "r").exists()
 
 
+@pytest.mark.thorough
 def test_a_refused_dry_run_still_prints_the_script(
     fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +247,7 @@ def test_the_same_run_on_other_node_counts(
     assert rows["384"][-1] == "unknown"
 
 
+@pytest.mark.thorough
 def test_the_days_in_the_queue_are_those_of_the_sites_table(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,6 +265,7 @@ def test_the_days_in_the_queue_are_those_of_the_sites_table(
     assert rows["384"][-1] == "unknown"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fake_slurm")
 def test_a_second_submission_names_the_owner_of_the_first_job(
     here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

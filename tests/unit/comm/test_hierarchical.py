@@ -100,6 +100,7 @@ def _exchange(
     return {"errors": errors, "ledger": ledger, "sum": buffer}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("nodes", "per_node", "transport"), [*((*layout, "auto") for layout in LAYOUTS), (3, 2, "torch")]
 )

@@ -83,6 +83,7 @@ def _assert_same_bits(ours: list[Outcome], theirs: list[Outcome]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", but_first(LAYOUTS[3:] + LAYOUTS[:3]), ids=str)
 def test_overlapping_the_weights_changes_no_bit(ranks: RankPool, case: Case) -> None:
     waited, overlapped = (

@@ -40,6 +40,7 @@ def test_off_by_less_than_one_sample(weights: list[int]) -> None:
     )
 
 
+@pytest.mark.thorough
 @given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=5))
 @settings(max_examples=15)
 def test_any_weights(weights: list[float]) -> None:

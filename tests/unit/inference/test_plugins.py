@@ -115,6 +115,7 @@ def test_evaluation_of_the_own_run_directory_is_that_of_the_run(trained: Path, t
     assert abs(loss_of(frontier_llm(*words, "--plugin", "mine.py", cwd=tmp_path)) - during) > 0.05
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words",
     but_first([["evaluate"], ["generate", "--prompt=a"], ["checkpoint", "export-hf"]]),
@@ -139,6 +140,7 @@ def test_a_checkpoint_alone_never_causes_an_import(trained: Path, tmp_path: Path
     assert given.returncode == 0, given.stderr
 
 
+@pytest.mark.thorough
 def test_a_plugin_that_has_changed_is_refused_and_can_be_given(trained: Path, tmp_path: Path) -> None:
     run_dir = copy_of(trained, tmp_path)
     (tmp_path / "mine.py").write_text(PLUGIN + "# another word\n")

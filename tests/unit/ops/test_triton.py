@@ -67,6 +67,7 @@ def test_attention_of_bounded_scores_in_a_window(softcap, window):
 
 
 # Queries attend to all, some or none of the keys. Both ranges end within blocks.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("queries", "keys", "offset"), [(70, 70, 0), (70, 140, 70), (33, 200, 300), (130, 65, 65), (140, 150, 7), (5, 3, 0)]
 )
@@ -137,6 +138,7 @@ def test_attention_reads_views_and_copies_what_it_cannot_read():
         gpu.attention(*normal(4, 1, 1, 3, 264, dtype=torch.float16).unbind(3), Scores(1.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("head_dim", [24, 40])
 def test_attention_pads_a_head_dim_that_is_no_multiple_of_16(head_dim):
     """The model gpt-1t has 128 heads of 200."""
@@ -179,6 +181,7 @@ def test_activations(dtype, width):
             compare(cases.gelu(dtype, 3, width, approximate=approximate, bias=bias))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [77, 1100])
 def test_rows_are_weighted_where_they_are_activated(dtype, width):

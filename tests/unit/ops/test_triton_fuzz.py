@@ -73,6 +73,7 @@ def test_norms(dtype, rows, columns, has_bias):
     compare(cases.add_norm(dtype, rows, columns, eps=1e-1, bias=has_bias), factor=4.0)
 
 
+@pytest.mark.thorough
 @EXAMPLES
 @given(
     dtypes,

@@ -57,6 +57,7 @@ def test_a_plan_says_what_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -
         assert words in out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "nodes"),
     [("gpt-22b", "8"), ("llama-2-70b", "64"), ("mpt-13b", "16"), ("gpt-175b", "128")],

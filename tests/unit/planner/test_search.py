@@ -154,6 +154,7 @@ def test_big_searches_keep_tensor_parallelism_inside_the_node(model: str, nodes:
     assert done.returncode == 0 and "choice: TP8" in done.stdout, done.stderr
 
 
+@pytest.mark.thorough
 @BIG
 def test_big_searches_count_what_they_leave_out(model: str, nodes: int) -> None:
     found = search(load_model(model), FRONTIER, nodes, default_global_batch(load_model(model), nodes, 8))

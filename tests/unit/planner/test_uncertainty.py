@@ -102,6 +102,7 @@ def test_steps_lead_from_the_best_measured_run_to_the_prediction(model: str, nod
         assert steps.steps[0].seconds == pytest.approx(779, abs=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "nodes", "batch", "microbatches"),
     [("gpt-22b", 16, 512, 8), ("gpt-175b", 128, 10240, 8), ("gpt-1t", 384, 9600, 8)],

@@ -58,6 +58,7 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     assert done.returncode != 0 and f"no C++ compiler: '{tmp_path}/none' is not on PATH" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_newer_gxx_is_taken_if_cxx_is_old(tmp_path: Path) -> None:
     """As on SLES 15: a module adds g++, and c++ remains GCC 7."""
     fake(tmp_path / "bin", "c++", "__clang_major__ 7")

@@ -62,6 +62,7 @@ def test_a_stage_that_fails_is_a_result_with_the_end_of_its_log(
     assert json.loads((tmp_path / "ops.json").read_text()) == skipped
 
 
+@pytest.mark.thorough
 def test_what_has_nothing_to_do_is_skipped_with_a_reason(tmp_path: Path) -> None:
     """This test runs only on machines with fewer than two GPUs."""
     if torch.cuda.device_count() > 1:

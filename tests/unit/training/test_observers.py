@@ -128,6 +128,7 @@ def test_weights_and_biases_is_offline(tmp_path: Path, monkeypatch: pytest.Monke
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -162,6 +162,7 @@ def test_a_fault_of_stages_without_embedding_and_head_is_found() -> None:
     assert "pp 3" in check_axis_types(case.config(), case.world_size).evidence[0]
 
 
+@pytest.mark.thorough
 def test_shipped_run_of_3072_ranks_passes() -> None:
     section = check_axis_types(load_run("train_1t"), 3072)
     assert section.verdict is SectionVerdict.PASSED, section.problems

@@ -299,6 +299,7 @@ schedule.register("of-a-plugin", schedule.rule("1f1b"))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words", [["report"], ["plan", "--machine=local", "--measured"]], ids=["report", "plan --measured"]
 )

@@ -74,6 +74,7 @@ def test_production_runs_save_at_the_planners_interval(script: str) -> None:
     assert done.returncode == 0, "run python scripts/pretrain_intervals.py"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick_submit")
 @pytest.mark.parametrize(
     "unsaved", ["train.steps=21", "data.train=[{path: DATA}]", "train.phases=[{steps: 5, data: {train: DATA}}]"]
@@ -97,6 +98,7 @@ def test_a_benchmark_that_became_a_run_is_refused_with_the_production_script(
     assert "no checkpoint is written" not in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick_submit")
 def test_a_benchmark_that_does_not_fit_its_walltime_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

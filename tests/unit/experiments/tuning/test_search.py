@@ -227,7 +227,7 @@ def measured_on(space: Space, true: Rates, trials: int, noise: float) -> Everyth
     return search
 
 
-SLOWER = scaled(NUMBERS, ("gemm_efficiency", "fabric_bytes_s"), np.log([0.5, 0.1]))
+SLOWER = scaled(NUMBERS, ("gemm_efficiency", "fabric_bytes_s"), np.log([0.5, 0.1]), {})
 
 
 @pytest.mark.thorough

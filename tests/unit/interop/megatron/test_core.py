@@ -20,6 +20,7 @@ from tests.harness.marks import but_first
 ROOT = Path(__file__).resolve().parents[4]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", but_first(["llama", "gpt"]))
 def test_logits_equal_megatron_cores(kind: str, tmp_path: Path) -> None:
     done = subprocess.run(
