@@ -36,7 +36,7 @@ EXPERTS = "experts' products"
 DISPATCH = "tokens to experts and back"
 COUNT_BYTES = 8
 CHOICE_BYTES = 4
-# GPU operations that the host launches in a dispatch (parallel/expert/dispatch.py) after it has waited for the numbers
+# GPU operations that the host launches in a dispatch (parallel/expert/plan.py) after it has waited for the numbers
 # of rows and before the rows are sent. They are a copy to the host, the indices of the rows, the gathering of rows and
 # weights, and two messages. The copy counts as two operations.
 LAUNCHES_AFTER_WAIT = 10
@@ -44,7 +44,7 @@ LAUNCHES_AFTER_WAIT = 10
 
 class Rows(NamedTuple):
     """Numbers of token rows of one microbatch and layer on one rank, padding rows included
-    (`parallel/expert/dispatch.py`).
+    (`parallel/expert/plan.py`).
 
     With the two-stage all-to-all, `sent` and `received` count the second stage, inside the node.
     """
@@ -149,8 +149,8 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     yield from _routing(model, moe, layout)
     if moe.shared_gate:
         yield from _shared_gate_work(model, layout)
-    yield from _dispatch_and_combine(model, moe, layout, software, rows)
-    yield from _experts_products(model, moe, layout, software, rows)
+    yield from _dispatch_and_combine(model, layout, software, rows)
+    yield from _experts_products(model, layout, software, rows)
 
 
 def _send(
@@ -175,13 +175,7 @@ def _load_sums(moe: MoeConfig, layout: Layout) -> Iterator[Item]:
     size_bytes = layout.micro_batch * moe.experts * statistics_bytes(layout.dtype)
     for axis, degree in (("tp", layout.tp), ("cp", layout.cp)):
         if degree > 1:
-            yield _send(
-                Phase.F,
-                axis,
-                "all_reduce",
-                size_bytes,
-                FULL,
-            )
+            yield _send(Phase.F, axis, "all_reduce", size_bytes, FULL)
 
 
 def _gathers_of_outputs(model: ModelConfig, layout: Layout) -> Iterator[Item]:
@@ -244,14 +238,10 @@ class _Exchange(NamedTuple):
     choices: int = 0  # expert indices of each row
 
 
-def _dispatch_and_combine(
-    model: ModelConfig,
-    moe: MoeConfig,
-    layout: Layout,
-    software: Software,
-    rows: Rows,
-) -> Iterator[Item]:
+def _dispatch_and_combine(model: ModelConfig, layout: Layout, software: Software, rows: Rows) -> Iterator[Item]:
     """Yield the transfer of rows to experts and back, and the passes over memory that order and sum the rows."""
+    moe = model.moe
+    assert moe is not None
     ranks = layout.ep * layout.etp
     row_bytes = DTYPE_BYTES[layout.dtype] * model.hidden
     yield Item(
@@ -264,19 +254,8 @@ def _dispatch_and_combine(
         yield from _all_to_alls(exchange, row_bytes, statistics_bytes(layout.dtype), bool(moe.shared_hidden))
     if _gathers_rows(layout, software, rows):
         for phase, again in ((Phase.F, FULL), (Phase.I, ())):
-            yield _send(
-                phase,
-                "tp",
-                "all_gather",
-                rows.received * row_bytes,
-                again,
-            )
-            yield _send(
-                phase,
-                "tp",
-                "reduce_scatter",
-                rows.received * row_bytes,
-            )
+            yield _send(phase, "tp", "all_gather", rows.received * row_bytes, again)
+            yield _send(phase, "tp", "reduce_scatter", rows.received * row_bytes)
     # Rows are gathered before the dispatch and reordered after it. The combine reverses both and sums the rows.
     moved = row_bytes * 2 * (rows.sent + rows.received + rows.to_nodes + rows.from_nodes)
     yield Item(
@@ -358,11 +337,7 @@ def _all_to_alls(exchange: _Exchange, row_bytes: int, weight_bytes: int, has_sha
         FULL,
     )
     if exchange.choices:
-        yield send(
-            Phase.F,
-            exchange.sent * exchange.choices * CHOICE_BYTES,
-            FULL,
-        )
+        yield send(Phase.F, exchange.sent * exchange.choices * CHOICE_BYTES, FULL)
     yield send(
         Phase.F,
         received_bytes,
@@ -382,14 +357,10 @@ def _all_to_alls(exchange: _Exchange, row_bytes: int, weight_bytes: int, has_sha
     )
 
 
-def _experts_products(
-    model: ModelConfig,
-    moe: MoeConfig,
-    layout: Layout,
-    software: Software,
-    rows: Rows,
-) -> Iterator[Item]:
+def _experts_products(model: ModelConfig, layout: Layout, software: Software, rows: Rows) -> Iterator[Item]:
     """Yield the matrix products of this rank's experts, and the tensors that are kept for backward."""
+    moe = model.moe
+    assert moe is not None
     H = model.hidden
     f = model.expert_hidden // layout.etp
     local = moe.experts // layout.ep
@@ -401,17 +372,8 @@ def _experts_products(
     held = rows.computed if moe.capacity is None else rows.received
     for outputs, inputs, name in ((up, H, "up"), (H, f, "down")):
         forward = Product(m, outputs, inputs, local, f"experts.{name}", fp8=True, grouped=True)
-        yield Item(
-            Phase.F,
-            EXPERTS,
-            forward,
-            FULL,
-        )
-        yield Item(
-            Phase.I,
-            EXPERTS,
-            replace(forward, n=inputs, k=outputs),
-        )
+        yield Item(Phase.F, EXPERTS, forward, FULL)
+        yield Item(Phase.I, EXPERTS, replace(forward, n=inputs, k=outputs))
         gradient = replace(forward, m=outputs, n=inputs, k=m)
         yield from weight_gradient(EXPERTS, gradient, software)
     yield Item(

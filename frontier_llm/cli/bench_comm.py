@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from frontier_llm.cli.arguments import (
     JSON,
@@ -124,37 +124,24 @@ def comm(args: argparse.Namespace) -> int:
             pairs = [] if args.no_pairs else links.bench_pairs(mesh, device)
             memory = links.communicator_memory(mesh, device)
             if mesh.world.rank == 0:
-                _write_files(
-                    args=args,
-                    config=config,
-                    mesh=mesh,
-                    measurements=measurements,
-                    pieces=pieces,
-                    memory=memory,
-                    per_node=place.local_world_size,
-                )
-                _report(
-                    args=args,
-                    config=config,
-                    measurements=measurements,
-                    pieces=pieces,
-                    pairs=pairs,
-                    memory=memory,
-                    per_node=place.local_world_size,
-                )
+                measured = _Measured(measurements, pieces, pairs, memory, place.local_world_size)
+                _write_files(args, config, mesh, measured)
+                _report(args, config, measured)
 
     return measure_on_ranks(args, measure)
 
 
-def _write_files(
-    args: argparse.Namespace,
-    config: RunConfig,
-    mesh: Mesh,
-    measurements: list[LinkTime],
-    pieces: list[PiecesTime],
-    memory: CommunicatorMemory | None,
-    per_node: int,
-) -> None:
+class _Measured(NamedTuple):
+    """Results of `bench comm` on rank 0."""
+
+    links: list[LinkTime]
+    pieces: list[PiecesTime]
+    pairs: list[Pair]
+    memory: CommunicatorMemory | None
+    per_node: int  # ranks on a node
+
+
+def _write_files(args: argparse.Namespace, config: RunConfig, mesh: Mesh, measured: _Measured) -> None:
     """Write the table of algorithms and the machine file that the user requested."""
     import platform
 
@@ -167,17 +154,17 @@ def _write_files(
     where = f"frontier-llm bench comm on {platform.node()}"
     if args.emit_algorithms:
         nodes = {
-            axis.name: len({rank // per_node for rank in axis.ranks})
+            axis.name: len({rank // measured.per_node for rank in axis.ranks})
             for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world)
         }
-        rules = algorithm_rules(measurements, nodes, where)
+        rules = algorithm_rules(measured.links, nodes, where)
         write_yaml(args.emit_algorithms, {"title": "measured", "rules": rules})
         log.info(
             f"wrote {len(rules)} rules to {args.emit_algorithms}: use them with comm.algorithms={args.emit_algorithms}"
         )
     if args.emit_machine:
         try:
-            tables = node_tables(measurements, per_node, where)
+            tables = node_tables(measured.links, measured.per_node, where)
         except ValueError as error:
             raise LayoutError(
                 str(error),
@@ -190,7 +177,7 @@ def _write_files(
             "title": f"{base}, collectives measured",
             "node": {"collectives": tables},
         }
-        if numbers := stack_numbers(pieces, memory, where):
+        if numbers := stack_numbers(measured.pieces, measured.memory, where):
             content["stacks"] = {own_stack(load_machine(base)): numbers}
         write_machine(args.emit_machine, content)
         log.info(
@@ -211,30 +198,23 @@ def stack_numbers(pieces: list[PiecesTime], memory: CommunicatorMemory | None, w
     return {key: {"value": rounded(value), "tag": "measured", "source": where} for key, value in measured.items()}
 
 
-def _report(
-    args: argparse.Namespace,
-    config: RunConfig,
-    measurements: list[LinkTime],
-    pieces: list[PiecesTime],
-    pairs: list[Pair],
-    memory: CommunicatorMemory | None,
-    per_node: int,
-) -> None:
+def _report(args: argparse.Namespace, config: RunConfig, measured: _Measured) -> None:
     from frontier_llm.experiments.measure.link_tables import contention, draw_pairs, link_kind, slow_links
     from frontier_llm.machine.load import load_machine
 
-    kind = link_kind(per_node, load_machine(config.machine).node.links)
+    pairs = measured.pairs
+    kind = link_kind(measured.per_node, load_machine(config.machine).node.links)
     slow = slow_links(pairs, kind)
     names = ("axis", "operation", "bytes", "slowdown")
     content = {
-        "rows": [measurement.as_json() for measurement in measurements],
-        "contention": [dict(zip(names, row, strict=True)) for row in contention(measurements)],
-        "pieces": [one.as_json() for one in pieces],
+        "rows": [measurement.as_json() for measurement in measured.links],
+        "contention": [dict(zip(names, row, strict=True)) for row in contention(measured.links)],
+        "pieces": [one.as_json() for one in measured.pieces],
         "pairs": [{**vars(pair), "kind": kind(pair.a, pair.b)} for pair in pairs],
         "slow_links": [vars(pair) for pair in slow],
-        "memory": None if memory is None else vars(memory),
+        "memory": None if measured.memory is None else vars(measured.memory),
     }
-    lines = [*_lines(measurements, pairs, slow, kind), *_piece_lines(pieces), *memory_lines(memory)]
+    lines = [*_lines(measured.links, pairs, slow, kind), *_piece_lines(measured.pieces), *memory_lines(measured.memory)]
     show(args, content, lambda: "\n".join(lines))
     if args.figures and pairs:  # drawn last, because a missing plotting package must not prevent the output above
         draw_pairs(args.figures, pairs)

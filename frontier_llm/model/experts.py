@@ -13,10 +13,10 @@ from frontier_llm.comm import all_reduce_
 from frontier_llm.config import ModelConfig
 from frontier_llm.ops import Routing
 from frontier_llm.parallel.expert import (
+    Choices,
     Departure,
     Dispatch,
     GroupedLinear,
-    RouterChoice,
     ToNodes,
     beyond_capacity,
     combine,
@@ -60,8 +60,8 @@ class Router(nn.Module):
         # over experts
         self.load_E = declared.get(f"{name}.load")
 
-    def forward(self, x_sBH: Tensor) -> tuple[RouterChoice, Routed]:
-        """Route tokens, (s, B, H). Returns the selected experts of each token, and the router's losses and load."""
+    def forward(self, x_sBH: Tensor) -> tuple[Choices, Tensor, Routed]:
+        """Route tokens, (s, B, H). Returns the selected experts, their weights (N, k), and the losses and the load."""
         moe = self.moe
         logits_NE = router_product(x_sBH.flatten(0, 1), self.weight, self.context)
         routing = Routing(moe.top_k, moe.score == "sigmoid", moe.normalise, moe.scale)
@@ -79,7 +79,7 @@ class Router(nn.Module):
             negative_entropy = torch.special.xlogy(scores_NE, scores_NE).sum()
             dropped = None if dropped_Nk is None else dropped_Nk.sum()
         routed = Routed(self._balance(scores_NE, chosen_BE), z, chosen_E, negative_entropy, dropped)
-        return RouterChoice(experts_Nk, weights_Nk, dropped_Nk, room, chosen_E), routed
+        return Choices(experts_Nk, moe.experts, dropped_Nk, room, chosen_E), weights_Nk, routed
 
     def _chosen(self, experts_Nk: Tensor, B: int) -> Tensor:
         """Return how many tokens of each sequence have chosen each expert, (B, E), int64."""
@@ -119,14 +119,14 @@ class Experts(nn.Module):
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
-        assert model.moe is not None
         self.context = context
-        self.experts = model.moe.experts
         self.gated = model.gated
         self.activation = model.activation
         self.up, self.down = (GroupedLinear(context, declared, f"{name}.{part}") for part in ("up", "down"))
 
-    def forward(self, x_NH: Tensor, choice: RouterChoice, overlapped: Callable[[], Beside]) -> tuple[Tensor, Beside]:
+    def forward(
+        self, x_NH: Tensor, weights_Nk: Tensor, choices: Choices, overlapped: Callable[[], Beside]
+    ) -> tuple[Tensor, Beside]:
         """Return the experts' output, (N, H), and the result of `overlapped()`.
 
         `overlapped` is computed while the tokens are sent to their experts. The backward of `overlapped` is computed
@@ -136,25 +136,15 @@ class Experts(nn.Module):
         etp = self.context.etp
         ops = self.context.ops
         if ep.levels is None:
-            plan = plan_dispatch(
-                choice.experts_Nk,
-                self.experts,
-                ep,
-                ops,
-                etp,
-                choice.dropped_Nk,
-                choice.room,
-                chosen_E=choice.chosen_E,
-            )
-            departure = Departure(plan, x_NH, choice.weights_Nk.flatten())
+            plan = plan_dispatch(choices, ep, ops, etp)
+            departure = Departure(plan, x_NH, weights_Nk.flatten())
             beside = overlapped()
             return combine(self._outputs(plan, *departure.arrive()), plan), beside
         node, rail = ep.levels
-        to_nodes = ToNodes(x_NH, choice, self.experts, rail, ops)
+        to_nodes = ToNodes(x_NH, weights_Nk, choices, rail, ops)
         beside = overlapped()
-        x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
-        room = None if choice.room is None else choice.room * rail.size  # capacity of an expert for rows of all nodes
-        plan = plan_dispatch(experts_Mk, self.experts // rail.size, node, ops, etp, elsewhere_Mk, room)
+        x_MH, weights_Mk, on_node = to_nodes.arrive()
+        plan = plan_dispatch(on_node, node, ops, etp)
         y_MH = combine(self._outputs(plan, *dispatch(x_MH, weights_Mk, plan)), plan)
         return combine(y_MH, to_nodes.plan), beside
 
@@ -198,8 +188,8 @@ class MixtureOfExperts(nn.Module):
         tp = self.context.tp
         cut = not self.context.sequence_parallel and len(x) % tp.size == 0
         x_sBH = take_part(x, tp) if cut else x
-        choice, routed = self.router(x_sBH)
-        y_NH, beside = self.experts(x_sBH.flatten(0, 1), choice, lambda: self._of_all_tokens(x))
+        choices, weights_Nk, routed = self.router(x_sBH)
+        y_NH, beside = self.experts(x_sBH.flatten(0, 1), weights_Nk, choices, lambda: self._of_all_tokens(x))
         y_sBH = y_NH.view(x_sBH.shape)
         y = gather_sequence(y_sBH, tp) if cut else y_sBH
         if beside is not None:

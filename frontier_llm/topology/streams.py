@@ -121,7 +121,7 @@ def streams_of_rank(
         add("ep", grid.experts_group(rank), grid.etp if by_node else 0)
         add("etp", grid.split_experts_group(rank))
         add("edp", grid.replicas_group(rank))
-        # a separate stream copies the numbers of rows to the host during compute (parallel/expert/dispatch.py)
+        # a separate stream copies the numbers of rows to the host during compute (parallel/expert/plan.py)
         streams.append("numbers of rows")
     # torch makes one communicator for each pair of ranks that exchange messages in a group
     for channel, pairs in placement.streams.items():

@@ -32,7 +32,7 @@ from frontier_llm.ops.kernel_table import all_kernels, variants
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.providers import PROVIDERS, Provider, functions_of
 from frontier_llm.ops.reference import GROUPS, Op
-from frontier_llm.parallel.expert import RouterChoice
+from frontier_llm.parallel.expert import Choices
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology.engine_rules import in_flight
 from frontier_llm.topology.expert_nodes import run_layout
@@ -294,7 +294,7 @@ def _observe(state: TrainState, step: DeviceStep) -> None:
         elif action.kind.computes:
             step.phase = "forward" if action.kind is Kind.FORWARD else "backward"
 
-    def routed(router: Router, _: Any, output: tuple[RouterChoice, Routed]) -> None:
+    def routed(router: Router, _: Any, output: tuple[Choices, Tensor, Routed]) -> None:
         step.rows = output[0].experts_Nk.numel() * router.context.etp
 
     state.pipeline.on_action = begin

@@ -23,6 +23,7 @@ from frontier_llm.checkpoint.remote_writer import (
     this_writer,
 )
 from frontier_llm.cli.main import main
+from frontier_llm.config import load_run
 from frontier_llm.data.remote import UnreachableError
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import CheckpointError, ConfigError
@@ -368,3 +369,9 @@ def test_the_rate_limit_delays_by_bytes() -> None:
     limit.spend(100)
     limit.spend(100)
     assert slept[3:] == [0.0, 1.0]
+
+
+def test_a_run_with_credentials_in_its_url_is_refused_without_showing_them() -> None:
+    with pytest.raises(ConfigError, match=r"train\.remote: contains credentials") as caught:
+        load_run("quickstart", ["train.remote=s3://me:HUSH@bucket/run"])
+    assert "HUSH" not in str(caught.value)

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from frontier_llm.comm import build_mesh, serial_mesh, start_all_to_all_rows
 from frontier_llm.config import CommConfig, OpsConfig
 from frontier_llm.ops import select_ops
-from frontier_llm.parallel.expert import RouterChoice, ToNodes, combine, dispatch, plan_dispatch
-from frontier_llm.parallel.expert.dispatch import _RowCounts, _stream_aside
+from frontier_llm.parallel.expert import Choices, ToNodes, combine, dispatch, plan_dispatch
+from frontier_llm.parallel.expert.plan import _RowCounts, _stream_aside
 from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
@@ -47,7 +47,7 @@ def there_and_back(
     x_NH = torch.arange(tokens * WIDTH, dtype=torch.float64).view(tokens, WIDTH) + 100 * rank
     x_NH.requires_grad_()
     weights_Nk = (experts_Nk + 1).double().requires_grad_()
-    plan = plan_dispatch(experts_Nk, EXPERTS, axis, OPS, etp)
+    plan = plan_dispatch(Choices(experts_Nk, EXPERTS), axis, OPS, etp)
     x_MH, weights_M = dispatch(x_NH, weights_Nk, plan)
     local = EXPERTS * etp // size
     rows = plan.ends_E.diff(prepend=plan.ends_E.new_zeros(1))
@@ -95,9 +95,9 @@ def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tupl
     x_NH = torch.randn(len(experts_Nk), WIDTH, dtype=torch.float64, requires_grad=True)
     weights_Nk = torch.rand(experts_Nk.shape, dtype=torch.float64, requires_grad=True)
     dropped_Nk = torch.arange(experts_Nk.numel()).view_as(experts_Nk) % 3 == 0 if drops else None
-    to_nodes = ToNodes(x_NH, RouterChoice(experts_Nk, weights_Nk, dropped_Nk, None), EXPERTS, rail, OPS)
-    x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
-    plan = plan_dispatch(experts_Mk, EXPERTS // rail.size, node, OPS, etp, elsewhere_Mk)
+    to_nodes = ToNodes(x_NH, weights_Nk, Choices(experts_Nk, EXPERTS, dropped_Nk), rail, OPS)
+    x_MH, weights_Mk, on_node = to_nodes.arrive()
+    plan = plan_dispatch(on_node, node, OPS, etp)
     rows_MH, weights_M = dispatch(x_MH, weights_Mk, plan)
     y_NH = combine(combine(rows_MH * weights_M[:, None] / etp, plan), to_nodes.plan)
     expected = x_NH * (weights_Nk if dropped_Nk is None else weights_Nk * ~dropped_Nk).sum(-1, keepdim=True)

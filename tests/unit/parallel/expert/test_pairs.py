@@ -26,6 +26,7 @@ from tests.parity.three_steps import build as build_case
 
 # The package has a function with the module's name, so a plain import would return the function.
 dispatch: Any = import_module("frontier_llm.parallel.expert.dispatch")
+plan: Any = import_module("frontier_llm.parallel.expert.plan")
 PAIRED = Case("deepseek", pp=2, dp=2, schedule="dualpipe-v", settings=("parallel.expert=2",))
 
 
@@ -91,7 +92,7 @@ def flights(rank: int, case: Case) -> list[Flight]:
     ended: list[Flight] = []
     state.pipeline.on_action = lambda action: log.append(action) if action else None
     start_rows = dispatch.start_all_to_all_rows
-    start_numbers = dispatch.start_all_to_all_into
+    start_numbers = plan.start_all_to_all_into
 
     class Noted:
         def __init__(self, what: str, pending: Pending) -> None:
@@ -114,7 +115,7 @@ def flights(rank: int, case: Case) -> list[Flight]:
 
     with (
         patch.object(dispatch, "start_all_to_all_rows", noted_rows),
-        patch.object(dispatch, "start_all_to_all_into", noted_numbers),
+        patch.object(plan, "start_all_to_all_into", noted_numbers),
     ):
         train_step(state)
     return ended
