@@ -101,8 +101,8 @@ def report(oracle: Table, layouts: Table, failures: list[str], cases: int, secon
     outcome = "all equal" if not failures else f"{len(failures)} differences"
     lines = [
         f"`scripts/parity_full.sh`: {cases} runs, **{outcome}**, {seconds / 60:.0f} min on {platform.machine()} with "
-        f"torch {torch.__version__}."
-        " Worst relative error of each row:",
+        f"torch {torch.__version__}.",
+        "Worst relative error of each row:",
         "",
         oracle.text(),
         "",
