@@ -7,7 +7,7 @@ does not depend on timing. If every thread waits for another thread, all of them
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,59 +40,87 @@ class Deposit:
 
 
 class Exchange:
-    """Passes deposits between the simulated ranks of one run."""
+    """Passes deposits between the simulated ranks of one run, and lets one rank run at a time.
+
+    Each rank is a thread. It runs until it waits for a deposit. Then the rank runs that has been ready for longest, so
+    the order is the same in each run. Threads that ran together would take the interpreter's lock from each other at
+    every operation of torch.
+    """
 
     def __init__(self, ranks: int) -> None:
-        self._changed = threading.Condition()
+        self._turns = [threading.Semaphore(0) for _ in range(ranks)]  # released when the rank may run
+        self._ready = deque(range(ranks))
         self._deposits: dict[tuple[Any, ...], Deposit] = {}
-        self._running = ranks
         self._waiting: dict[int, tuple[tuple[tuple[Any, ...], ...], str]] = {}
         self.failure: BaseException | None = None
 
+    def run(self, ranks: Sequence[Callable[[], None]]) -> None:
+        """Call each function of `ranks` in a thread of its own, and wait until all have ended.
+
+        If a function raises an error, the others end with Aborted at their next wait. `failure` is the first error.
+        """
+        threads = [
+            threading.Thread(target=self._run_one, args=(rank, function), daemon=True)
+            for rank, function in enumerate(ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        self._pass_turn()
+        for thread in threads:
+            thread.join()
+
     def put(self, key: tuple[Any, ...], deposit: Deposit) -> None:
         """Store a deposit. Never blocks."""
-        with self._changed:
-            self._deposits[key] = deposit
-            self._changed.notify_all()
+        self._deposits[key] = deposit
+        complete = [rank for rank, (keys, _) in self._waiting.items() if key in keys and self._has(keys)]
+        self._make_ready(complete)
 
-    def take(self, keys: tuple[tuple[Any, ...], ...], place: str) -> list[Deposit]:
+    def take(self, rank: int, keys: tuple[tuple[Any, ...], ...], place: str) -> list[Deposit]:
         """Wait for the deposits with these keys and return them.
 
-        `place` is the line that waits. Raises Aborted or Deadlock.
+        `place` is the line at which `rank` waits. Raises Aborted or Deadlock.
         """
-        with self._changed:
-            me = threading.get_ident()
-            while not self._has(keys):
-                if self.failure is not None:
-                    raise Aborted
-                self._waiting[me] = (keys, place)
-                if self._is_stuck():
-                    places = Counter(where for _, where in self._waiting.values())
-                    listed = "; ".join(f"{count} at {where}" for where, count in places.items())
-                    self.failure = Deadlock(f"the ranks wait for different communications: {listed}")
-                    self._changed.notify_all()
-                    raise self.failure
-                self._changed.wait()
-            self._waiting.pop(me, None)
-            return [self._deposits[key] for key in keys]
+        if not self._has(keys):
+            if self.failure is not None:
+                raise Aborted
+            self._waiting[rank] = (keys, place)
+            if not self._ready:
+                places = Counter(where for _, where in self._waiting.values())
+                listed = "; ".join(f"{count} at {where}" for where, count in places.items())
+                del self._waiting[rank]
+                raise Deadlock(f"the ranks wait for different communications: {listed}")
+            self._pass_turn()
+            self._turns[rank].acquire()
+            if not self._has(keys):
+                raise Aborted
+        return [self._deposits[key] for key in keys]
 
-    def leave(self, error: BaseException | None) -> None:
-        """Record that this thread has ended. If it has ended with an error, all other threads are aborted."""
-        with self._changed:
-            self._running -= 1
-            self._waiting.pop(threading.get_ident(), None)
-            if error is not None and not isinstance(error, Aborted) and self.failure is None:
-                self.failure = error
-            if self.failure is None and self._waiting and self._is_stuck():
-                places = sorted({where for _, where in self._waiting.values()})
-                self.failure = Deadlock(f"some ranks have ended, and others wait at {', '.join(places)}")
-            self._changed.notify_all()
+    def _run_one(self, rank: int, function: Callable[[], None]) -> None:
+        self._turns[rank].acquire()
+        try:
+            function()
+        except Aborted:
+            pass
+        except BaseException as error:  # the caller of `run` finds the error in `failure`
+            self.failure = self.failure or error
+        if self.failure is None and self._waiting and not self._ready:
+            places = sorted({where for _, where in self._waiting.values()})
+            self.failure = Deadlock(f"some ranks have ended, and others wait at {', '.join(places)}")
+        if self.failure is not None:
+            self._make_ready(list(self._waiting))
+        self._pass_turn()
+
+    def _make_ready(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            del self._waiting[rank]
+        self._ready.extend(ranks)
+
+    def _pass_turn(self) -> None:
+        if self._ready:
+            self._turns[self._ready.popleft()].release()
 
     def _has(self, keys: tuple[tuple[Any, ...], ...]) -> bool:
         return all(key in self._deposits for key in keys)
-
-    def _is_stuck(self) -> bool:
-        return len(self._waiting) == self._running and not any(self._has(keys) for keys, _ in self._waiting.values())
 
 
 class _Running:
@@ -158,7 +186,7 @@ class SimulatedGroup:
 
         def finish() -> None:
             keys = tuple((*key, rank) for rank in range(len(self._ranks)))
-            deposits = self._exchange.take(keys, waiting_line(site))
+            deposits = self._exchange.take(self._recorder.rank, keys, waiting_line(site))
             operations = {deposit.operation for deposit in deposits}
             if len(operations) > 1:
                 raise Deadlock(f"the ranks of axis {self._name} call different collectives: {sorted(operations)}")
@@ -245,7 +273,7 @@ class SimulatedGroup:
         site = stack()
 
         def finish() -> None:
-            deposits = self._exchange.take((key,), waiting_line(site))
+            deposits = self._exchange.take(self._recorder.rank, (key,), waiting_line(site))
             self._write("receive", buffer, deposits[0].tensor, deposits, site)
 
         return _Running(finish)

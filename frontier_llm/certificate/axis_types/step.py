@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.certificate.axis_types.simulated import Aborted, Exchange, simulated_mesh
+from frontier_llm.certificate.axis_types.simulated import Exchange, simulated_mesh
 from frontier_llm.certificate.axis_types.small import SmallSource, plan_of
 from frontier_llm.certificate.axis_types.trace import EventId, Recorder
 from frontier_llm.comm import Mesh
@@ -74,28 +73,19 @@ def run_step(small: RunConfig) -> list[RankRecord]:
     records = [RankRecord(grid.coordinates(rank), Recorder(rank)) for rank in range(grid.world_size)]
 
     def run(record: RankRecord) -> None:
-        error: BaseException | None = None
-        try:
-            mesh = simulated_mesh(
-                grid,
-                plan.placement,
-                exchange,
-                record.recorder,
-                tied_embeddings=small.model.tied_embeddings,
-                experts=small.model.moe is not None,
-                by_node=small.parallel.expert_all_to_all == "hierarchical",
-            )
-            _run_rank(small, mesh, record)
-        except BaseException as raised:  # passed to the caller's thread below
-            error = raised
-        exchange.leave(error)
+        mesh = simulated_mesh(
+            grid,
+            plan.placement,
+            exchange,
+            record.recorder,
+            tied_embeddings=small.model.tied_embeddings,
+            experts=small.model.moe is not None,
+            by_node=small.parallel.expert_all_to_all == "hierarchical",
+        )
+        _run_rank(small, mesh, record)
 
-    threads = [threading.Thread(target=run, args=(record,), daemon=True) for record in records]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if exchange.failure is not None and not isinstance(exchange.failure, Aborted):
+    exchange.run([partial(run, record) for record in records])
+    if exchange.failure is not None:
         raise exchange.failure
     return records
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,19 +23,10 @@ def run(body: Callable[[Axis], Any], ranks: int = 3) -> list[Any]:
 
     def one(rank: int) -> None:
         everyone = tuple(range(ranks))
-        error = None
-        try:
-            group = SimulatedGroup(exchange, "tp", rank, everyone, Recorder(rank))
-            results[rank] = body(Axis("tp", rank, ranks, everyone, group))
-        except BaseException as raised:
-            error = raised
-        exchange.leave(error)
+        group = SimulatedGroup(exchange, "tp", rank, everyone, Recorder(rank))
+        results[rank] = body(Axis("tp", rank, ranks, everyone, group))
 
-    threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    exchange.run([partial(one, rank) for rank in range(ranks)])
     if exchange.failure is not None:
         raise exchange.failure
     return results
