@@ -148,6 +148,7 @@ def page_commands() -> list[str]:
     return [line for fence in fences(PAGE) if fence.language in ("bash", "console") for line in commands(fence)]
 
 
+@pytest.mark.thorough
 def test_site_and_machine_differ_in_the_named_keys_only(place: Path) -> None:
     site = load_site(str(place / "prepared" / "slurm" / "sites" / "frontier.yaml")).model_dump(mode="json")
     assert changed_keys(site, load_site("frontier").model_dump(mode="json")) == set(site_changes(place))

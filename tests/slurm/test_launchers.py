@@ -34,6 +34,7 @@ def variables() -> dict[str, str]:
     return {**environment(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.thorough
 def test_srun_and_the_batch_shell(cluster: LocalSlurm, tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text(PROGRAM)
     script = tmp_path / "job.sh"
@@ -62,6 +63,7 @@ def test_srun_and_the_batch_shell(cluster: LocalSlurm, tmp_path: Path) -> None:
     assert len({row[5] for row in first}) == 1 and len({row[5] for row in second}) == 1 and first[0][5] != second[0][5]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["openmpi", "mpi4py"])
 def test_mpirun(tmp_path: Path, launcher: str) -> None:
     """Ranks are discovered from Open MPI's variables or, if the site chooses that, through MPI itself."""

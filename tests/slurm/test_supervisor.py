@@ -154,6 +154,7 @@ def test_warned_before_python_listens_and_requeued(cluster: LocalSlurm, tmp_path
     assert run.causes() == ["interrupted", "finished"], run.text()
 
 
+@pytest.mark.thorough
 @scenario(nodes=2)
 def test_warned_before_the_walltime_and_requeued_until_done(cluster: LocalSlurm, tmp_path: Path) -> None:
     # The walltime is one minute. Slurm checks its timers every 30 s, so the warning comes 5 to 35 s after the start.

@@ -195,6 +195,7 @@ def test_slices_of_a_short_walltime_give_the_same_losses(cluster: LocalSlurm, tm
     assert seen == {job_id} and cluster.queued() == []  # there was no second job, and no job is queued after the end
 
 
+@pytest.mark.thorough
 @scenario(nodes=3)
 def test_a_dead_node_is_replaced_by_the_spare_and_the_losses_stay(cluster: LocalSlurm, tmp_path: Path) -> None:
     env = {**SLOW, "FRONTIER_LLM_SPARE_NODES": "1", "FRONTIER_LLM_SIGNAL_LEAD_S": "10"}

@@ -135,6 +135,7 @@ def test_a_directory_that_is_not_free_is_left_as_it_is(
     assert path.read_text() == before and "sbatch" not in fake_slurm.read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fake_slurm")
 def test_a_dead_process_does_not_keep_the_directory(here: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "run"

@@ -35,6 +35,7 @@ def test_lead_time_follows_the_measured_save(tmp_path: Path) -> None:
     assert next_warning_s(tmp_path, frontier) == 300  # 2 x (30 + 90) + 60
 
 
+@pytest.mark.thorough
 def test_the_signal_leads_by_more_than_a_predicted_step(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

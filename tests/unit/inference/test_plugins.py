@@ -151,6 +151,7 @@ def test_a_plugin_that_has_changed_is_refused_and_can_be_given(trained: Path, tm
     assert given.returncode == 0 and "is used instead, which has sha256" in given.stderr
 
 
+@pytest.mark.thorough
 def test_a_run_directory_of_another_user_is_like_a_checkpoint_alone(trained: Path, tmp_path: Path) -> None:
     run_dir = copy_of(trained, tmp_path)
     if os.geteuid():

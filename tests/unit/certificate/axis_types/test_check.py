@@ -99,6 +99,7 @@ def _recorded(case: Case) -> list[tuple[object, ...]]:
     ]
 
 
+@pytest.mark.thorough
 def test_records_do_not_depend_on_addresses_or_on_earlier_runs() -> None:
     """If the recorder mistook a new tensor for a freed tensor at the same address, it would name a random line."""
     case = LAYOUTS["moe"]
@@ -182,6 +183,7 @@ def test_a_step_that_fails_on_one_rank_is_not_checkable(monkeypatch: pytest.Monk
     assert "the step on one rank fails: RuntimeError: this plugin needs a GPU" in section.why
 
 
+@pytest.mark.thorough
 def test_tokens_that_travel_by_node_are_checked() -> None:
     case = Case("mixtral", tp=2, settings=BY_NODE)
     _passes(case)
