@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 FRONTIER_LLM_EXTRAS="${FRONTIER_LLM_EXTRAS:-plot,data,hf,eval,deepspeed,trackers,test}"
 source scripts/install.sh
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes of the tests would compile the package again
 chosen=(-m "not thorough")
 case "${1:-}" in
   --all) chosen=(-m "not exhaustive") && shift ;;

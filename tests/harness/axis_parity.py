@@ -65,14 +65,9 @@ def _case(marked: Any) -> Case:
     return getattr(marked, "values", (marked,))[0]
 
 
-@cache
-def _all_pairs() -> list[Case]:
-    return pairwise()
-
-
 def _pairs(**fields: Any) -> list[Case]:
     """Return the cases of `test_every_pair_of_settings` with these fields that have the fewest ranks."""
-    cases = [case for case in _all_pairs() if all(getattr(case, name) == value for name, value in fields.items())]
+    cases = [case for case in pairwise() if all(getattr(case, name) == value for name, value in fields.items())]
     return sorted(cases, key=lambda case: case.world_size)[:MOST_CASES]
 
 

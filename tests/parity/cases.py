@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import combinations, islice, product
 from typing import Any
 
@@ -185,7 +186,8 @@ def _completions(fixed: dict[str, Any], draw: random.Random) -> Iterator[dict[st
             yield choice
 
 
-def pairwise(seed: int = 0, candidates: int = 60) -> list[Case]:
+@cache
+def pairwise(seed: int = 0, candidates: int = 60) -> tuple[Case, ...]:
     """Return few cases that contain every pair of legal settings.
 
     The choice is greedy: each new case is the best of some random candidates.
@@ -204,4 +206,4 @@ def pairwise(seed: int = 0, candidates: int = 60) -> list[Case]:
         for pair in _pairs(best):
             open_pairs.pop(pair, None)
         chosen.append(_case(best))
-    return chosen
+    return tuple(chosen)

@@ -9,14 +9,16 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from frontier_llm.cluster.sites import root_dir
 
-pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
 VERSION = "0.19.8"
+INSTALL = f"pip install --no-build-isolation deepspeed=={VERSION}"
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason=INSTALL)
 
 
 def executable(path: Path, text: str) -> Path:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
 
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import OpsConfig
@@ -17,6 +16,7 @@ from frontier_llm.inference.model import build_inference_model, inference_plan
 from frontier_llm.interop.megatron.weights import MegatronModel
 from tests.harness.marks import but_first
 
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="pip install megatron-core")
 ROOT = Path(__file__).resolve().parents[4]
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("megatron.core")
 
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.blueprint.parameters import block_parameters
@@ -27,6 +26,7 @@ from frontier_llm.parallel.tensor import LayerContext, WeightGradients
 from tests.harness.marks import thorough
 from tests.unit.parallel.expert.megatron_layer import BALANCE, EXPERT_HIDDEN, EXPERTS, SHARED_HIDDEN, TOP_K, B, H, S, Z
 
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="pip install megatron-core")
 ROOT = Path(__file__).resolve().parents[4]
 OURS = {  # the keys of docs/moe.md with the meaning of megatron_layer.VARIANTS
     "softmax-after-top-k": {"balance": "microbatch"},
