@@ -50,6 +50,7 @@ def flipped(rank: int, case: Case) -> list[str]:
     return [str(problem) for problem in raised.value.problems]
 
 
+@pytest.mark.thorough
 def test_a_copy_that_has_drifted_is_found(ranks: RankPool) -> None:
     """Replicas 0 and 1 together hold one copy of the state, and replicas 2 and 3 hold another. The shards of the two
     copies can be compared.

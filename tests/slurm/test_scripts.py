@@ -28,6 +28,7 @@ from tests.harness.slurm import (
 from tests.harness.system import missing
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_sbatch_accepts_every_option_on_a_machine_of_frontiers_size(cluster: LocalSlurm, job) -> None:
     said = cluster.run(

@@ -22,6 +22,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [thorough(TINY), TINY_TIED], ids=["llama", "gpt-tied"])
 def test_every_layout_loads_every_other(model: object, tmp_path: Path) -> None:
     for saved in LAYOUTS:

@@ -45,6 +45,7 @@ def test_the_signal_leads_by_more_than_a_predicted_step(
     assert int(signal.rpartition("@")[2]) > 600 + 2 * 500
 
 
+@pytest.mark.thorough
 def test_a_walltime_that_saving_would_eat_is_refused(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

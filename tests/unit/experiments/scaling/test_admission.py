@@ -146,6 +146,7 @@ def test_as_many_checkpoints_are_written_as_counted(tmp_path: Path, words: list[
     assert len(saved) == saves_between(load_run("train_small", words).train, 0, 9)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick_submit")
 def test_submit_refuses_a_long_run_on_synthetic_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "pretrain_1t", *ON_384_NODES, f"train.run_dir={tmp_path}/r", "data.train=synthetic"]
