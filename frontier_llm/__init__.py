@@ -7,7 +7,7 @@ The names below are the public interface. Each name is imported at its first use
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "FrontierError",
