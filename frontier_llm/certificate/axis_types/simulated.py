@@ -57,7 +57,8 @@ class Exchange:
     def run(self, ranks: Sequence[Callable[[], None]]) -> None:
         """Call each function of `ranks` in a thread of its own, and wait until all have ended.
 
-        If a function raises an error, the others end with Aborted at their next wait. `failure` is the first error.
+        `failure` is then the first error that a function raised, or None. After an error, each other function gets
+        Aborted when it next waits.
         """
         threads = [
             threading.Thread(target=self._run_one, args=(rank, function), daemon=True)

@@ -25,7 +25,7 @@ from frontier_llm.parallel.expert.numbers import count_numbers, expert_numbers, 
 
 
 class Choices(NamedTuple):
-    """Experts that N tokens are sent to, k for each token."""
+    """The experts that the router has chosen: k experts for each of N tokens."""
 
     experts_Nk: Tensor
     experts: int  # number of experts to choose from
@@ -124,7 +124,7 @@ def _plan_of_one_rank(slot_A: Tensor, chosen_E: Tensor, axis: Axis, fan: int, op
 
 
 def _plan_without_unused(rows: _SortedChoices, counts: _RowCounts) -> Dispatch | None:
-    """Plan rows of which none is dropped. Return None if this rank has no row to or from one of the ranks."""
+    """Plan the rows if no choice is dropped. Return None if unused rows are needed: some rank gets or sends no row."""
     order_A = rows.order_A
     ranks, local = rows.leaving_RE.shape
     tokens = order_A // rows.fan
