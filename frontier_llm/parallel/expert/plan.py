@@ -124,7 +124,7 @@ def _plan_of_one_rank(slot_A: Tensor, chosen_E: Tensor, axis: Axis, fan: int, op
 
 
 def _plan_without_unused(rows: _SortedChoices, counts: _RowCounts) -> Dispatch | None:
-    """Plan the rows if no choice is dropped. Return None if unused rows are needed: some rank gets or sends no row."""
+    """Plan the rows if no choice is dropped and no unused row is needed. Return None if this rank needs one."""
     order_A = rows.order_A
     ranks, local = rows.leaving_RE.shape
     tokens = order_A // rows.fan
