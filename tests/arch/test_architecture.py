@@ -30,6 +30,22 @@ TORCH_FREE = (
 WITH_TORCH = ("certificate/axis_types", "certificate/device_step")
 
 
+@pytest.fixture(scope="module")
+def trees():
+    """The syntax tree of each source file."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+
+def functions(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def place(path, node=None):
+    """Return the file below the package and, for a node of its tree, the line."""
+    name = path.relative_to(PACKAGE).as_posix()
+    return name if node is None else f"{name}:{node.lineno}"
+
+
 def run(*command, **options):
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, check=False, **options)
 
@@ -75,17 +91,21 @@ LONGER_FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_and_functions_stay_readable(path):
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MOST_LINES, f"a file tells one story in at most {MOST_LINES} lines"
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+def test_files_are_short():
+    lines = {place(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_functions_fit_on_one_screen(trees):
+    too_long = {}
+    for path, tree in trees.items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in functions(tree):
             source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
             tokens = count_tokens(source)
-            most_tokens = LONGER_FUNCTIONS.get(node.name, MOST_TOKENS_OF_A_FUNCTION)
-            assert tokens <= most_tokens, f"{node.name} has {tokens} tokens; a function fits on one screen"
+            if tokens > LONGER_FUNCTIONS.get(node.name, MOST_TOKENS_OF_A_FUNCTION):
+                too_long[place(path, node)] = f"{node.name} has {tokens} tokens"
+    assert too_long == {}
 
 
 FORBIDDEN_CALLS = {
@@ -100,17 +120,17 @@ FORBIDDEN_CALLS = {
 }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_received_is_executed(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            assert name not in FORBIDDEN_CALLS and name.rpartition(".")[2] not in {
-                "broadcast_object_list",
-                "all_gather_object",
-            }, name
-            shell = [keyword for keyword in node.keywords if keyword.arg == "shell"]
-            assert not shell, f"line {node.lineno}: shell="
+def test_nothing_received_is_executed(trees):
+    forbidden = {}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if {name, name.rpartition(".")[2]} & FORBIDDEN_CALLS:
+                    forbidden[place(path, node)] = name
+                if any(keyword.arg == "shell" for keyword in node.keywords):
+                    forbidden[place(path, node)] = f"{name}(shell=)"
+    assert forbidden == {}
 
 
 # The only module that may use pickle: it reads torch.save files of other programs, and accepts only names from tables
@@ -119,10 +139,10 @@ UNPICKLER = "interop/megatron/archive.py"
 PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
-def test_one_file_knows_pickle_and_it_imports_no_name():
+def test_one_file_knows_pickle_and_it_imports_no_name(trees):
     users = {}
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if PICKLING & {name.partition(".")[0] for name in names}:
@@ -144,13 +164,11 @@ def test_one_file_knows_pickle_and_it_imports_no_name():
     assert not called & {"getattr", "__import__", "importlib.import_module", "eval", "exec"}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_rank_environment_reads_environ(path):
-    # these modules may read environment variables directly; the last one is a build tool
-    if path.relative_to(PACKAGE).as_posix() in ("run/rank_env.py", "machine/env.py", "ops/aot/build.py"):
-        return
-    text = path.read_text(encoding="utf-8")
-    assert "os.environ" not in text and "os.getenv" not in text, "call run/rank_env.py"
+def test_only_the_rank_environment_reads_environ():
+    """Other modules call run/rank_env.py. ops/aot/build.py is a build tool."""
+    texts = {place(path): path.read_text(encoding="utf-8") for path in SOURCES}
+    readers = {path for path, text in texts.items() if "os.environ" in text or "os.getenv" in text}
+    assert readers <= {"run/rank_env.py", "machine/env.py", "ops/aot/build.py"}
 
 
 def test_groups_have_one_caller():
@@ -160,21 +178,21 @@ def test_groups_have_one_caller():
     assert set(callers) <= {"comm/groups.py"}
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in SOURCES if "triton" not in path.parts], ids=lambda path: str(path.relative_to(PACKAGE))
-)
-def test_no_function_takes_more_than_seven_positional_arguments(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert len(node.args.posonlyargs) + len(node.args.args) <= 7, (
-                f"{node.name}: name the rest (keyword-only), or pass what they describe"
-            )
+def test_no_function_takes_more_than_seven_positional_arguments(trees):
+    """Further arguments are keyword-only, or a record describes them."""
+    counts = {
+        place(path, node): len(node.args.posonlyargs) + len(node.args.args)
+        for path, tree in trees.items()
+        if "triton" not in path.parts
+        for node in functions(tree)
+    }
+    assert {function: count for function, count in counts.items() if count > 7} == {}
 
 
-def test_no_two_public_classes_share_a_name():
+def test_no_two_public_classes_share_a_name(trees):
     places = {}
-    for path in SOURCES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for path, tree in trees.items():
+        for node in tree.body:
             is_public_interface = path.parent.name == "api"  # `Plan` and `Result` are the objects that users hold
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not is_public_interface:
                 places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())

@@ -70,8 +70,9 @@ def kept_bytes(config: RunConfig) -> int:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+            # a tensor with its graph would keep the graph for ever: the graph keeps this function
+            kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         state.stages[0](None, state.feed.step(0)(0))
