@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from tests.harness.pool import RankPool
 from tests.harness.tokens import count_tokens
 from tests.parity.cases import Case
@@ -50,6 +52,7 @@ def files_of_one_step(rank: int, case: Case) -> list[str]:
     return sorted(Path(name).relative_to(PACKAGE).as_posix() for name in names if Path(name).is_relative_to(PACKAGE))
 
 
+@pytest.mark.thorough
 def test_every_file_that_runs_in_a_step_is_on_the_reading_path_or_a_named_leaf(ranks: RankPool) -> None:
     path = listed("One training step")
     leaves = listed("Leaves")

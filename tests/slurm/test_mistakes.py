@@ -33,6 +33,7 @@ def test_each_planted_mistake_is_refused_before_a_training_step(
     assert cluster.queued() == []
 
 
+@pytest.mark.thorough
 def test_the_page_has_a_row_for_each_refusal() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     table = lines[lines.index("| mistake | refused by | after s | message |") + 2 :]

@@ -90,6 +90,7 @@ def test_runs_every_rank_once_and_finishes(cluster: LocalSlurm, tmp_path: Path) 
     assert run.job_id not in cluster.queued()
 
 
+@pytest.mark.thorough
 @scenario(nodes=2)
 def test_crash_is_retried_and_its_traceback_comes_last(cluster: LocalSlurm, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, 2, 2, ("train.steps=6",), {"STAND_IN_CRASH": "0:3", "STAND_IN_STEP_S": "60"})
@@ -213,6 +214,7 @@ def test_dead_batch_host_requeues_the_job_elsewhere(cluster: LocalSlurm, tmp_pat
     assert last.cause == "finished" and "n0" not in last.nodes
 
 
+@pytest.mark.thorough
 @scenario(nodes=3)
 def test_a_host_that_computes_wrongly_is_used_no_more(cluster: LocalSlurm, tmp_path: Path) -> None:
     env = {"FRONTIER_LLM_SPARE_NODES": "1", "STAND_IN_WRONG": "n1"}
@@ -225,6 +227,7 @@ def test_a_host_that_computes_wrongly_is_used_no_more(cluster: LocalSlurm, tmp_p
     assert run_dir.attempts(run.directory)[0].failed_host == "n1" and run_dir.bad_hosts(run.directory) == ["n1"]
 
 
+@pytest.mark.thorough
 @scenario(nodes=3)
 def test_a_node_failure_that_is_not_continued_fails_the_job(cluster: LocalSlurm, tmp_path: Path) -> None:
     run = Run(
@@ -243,6 +246,7 @@ def test_a_node_failure_that_is_not_continued_fails_the_job(cluster: LocalSlurm,
     assert run.job_id not in cluster.queued()
 
 
+@pytest.mark.thorough
 @scenario(nodes=2)
 def test_a_host_that_computes_wrongly_is_not_requeued(cluster: LocalSlurm, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, 2, 1, ("train.steps=6",), {"STAND_IN_WRONG": "n1"})

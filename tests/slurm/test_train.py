@@ -264,6 +264,7 @@ def test_a_node_that_differs_and_a_slow_node_are_replaced_by_spares(cluster: Loc
     assert [step for step, _ in losses(tmp_path)] == [1, 2]
 
 
+@pytest.mark.thorough
 @scenario(nodes=3)
 def test_a_node_that_differs_is_not_tried_again_where_there_is_no_spare(cluster: LocalSlurm, tmp_path: Path) -> None:
     job, text = train_with_another_torch_on_n1(cluster, tmp_path, nodes=3)
@@ -272,6 +273,7 @@ def test_a_node_that_differs_is_not_tried_again_where_there_is_no_spare(cluster:
     assert losses(tmp_path) == [] and cluster.queued() == []
 
 
+@pytest.mark.thorough
 @scenario(nodes=2)
 def test_a_node_that_differs_from_one_other_ends_the_job(cluster: LocalSlurm, tmp_path: Path) -> None:
     job, text = train_with_another_torch_on_n1(cluster, tmp_path, nodes=2)

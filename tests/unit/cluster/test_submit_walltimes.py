@@ -120,6 +120,7 @@ def test_a_job_ends_before_a_maintenance(tmp_path: Path, hours_until: float, min
     assert before_maintenance(request, 0.0, None) == request
 
 
+@pytest.mark.thorough
 def test_the_first_job_alone_is_shortened_and_a_successor_follows(
     fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,7 @@ def test_submit_refuses_a_long_run_on_synthetic_data(tmp_path: Path, capsys: pyt
     assert "ends when 5,000.0 node-hours are used" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick_submit")
 def test_the_preview_says_nodes_minutes_node_hours_and_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

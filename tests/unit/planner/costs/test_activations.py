@@ -43,7 +43,7 @@ def config_of(layers: int, recompute: str, micro_batch: int, **shape: object) ->
 
     The reference ops then keep the same tensors as the fused ops.
     """
-    model = load_model("bench-l8-h384", {"layers": layers, **shape})
+    model = load_model("bench-l8-h384", {"layers": layers, "vocab_size": 1024, **shape})
     return build(
         RunConfig,
         {
