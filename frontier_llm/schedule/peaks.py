@@ -1,4 +1,8 @@
-"""Highest number of activations that a rank keeps, by a schedule's formula or counted on its list of actions."""
+"""Highest number of activations that a rank keeps, by a schedule's formula or counted on its list of actions.
+
+The search of layouts needs the formulas for its speed. With counting alone, `plan gpt-1t --machine frontier --nodes
+384` chooses the same plan in 15 s of CPU time instead of 1.9 s.
+"""
 
 from __future__ import annotations
 
