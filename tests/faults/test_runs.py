@@ -16,6 +16,7 @@ import pytest
 
 from tests.harness.marks import but_first, thorough
 from tests.harness.runs import START_LIMIT_S, Run
+from tests.harness.stopped import stop_process
 
 TWO = ("parallel.data=2",)
 
@@ -94,7 +95,7 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     run = Run(tmp_path, steps=10_000, save_interval=0, timeout_s=limit_s, overrides=TWO)
     process = run.start()
     pids = wait_for_ranks(process, run)
-    os.kill(pids[victim], signal.SIGSTOP)
+    stop_process(pids[victim])
     process.communicate()
     assert run.failure()["rank"] == victim
     stacks = (run.run_dir / "logs" / f"stacks_rank_{1 - victim:05}.txt").read_text()

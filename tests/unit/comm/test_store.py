@@ -26,6 +26,7 @@ from frontier_llm.comm.store_process import raise_open_file_limit
 from frontier_llm.errors import BackendError
 from frontier_llm.run.launchers import free_port
 from tests.harness.marks import thorough
+from tests.harness.stopped import stop_process
 
 SECRET = b"a secret of this job"
 START_S = 60.0  # time limit for the start of a process that loads torch on a busy machine
@@ -100,7 +101,7 @@ def ends(pid: int) -> bool:
 def test_a_rank_0_that_is_stopped_or_killed_takes_nothing_from_the_others(rank_0: Callable[..., Rank0]) -> None:
     first = rank_0()
     store = first.joined_by_rank_1()
-    first.process.send_signal(signal.SIGSTOP)
+    stop_process(first.process.pid)
     store.set("while it is stopped", "1")
     assert open_store(START_S).get("while it is stopped") == b"1"
     first.process.kill()
@@ -177,7 +178,7 @@ def test_a_stopped_store_answers_with_a_time_out(rank_0: Callable[..., Rank0]) -
     store = first.joined_by_rank_1()
     with patch.object(rendezvous, "ANSWER_S", 1.0):
         limit_answer_time()
-    os.kill(first.server, signal.SIGSTOP)
+    stop_process(first.server)
     try:
         for question in (lambda: store.check(["key"]), lambda: store.add("count", 1)):
             with pytest.raises((dist.DistNetworkError, dist.DistStoreError), match="Socket Timeout"):
