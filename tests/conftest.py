@@ -39,7 +39,7 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _free_memory() -> Iterator[None]:
-    """Return freed memory to the system after each file. glibc keeps it otherwise, and a worker grows to 2 GB."""
+    """Return freed memory to the system after each file. Otherwise glibc keeps it, and a worker grows to 2 GB."""
     yield
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
     if trim is not None:

@@ -1,7 +1,7 @@
 """Highest number of activations that a rank keeps, by a schedule's formula or counted on its list of actions.
 
-The search of layouts needs the formulas for its speed. With counting alone, `plan gpt-1t --machine frontier --nodes
-384` chooses the same plan in 15 s of CPU time instead of 1.9 s.
+The formulas make the search for layouts fast. `plan gpt-1t --machine frontier --nodes 384` takes 1.9 s of CPU time with
+them. If all peaks are counted, it takes 15 s and chooses the same plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stops a process, for tests of what its peers do without it."""
+"""Stops a process. Tests then check what the other processes do while it is stopped."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def stop_process(pid: int) -> None:
-    """Stop a process, and return when each of its threads stands.
+    """Stop a process, and wait until all of its threads have stopped.
 
-    `os.kill` returns earlier, and a thread that still runs could answer a request.
+    `os.kill` alone returns earlier. A thread that still runs could then answer a request.
     """
     os.kill(pid, signal.SIGSTOP)
     while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
@@ -19,6 +19,6 @@ def stop_process(pid: int) -> None:
 
 
 def _state(task: Path) -> str:
-    """Return the letter of the state of a thread: T if it is stopped."""
+    """Return the state of a thread as the letter in /proc. A stopped thread has the letter T."""
     _, _, fields = (task / "stat").read_text(encoding="utf-8").rpartition(")")
     return fields.split()[0]

@@ -70,7 +70,7 @@ def kept_bytes(config: RunConfig) -> int:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in weights:
-            # a tensor with its graph would keep the graph for ever: the graph keeps this function
+            # Without detach(), `kept` and the autograd graph refer to each other, and their memory is never freed.
             kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
         return tensor.detach()
 
