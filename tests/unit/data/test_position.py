@@ -65,7 +65,9 @@ class Model:
         for order, read in self.read.items():
             self.skipped[order] |= set(read) - set(earlier.read[order])
         self.position = self.position.returned_to(earlier.position)
-        self.read, self.tokens, self.steps = earlier.read, earlier.tokens, earlier.steps
+        self.read = earlier.read
+        self.tokens = earlier.tokens
+        self.steps = earlier.steps
 
     def check(self) -> None:
         position = self.position
