@@ -161,10 +161,9 @@ def test_a_dry_run_prices_every_point(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(words) == 0 and "of 64" in capsys.readouterr().out
 
 
-def test_a_point_saves_and_evaluates_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As in a trial of `tune`, only steps are measured, without saves and evaluations between them."""
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[submit.JobRequest]:
+    """Return the requests of the jobs that commands have queued."""
     requests: list[submit.JobRequest] = []
 
     def queue(request: submit.JobRequest) -> submit.Submission:
@@ -172,25 +171,39 @@ def test_a_point_saves_and_evaluates_nothing(
         return submit.Submission("", (), tmp_path)
 
     monkeypatch.setattr(submit, "submit", queue)
+    return requests
+
+
+def submit_weak(run: str, batch: int, root: Path) -> int:
+    words = ["scaling", "weak", "--run", run, "--nodes", "1,2", "--site", "local", "--batch-per-replica", str(batch)]
+    return main([*words, "--output", str(root)])
+
+
+def test_a_point_saves_and_evaluates_nothing(queued: list[submit.JobRequest], tmp_path: Path) -> None:
+    """As in a trial of `tune`, only steps are measured, without saves and evaluations between them."""
     run = tmp_path / "run.yaml"
     run.write_text("base: train_small\ndata: {validation: synthetic}\ntrain: {eval_interval: 4}\n")
-    words = ["scaling", "weak", "--run", str(run), "--nodes", "1,2", "--site", "local", "--batch-per-replica", "16"]
-    assert main([*words, "--output", str(tmp_path)]) == 0
-    configs = [request.config for request in requests]
-    # a repeated command runs what is not measured yet; another batch needs another directory
-    (first, second) = sorted(path.parent for path in tmp_path.glob("*/point.json"))
-    run_dir.record(first, run_dir.Attempt(1, "7", ("n0",), 0, 20, 0, "finished"))
-    run_dir.record(second, run_dir.Attempt(1, "8", ("n0",), 0, 4, 1, "crash"))
-    assert main([*words, "--output", str(tmp_path)]) == 0 and requests[2:] == requests[1:2]
-    announced = (first / "point.json").read_text()
-    words[-1] = "32"
-    assert main([*words, "--output", str(tmp_path)]) == 2 and len(requests) == 3
-    assert (first / "point.json").read_text() == announced
-    assert capsys.readouterr().err.count("another --output, or delete the directory") == 2
+    assert submit_weak(str(run), 16, tmp_path) == 0
+    configs = [request.config for request in queued]
     assert len(configs) == 2 and not any(
         config.train.save_interval or config.train.save_final or config.train.eval_interval for config in configs
     )
     assert [config.data.validation for config in configs] == [None, None]
+
+
+def test_a_repeated_series_runs_what_is_not_measured_and_refuses_another_batch(
+    queued: list[submit.JobRequest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_weak("train_small", 16, tmp_path) == 0
+    first, second = (request.job.directory for request in queued)
+    run_dir.record(first, run_dir.Attempt(1, "7", ("n0",), 0, 20, 0, "finished"))
+    run_dir.record(second, run_dir.Attempt(1, "8", ("n0",), 0, 4, 1, "crash"))
+    assert submit_weak("train_small", 16, tmp_path) == 0
+    assert [request.job.directory for request in queued] == [first, second, second]
+    announced = (first / "point.json").read_text()
+    assert submit_weak("train_small", 32, tmp_path) == 2
+    assert capsys.readouterr().err.count("another --output, or delete the directory") == 2
+    assert len(queued) == 3 and (first / "point.json").read_text() == announced
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_queued(
