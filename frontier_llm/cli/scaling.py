@@ -119,7 +119,11 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     for name in ("side_by_side", "spares", "preflight"):
         if getattr(args, name) and not args.in_job:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError("has an effect only inside a job", f"add --in-job, or omit {flag}", flag)
+            raise ConfigError(
+                "has an effect only inside a job",
+                where=flag,
+                fix=f"add --in-job, or omit {flag}",
+            )
     if more := [word for word in args.overrides if word.isdecimal()]:
         typed = ",".join([args.nodes, *more])
         raise ConfigError(f"{more[0]} has no option", f"separate node counts by commas: --nodes {typed}", "--nodes")
@@ -164,7 +168,12 @@ def _show_jobs(args: argparse.Namespace, priced: Sequence[Forecast], jobs: Seque
     from frontier_llm.experiments.scaling.forecast import as_text
 
     rows = [
-        {**row.point.describe(), **row.describe(), "run_dir": str(row.point.directory), "job_id": job}
+        {
+            **row.point.describe(),
+            **row.describe(),
+            "run_dir": str(row.point.directory),
+            "job_id": job,
+        }
         for row, job in zip(priced, jobs, strict=True)
     ]
     show(args, rows, lambda: as_text(priced, jobs))

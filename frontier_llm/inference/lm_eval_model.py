@@ -118,9 +118,11 @@ class FrontierLM(TemplateLM):
         asked = [_generation(request.args[1]) for request in requests]
         most = max((sampling.max_new_tokens for sampling, _ in asked), default=0)
         if most >= self.max_length:
-            what = f"{most} new tokens leave no space for the prompt in the model's context of {self.max_length} tokens"
-            fix = f"for example --gen_kwargs max_gen_toks={self.max_length // 2}"
-            raise ConfigError(what, fix, "max_gen_toks")
+            raise ConfigError(
+                f"{most} new tokens leave no space for the prompt in the model's context of {self.max_length} tokens",
+                where="max_gen_toks",
+                fix=f"for example --gen_kwargs max_gen_toks={self.max_length // 2}",
+            )
         texts = [""] * len(requests)
         for how in dict.fromkeys(asked):
             sampling, stops = how
@@ -150,7 +152,12 @@ def _generation(options: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
     normal: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), DEFAULT_NEW_TOKENS))
     filters = {name: normal[name] for name in FILTERS if normal.get(name) is not None}
     temperature = float(normal.get("temperature", 1.0)) if normal["do_sample"] else 0.0
-    return Sampling(normal["max_gen_toks"], temperature, **filters), tuple(normal["until"])
+    sampling = Sampling(
+        max_new_tokens=normal["max_gen_toks"],
+        temperature=temperature,
+        **filters,
+    )
+    return sampling, tuple(normal["until"])
 
 
 def _device(wanted: str | None) -> torch.device:

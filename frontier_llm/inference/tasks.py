@@ -127,8 +127,11 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None) -> list[TaskO
 
 def _too_few(task: Task, questions: int, shots: int, beside: bool) -> DataError:
     text = " beside the question itself" if beside else ""
-    what = f"has {questions} different questions, too few for {shots} examples{text}"
-    return DataError(what, fix="lower --shots", where=task.path)
+    return DataError(
+        f"has {questions} different questions, too few for {shots} examples{text}",
+        where=task.path,
+        fix="lower --shots",
+    )
 
 
 def solved(task: Task, prompt: Prompt) -> str:

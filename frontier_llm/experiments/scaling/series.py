@@ -188,7 +188,11 @@ def announce(point: Point) -> None:
 
 
 def _content(point: Point) -> str:
-    return strict_json({**point.describe(), "config": point.config.model_dump(mode="json")}, indent=None) + "\n"
+    content = {
+        **point.describe(),
+        "config": point.config.model_dump(mode="json"),
+    }
+    return strict_json(content, indent=None) + "\n"
 
 
 def not_measured(points: Sequence[Point]) -> list[Point]:
@@ -202,8 +206,12 @@ def not_measured(points: Sequence[Point]) -> list[Point]:
         path = point.directory / POINT_FILE
         has_started = any((point.directory / name).is_file() for name in STARTED_FILES)
         if has_started and (not path.is_file() or path.read_bytes() != _content(point).encode()):
-            what = "holds a run with another configuration"
-            problems.append(Problem(str(point.directory), what, "use another --output, or delete the directory"))
+            problem = Problem(
+                where=str(point.directory),
+                what="holds a run with another configuration",
+                fix="use another --output, or delete the directory",
+            )
+            problems.append(problem)
     if problems:
         raise ConfigError(first_of(problems))
     return [
