@@ -273,7 +273,8 @@ class Checkpoints:
             )
             updates = 0
         self._optimizer.updates = updates
-        return manifest.progress.model_copy(update={"position": position, "optimizer_updates": updates})
+        update = {"position": position, "optimizer_updates": updates, **load.loss_scale(manifest, self.facts.config)}
+        return manifest.progress.model_copy(update=update)
 
     def _load_first(
         self, steps: Sequence[int], damage: list[Problem], strict: bool = False, remote_steps: Sequence[int] = ()

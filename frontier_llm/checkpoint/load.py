@@ -7,7 +7,7 @@ read only the byte ranges that they need. If the layout has not changed, each ra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from frontier_llm import log
 from frontier_llm.blueprint.optimizers import MASTER
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest
 from frontier_llm.checkpoint.shard import BLOCK_BYTES, Extent, layout_of, opened, read_exactly, verify
+from frontier_llm.config import RunConfig, phase_at, phases_of
 from frontier_llm.errors import CheckpointError, Problem, first_of
 from frontier_llm.failpoints import hit
-from frontier_llm.optim import Optimizer, StateRectangle
+from frontier_llm.optim import Optimizer, StateRectangle, initial_loss_scale
 from frontier_llm.topology.rectangles import (
     Rectangle,
     rectangles_of_run,
@@ -225,3 +227,21 @@ def _read_parts(
                     block = buffer[: (stop - first) * item]
                     read_exactly(descriptor, file, entry.start + first * item, block)
                     targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))
+
+
+def loss_scale(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of Progress from which the loss scaler of a run with `config` continues.
+
+    A loss scale suits only the precision with which it was found. With another `precision.dtype` the run begins with
+    its own initial loss scale.
+    """
+    progress = manifest.progress
+    precision = manifest.config.get("precision")
+    saved_dtype = precision.get("dtype") if isinstance(precision, Mapping) else None
+    if saved_dtype in (None, config["precision"]["dtype"]):
+        return {}
+    done = progress.position.steps_done if progress.position is not None else ()
+    phase = phase_at(phases_of(RunConfig.model_validate(config, context=done)), progress.step)
+    scale = initial_loss_scale(phase.config)
+    log.info(f"the loss scale begins at {scale:g}, because the checkpoint has precision.dtype={saved_dtype}")
+    return {"loss_scale": scale, "scaler_clean_steps": 0}

@@ -186,13 +186,13 @@ def plan_variables(run: BatchRun) -> dict[str, str]:
     return {ROOMIER_PLAN_VARIABLE: "1"} if has_roomier else {}
 
 
-def dead_nodes(run: BatchRun, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
-    """Return the nodes that Slurm reports as unhealthy after a crash.
+def dead_nodes(run: BatchRun, nodes: tuple[str, ...], outcome: Outcome) -> tuple[str, ...]:
+    """Return the nodes that have failed according to Slurm after a crash. Draining nodes still work.
 
     If only ranks that lost a peer have reported, wait up to the site's `node_timeout_s` for Slurm to notice the node.
     """
     deadline_s = time.monotonic() + (run.site.node_timeout_s if outcome.peers_only else 0.0)
-    while not (dead := slurm.unhealthy(nodes)) and time.monotonic() < deadline_s:
+    while not (dead := slurm.node_health(nodes).failed) and time.monotonic() < deadline_s:
         time.sleep(5.0)
     return dead
 

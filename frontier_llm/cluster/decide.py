@@ -100,7 +100,8 @@ class Now:
 
     unix_s: float
     nodes: tuple[str, ...]  # nodes of the allocation, in its order.
-    unhealthy: tuple[str, ...] = ()  # nodes that Slurm reports as down, draining, failing or not responding.
+    unhealthy: tuple[str, ...] = ()  # nodes that have failed (`slurm.NodeHealth`).
+    draining: tuple[str, ...] = ()  # nodes that are not used for new starts. All nodes drain before a maintenance.
     failed_preflight: tuple[str, ...] = ()  # nodes in which the examination before the first start found a fault.
     slow_hosts: tuple[str, ...] = ()  # hosts that were reported as stragglers as often as the site allows.
     time_left_s: float | None = None  # time until the walltime; None: no limit.
@@ -297,11 +298,12 @@ def _start(job: Job, history: History, now: Now) -> Decision:
     If too few nodes are left, return the decision that continues the run in the next job.
     """
     avoid = (*now.unhealthy, *now.failed_preflight, *now.slow_hosts)
-    unusable = {*now.unhealthy, *now.failed_preflight, *history.untrusted_hosts} & {*now.nodes}
+    unusable = {*now.unhealthy, *now.draining, *now.failed_preflight, *history.untrusted_hosts} & {*now.nodes}
     usable = [node for node in now.nodes if node not in unusable]
     if len(usable) < job.nodes:
+        how = "failed or are draining" if now.draining else "failed"
         reason = (
-            f"{hostlist.compress(sorted(unusable))} failed; only {len(usable)} of the {job.nodes} needed nodes are left"
+            f"{hostlist.compress(sorted(unusable))} {how}; only {len(usable)} of the {job.nodes} needed nodes are left"
         )
         decision = _next_job(job, history, now, reason)
         return replace(decision, avoid=avoid)

@@ -11,13 +11,14 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.node_errors import ErrorCounts, new_errors, read_history, record_counts
-from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, probe
+from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, joined_facts, probe
 from frontier_llm.cluster.readiness import Readiness
 from frontier_llm.cluster.sites import Site
 from frontier_llm.errors import FrontierError
@@ -214,7 +215,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
     if not facts:
         raise FrontierError(f"no node responded: {message}", f"try srun {python} -V on the nodes", "doctor")
     # error that all offsets have in common: the delay of the output, and the clock error of this host
-    middle = statistics.median(offsets.values())
+    middle = statistics.median(offsets.values()) if offsets else 0.0
     return facts, {host: offset - middle for host, offset in offsets.items()}
 
 
@@ -222,19 +223,24 @@ def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, flo
     """Return facts by host, and clock offsets by host: a node's time stamp minus this host's time when it arrives.
 
     A delay makes the offset smaller. Therefore the largest offset of each host is kept, because it has the smallest
-    delay.
+    delay. Damaged lines are left out, so that a host with damaged facts counts as one that did not respond.
     """
+    pieces: dict[str, dict[str, str]] = defaultdict(dict)
     facts: dict[str, Facts] = {}
     offsets: dict[str, float] = {}
+    damaged = (ValueError, KeyError, TypeError)
     for line in lines:
-        if line.startswith(TIME_MARK):
-            stamp = json.loads(line.removeprefix(TIME_MARK))
-            offset_s = stamp["unix_s"] - time.time()
-            offsets[stamp["host"]] = max(offset_s, offsets.get(stamp["host"], offset_s))
-        elif line.startswith(FACTS_MARK):
-            row = json.loads(line.removeprefix(FACTS_MARK))
-            tuples = {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
-            facts[row["host"]] = Facts(**{**row, **tuples})
+        with suppress(*damaged):
+            if line.startswith(TIME_MARK):
+                stamp = json.loads(line.removeprefix(TIME_MARK))
+                offset_s = stamp["unix_s"] - time.time()
+                offsets[stamp["host"]] = max(offset_s, offsets.get(stamp["host"], offset_s))
+            elif line.startswith(FACTS_MARK):
+                host, number, piece = line.removeprefix(FACTS_MARK).rstrip("\n").split(" ", 2)
+                pieces[host][number] = piece
+    for host, numbered in pieces.items():
+        with suppress(*damaged):
+            facts[host] = joined_facts(numbered)
     return facts, offsets
 
 

@@ -1,6 +1,6 @@
 """Collects the facts of one node for `doctor`, without judging them. srun runs it once per node. Needs no torch.
 
-python -m frontier_llm.cluster.probe SETTINGS.json      prints a time stamp at once, then one JSON line of facts
+python -m frontier_llm.cluster.probe SETTINGS.json      prints a time stamp at once, then the facts as JSON
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from frontier_llm.units import GIB
 
 TIME_MARK = "probe-time "
 FACTS_MARK = "probe-facts "
+# srun splits a line of more than 1,024 bytes, and mixes its parts with lines of other nodes.
+PIECE_BYTES = 800
 # Number of further time stamps. On a busy node one stamp can be seconds late, but all stamps are hardly ever late.
 MORE_STAMPS = 3
 PAUSE_S = 0.2
@@ -218,20 +221,39 @@ def main(words: list[str]) -> int:
     """Print time stamps and the facts. The reader uses the time stamp with the smallest delay."""
     _say_time()
     settings = Settings.model_validate_json(Path(words[0]).read_text(encoding="utf-8"))
-    _say(FACTS_MARK, asdict(probe(settings)))
+    for line in fact_lines(probe(settings)):
+        _say(line)
     for _ in range(MORE_STAMPS):
         time.sleep(PAUSE_S)
         _say_time()
     return 0
 
 
+def fact_lines(facts: Facts) -> list[str]:
+    """Return the JSON text of the facts in numbered pieces, one a line: 'probe-facts HOST NUMBER/COUNT PIECE'."""
+    text = json.dumps(asdict(facts))  # ASCII, so a character is a byte
+    pieces = [text[start : start + PIECE_BYTES] for start in range(0, len(text), PIECE_BYTES)]
+    return [f"{FACTS_MARK}{facts.host} {number}/{len(pieces)} {piece}" for number, piece in enumerate(pieces, 1)]
+
+
+def joined_facts(pieces: Mapping[str, str]) -> Facts:
+    """Return the facts of one host. `pieces` maps NUMBER/COUNT to the text of this piece.
+
+    Raises ValueError, KeyError or TypeError if a piece is missing or damaged.
+    """
+    count = int(next(iter(pieces)).partition("/")[2])
+    row = json.loads("".join(pieces[f"{number}/{count}"] for number in range(1, count + 1)))
+    tuples = {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
+    return Facts(**{**row, **tuples})
+
+
 def _say_time() -> None:
-    _say(TIME_MARK, {"host": node_name(), "unix_s": time.time()})
+    _say(TIME_MARK + json.dumps({"host": node_name(), "unix_s": time.time()}))
 
 
-def _say(mark: str, content: dict[str, object]) -> None:
+def _say(line: str) -> None:
     """Print one line in a single write, so that srun cannot mix it with another node's line."""
-    os.write(1, f"{mark}{json.dumps(content)}\n".encode())
+    os.write(1, f"{line}\n".encode())
 
 
 if __name__ == "__main__":

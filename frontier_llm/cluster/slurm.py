@@ -38,7 +38,7 @@ _AWAY = re.compile(
 # 384 nodes.
 PATIENCE_S = 900.0
 PAUSE_S = 10.0
-_BAD_STATES = ("down", "drain", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
+_BAD_STATES = ("down", "drained", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
 
 
 class ControllerAway(FrontierError):
@@ -134,16 +134,45 @@ def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
             time.sleep(PAUSE_S)
 
 
-def unhealthy(nodes: Sequence[str]) -> list[str]:
-    """Return the members of `nodes` that cannot be used.
+@dataclass(frozen=True)
+class NodeHealth:
+    """The nodes of a job that cannot be used."""
 
-    Slurm reports them as down, draining, failing or not responding, or they did not get the job's environment.
-    """
+    # Down, failing or not responding, removed from the job by Slurm, or without the job's environment.
+    failed: tuple[str, ...] = ()
+    draining: tuple[str, ...] = ()  # not to be used for new steps, for example before a maintenance
+
+
+def node_health(nodes: Sequence[str]) -> NodeHealth:
+    """Return the members of `nodes` that have failed and those that drain."""
     text = ask(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
-    states = [line.strip().split("|") for line in text.splitlines() if "|" in line]
+    states = [line.strip().lower().split("|") for line in text.splitlines() if "|" in line]
     bad = set(hostlist.expand(environ("FRONTIER_LLM_BROKEN_NODES") or ""))  # set by launch/job.sh
-    bad |= {name for name, state in states if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES)}
-    return [node for node in nodes if node in bad]
+    bad |= {name for name, state in states if state.endswith("*") or any(word in state for word in _BAD_STATES)}
+    job_id = environ("SLURM_JOB_ID")
+    if job_id and (present := present_nodes(job_id)):
+        bad |= {*nodes} - present
+    draining = {name for name, state in states if state.startswith("draining")} - bad
+    return NodeHealth(
+        failed=tuple(node for node in nodes if node in bad),
+        draining=tuple(node for node in nodes if node in draining),
+    )
+
+
+def present_nodes(job_id: str) -> set[str]:
+    """Return the nodes that a running job still has. Empty if squeue does not list the job.
+
+    With --no-kill, Slurm removes a node that goes down from the job for good, even if the node recovers.
+    SLURM_JOB_NODELIST does not change.
+    """
+    lines = ask(["squeue", "--noheader", f"--jobs={job_id}", "--format=%N"]).split()
+    return {node for line in lines for node in hostlist.expand(line)}
+
+
+def unhealthy(nodes: Sequence[str]) -> list[str]:
+    """Return the members of `nodes` that cannot be used, because they have failed or drain."""
+    health = node_health(nodes)
+    return [node for node in nodes if node in {*health.failed, *health.draining}]
 
 
 def time_left_s(job_id: str) -> float | None:

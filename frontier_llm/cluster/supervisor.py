@@ -104,9 +104,11 @@ def look_and_decide(run: BatchRun, earlier: int, failed_preflight: tuple[str, ..
     stop_requested = (run.directory / run_dir.STOP_FILE).exists()
     now = Now(unix_s=time.time(), nodes=run.allocation.nodes, stop_requested=stop_requested)
     if not reason_to_end(run.job, history, stop_requested):  # Slurm is not needed to end a finished run
+        health = slurm.node_health(run.allocation.nodes)
         now = replace(
             now,
-            unhealthy=tuple(slurm.unhealthy(run.allocation.nodes)),
+            unhealthy=health.failed,
+            draining=health.draining,
             slow_hosts=too_slow(run),
             time_left_s=slurm.time_left_s(run.allocation.job_id),
             failed_preflight=failed_preflight,

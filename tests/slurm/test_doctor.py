@@ -61,7 +61,8 @@ def examine(cluster: LocalSlurm, tmp_path: Path, gcds: list[int], plugin: str, p
     script.write_text(
         f'#!/bin/bash\nexec "$FRONTIER_LLM_PYTHON" -m frontier_llm.cli.main doctor {words} > {tmp_path}/report.json\n'
     )
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SETTING": "one"}
+    # srun splits lines of more than 1,024 bytes
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SETTING": "one" * 1500}
     job_id = cluster.submit(
         "-N4", "--ntasks-per-node=1", f"--output={tmp_path}/out", str(script), cwd=tmp_path, env=env
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,10 @@ def test_dead_node_is_replaced_by_the_spare_while_its_ranks_live_on(cluster: Loc
     cluster.wait_for(lambda: stale.read_text() != before, 60, "step of a stale rank")
     assert run_dir.bad_hosts(run.directory) == ["n1"]
     assert cluster.job(run.job_id)["Restarts"] == "0"
+    cluster.start_node("n1")
+    cluster.wait_for(lambda: cluster.node_states()["n1"] == "IDLE", 60, "return of n1, which the job has lost")
+    judge = "from frontier_llm.cluster import slurm; print(slurm.unhealthy(['n0', 'n1', 'n2', 'n3']))"
+    assert cluster.run(sys.executable, "-c", judge, env={"SLURM_JOB_ID": run.job_id}).strip() == "['n1']"
 
 
 @pytest.mark.thorough

@@ -24,6 +24,10 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False,), "squared_relu": (False,), "glu_activation": (None,), "embed_layernorm": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1), "multi_latent_attention": (False,),
     "num_experts": (None, 0, 1, [1]), "mtp_num_layers": (None, 0), "window_size": (None,), "softcap": (None,),
+    # The following arguments add no tensor, so only this table refuses them.
+    "no_rope_freq": (None, 0), "qk_l2_norm": (False,), "softmax_type": ("vanilla",), "softmax_scale": (None,),
+    "quick_geglu": (False,), "glu_linear_offset": (0,), "activation_func_clamp_value": (None,),
+    "use_mup": (False,), "scaling_recipe": ("none",),
 }  # fmt: skip
 
 
@@ -33,6 +37,8 @@ def read_model(arguments: dict[str, Any], where: str, vocab_size: int | None) ->
     Raises CheckpointError with every argument that is missing or has no counterpart.
     """
     f = Fields({key: _plain(value) for key, value in arguments.items()}, where)
+    if isinstance(layers := f.content.get("no_rope_freq"), list) and not any(layers):
+        del f.content["no_rope_freq"]  # one number per layer, and no layer skips the rotation
     for key, allowed in _OFF.items():
         f.only(key, *allowed, default=allowed[0])
     position = _POSITIONS.get(f.only("position_embedding_type", *_POSITIONS, default="learned_absolute"), "rope")

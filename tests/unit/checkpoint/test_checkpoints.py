@@ -16,7 +16,7 @@ from frontier_llm.data.identity import Dataset, datasets_of
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.errors import CheckpointError
 from frontier_llm.topology.shards import shard
-from tests.unit.checkpoint.serial import CONFIG, Run, in_child
+from tests.unit.checkpoint.serial import CONFIG, Run, in_child, progress
 from tests.unit.checkpoint.test_damage import flip
 
 
@@ -41,6 +41,24 @@ def test_working_precision_may_change(saved: str, loaded: str, tmp_path: Path) -
     other = Run(tmp_path, dtype=loaded)
     assert other.checkpoints.newest() == other.checkpoints.load(other.checkpoints.directory / "step_00000003")
     other.check(3)
+
+
+@pytest.mark.parametrize(("saved", "resumed", "scale"), [("bf16", "fp16", 2.0**18), ("fp16", "bf16", 1.0)])
+def test_the_loss_scale_follows_a_changed_precision(
+    saved: str, resumed: str, scale: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: a bf16 checkpoint was continued in fp16 with the loss scale 1, with which small gradients vanish."""
+    run = Run(tmp_path, config=changed(precision={"dtype": saved}))
+    run.fill(9)
+    run.checkpoints.begin(progress(9).model_copy(update={"loss_scale": 64.0, "scaler_clean_steps": 5}))
+    run.checkpoints.close()
+    other = Run(tmp_path, config=changed(precision={"dtype": resumed}))
+    loaded = other.checkpoints.newest()
+    assert (loaded.loss_scale, loaded.scaler_clean_steps) == (scale, 0)
+    assert f"because the checkpoint has precision.dtype={saved}" in capfd.readouterr().err
+    other.checkpoints.close()
+    same = Run(tmp_path, config=changed(precision={"dtype": saved})).checkpoints.newest()
+    assert (same.loss_scale, same.scaler_clean_steps) == (64.0, 5)
 
 
 def test_keeps_the_newest_and_the_permanent(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def in_job(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `data tokenize --in-job` in a job of one node."""
     executable(tmp_path / "bin" / "srun", SRUN)
     executable(tmp_path / "bin" / "sinfo", "echo 'n0|idle'")
+    executable(tmp_path / "bin" / "squeue", "echo n0")
     small = tmp_path / "small"
     small.mkdir(exist_ok=True)
     block = f"import sys\nfor name in {BLOCKED}:\n    sys.modules[name] = None\n"

@@ -12,7 +12,7 @@ import pytest
 from frontier_llm.cluster.attempt import Outcome, start_ranks
 from frontier_llm.cluster.batch import BatchRun, open_batch, split_flags, split_settings
 from frontier_llm.cluster.sites import load_site
-from frontier_llm.cluster.slurm import Allocation
+from frontier_llm.cluster.slurm import Allocation, NodeHealth
 from frontier_llm.cluster.supervisor import main, too_slow
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
@@ -283,7 +283,7 @@ def test_hosts_are_blamed_for_what_only_a_host_can_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Failure, expected: tuple[str, str]
 ) -> None:
     monkeypatch.setattr("frontier_llm.cluster.attempt.run_step", lambda step: Outcome(1, ended))
-    monkeypatch.setattr("frontier_llm.cluster.slurm.unhealthy", lambda nodes: [])
+    monkeypatch.setattr("frontier_llm.cluster.slurm.node_health", lambda nodes: NodeHealth())
     outcome, _ = start_ranks(on_two_nodes(tmp_path), ("n0", "n1"), None)
     (made,) = run_dir.attempts(tmp_path)
     assert (made.cause, made.failed_host) == expected and outcome.cause == made.cause
@@ -317,7 +317,7 @@ def test_a_start_without_a_step_is_recorded_with_the_error_of_the_program(
         return Outcome(1, ended)
 
     monkeypatch.setattr("frontier_llm.cluster.attempt.run_step", run_step)
-    monkeypatch.setattr("frontier_llm.cluster.slurm.unhealthy", lambda nodes: [])
+    monkeypatch.setattr("frontier_llm.cluster.slurm.node_health", lambda nodes: NodeHealth())
     monkeypatch.setattr("frontier_llm.cluster.attempt.dead_nodes", lambda run, nodes, outcome: [])
     start_ranks(on_two_nodes(tmp_path), ("n0", "n1"), None)
     (made,) = run_dir.attempts(tmp_path)
@@ -325,11 +325,15 @@ def test_a_start_without_a_step_is_recorded_with_the_error_of_the_program(
 
 
 def test_a_node_that_slurm_calls_down_is_the_cause_of_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draining nodes are not: before a maintenance all nodes drain."""
     monkeypatch.setattr("frontier_llm.cluster.attempt.run_step", lambda step: Outcome(1, STUCK_ON_N1))
-    monkeypatch.setattr("frontier_llm.cluster.slurm.unhealthy", lambda nodes: ["n0"])
-    start_ranks(on_two_nodes(tmp_path), ("n0", "n1"), None)
-    (made,) = run_dir.attempts(tmp_path)
-    assert (made.cause, made.failed_host, made.detail) == ("node failure", "n0", "n0 failed")
+    health = [NodeHealth(failed=("n0",), draining=("n1",)), NodeHealth(draining=("n0", "n1"))]
+    monkeypatch.setattr("frontier_llm.cluster.slurm.node_health", lambda nodes: health.pop(0))
+    for _ in range(2):
+        start_ranks(on_two_nodes(tmp_path), ("n0", "n1"), None)
+    failed, draining = run_dir.attempts(tmp_path)
+    assert (failed.cause, failed.failed_host, failed.detail) == ("node failure", "n0", "n0 failed")
+    assert (draining.cause, draining.failed_host) == ("crash", "n1")
 
 
 def test_a_record_of_version_1_has_the_defaults_of_later_fields(tmp_path: Path) -> None:

@@ -74,6 +74,22 @@ TABLE: list[Row] = [
         {"reason": "n[0-1] failed; only 1 of the 2 needed nodes are left", "avoid": ("n0", "n1")},
     ),
     (
+        "a draining node is not used, but also not avoided later",
+        JOB,
+        after(made("crash", 0, 9)),
+        replace(NOW, draining=("n1",)),
+        Start,
+        {"nodes": WITHOUT_N1, "avoid": ()},
+    ),
+    (
+        "too few nodes because they drain",
+        JOB,
+        after(made("crash", 0, 9)),
+        replace(NOW, draining=("n0", "n1"), unhealthy=("n2",)),
+        Requeue,
+        {"reason": "n[0-2] failed or are draining; only 0 of the 2 needed nodes are left", "avoid": ("n2",)},
+    ),
+    (
         "with an untrusted host: not the same job, which may get the same nodes",
         JOB,
         replace(NEW, untrusted_hosts=frozenset({"n1", "n2"})),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from frontier_llm.cluster.probe import (
     NO_FI_INFO,
     Facts,
     Settings,
+    fact_lines,
     gcd_memory_gib,
     gcd_used_gib,
     interface_is_up,
@@ -233,10 +234,10 @@ import json, random, sys, time
 answers = json.load(open({answers!r}))
 random.seed(1)
 random.shuffle(answers)
-for host, facts in answers:
+for host, lines in answers:
     sys.stderr.write("slurmstepd: warning: something about " + host + " that fills a pipe\\n" * 20)
     sys.stdout.write("probe-time " + json.dumps({{"host": host, "unix_s": time.time() + (30 if host == "node007" else 0)}}) + "\\n")
-    sys.stdout.write("probe-facts " + json.dumps(facts) + "\\n")
+    sys.stdout.write("\\n".join(lines) + "\\n")
 sys.stdout.flush()
 time.sleep({silence_s})
 """  # noqa: E501
@@ -245,7 +246,7 @@ time.sleep({silence_s})
 def allocation_of(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silence_s: float) -> list[str]:
     """Put a simulated `srun` on PATH that answers for these nodes. The last node never answers."""
     nodes = [f"node{number:03}" for number in range(count)]
-    answers = [(host, asdict(replace(healthy(host), cores=8 if host == "node200" else 56))) for host in nodes[:-1]]
+    answers = [(host, fact_lines(replace(healthy(host), cores=8 if host == "node200" else 56))) for host in nodes[:-1]]
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     script = tmp_path / "srun"
     script.write_text(
@@ -276,6 +277,21 @@ def test_a_stamp_that_comes_late_is_no_clock_that_runs_late() -> None:
     lines = ["probe-time " + json.dumps({"host": host, "unix_s": time.time() - late_s}) for host, late_s in stamps]
     _, offsets = _read_answers(lines)
     assert {host: round(offset, -1) for host, offset in offsets.items()} == {"n0": 0.0, "n1": 0.0, "n2": -30.0}
+
+
+def test_facts_survive_an_srun_that_splits_long_lines() -> None:
+    """Slurm forwards at most 1,024 bytes of a line at once, and a node's next part follows another node's part."""
+    facts = {
+        host: replace(healthy(host), environment={"LD_LIBRARY_PATH": "/opt/rocm/lib:" * 300, "ä": '"'})
+        for host in ("n0", "n1", "n2")
+    }
+    written = [[f"{line}\n" for line in fact_lines(fact)] for fact in facts.values()]
+    assert all(len(line.encode()) <= 1024 for lines in written for line in lines)
+    lines = [line for turn in zip(*written, strict=True) for line in turn]
+    assert _read_answers(lines) == (facts, {})
+    missing = [line for line in lines if not line.startswith("probe-facts n1 3/")]
+    damaged = [line.replace("probe-facts n2 1/", "probe-facts n2 probe-time 1/") for line in missing]
+    assert _read_answers(["probe-time {\n", "probe-facts \n", *damaged]) == ({"n0": facts["n0"]}, {})
 
 
 def test_a_hung_node_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,20 @@ def test_a_supervisor_waits_for_a_controller_that_is_away(sinfo: Path, capsys: p
     assert capsys.readouterr().err.count("does not respond to sinfo") == 1
 
 
+def test_nodes_that_fail_or_leave_the_job_are_not_those_that_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """n4 failed and came back: sinfo reports it as idle, but Slurm has removed it from the job."""
+    states = ("allocated", "draining", "draining*", "down", "idle", "drained", "mixed")
+    answers = {
+        "sinfo": "".join(f"n{number}|{state}\n" for number, state in enumerate(states)),
+        "squeue": "n[0-3,5-6]\n",
+    }
+    monkeypatch.setattr(slurm, "ask", lambda command: answers[command[0]])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    nodes = [f"n{number}" for number in range(len(states))]
+    assert slurm.node_health(nodes) == slurm.NodeHealth(failed=("n2", "n3", "n4", "n5"), draining=("n1",))
+    assert slurm.unhealthy(nodes) == ["n1", "n2", "n3", "n4", "n5"]
+
+
 def test_a_person_is_told_at_once(sinfo: Path) -> None:
     with pytest.raises(FrontierError, match="Unable to contact"):
         slurm.call(["sinfo"])

@@ -40,7 +40,7 @@ class Cluster:
         self.asked = list[str]()
         answers = {
             "time_left_s": lambda job: walltime_s,
-            "unhealthy": self._unhealthy,
+            "node_health": self._node_health,
             "job_fields": lambda job: {},
             "requeue": self._requeue,
         }
@@ -54,9 +54,9 @@ class Cluster:
         allocation = slurm.Allocation("7", ("n0", "n1", "n2"), "n0", 1, 1)
         self.run = BatchRun(job=job, config=config, site=load_site("local"), allocation=allocation)
 
-    def _unhealthy(self, nodes: tuple[str, ...]) -> list[str]:
-        self.asked.append("unhealthy")
-        return []
+    def _node_health(self, nodes: tuple[str, ...]) -> slurm.NodeHealth:
+        self.asked.append("node_health")
+        return slurm.NodeHealth()
 
     def _start_ranks(
         self, run: BatchRun, nodes: tuple[str, ...], deadline_s: float, save_after_s: float
@@ -129,7 +129,7 @@ def test_a_host_that_computes_wrongly_gives_way_to_the_spare_and_is_never_used_a
 
 def test_hosts_to_avoid_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 100))
-    monkeypatch.setattr(slurm, "unhealthy", lambda nodes: ["n1"])
+    monkeypatch.setattr(slurm, "node_health", lambda nodes: slurm.NodeHealth(failed=("n1",)))
     assert cluster.supervise() == 0 and cluster.used == [("n0", "n2")]
     assert run_dir.bad_hosts(tmp_path) == ["n1"]
 

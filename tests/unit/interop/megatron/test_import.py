@@ -136,6 +136,12 @@ def test_llama_3s_rope_scaling_is_read() -> None:
         ({"num_experts": 8}, "num_experts: 8 is not supported"),
         ({"position_embedding_type": "relative"}, "position_embedding_type: 'relative' is not supported"),
         ({"apply_layernorm_1p": True, "qk_layernorm": True}, "qk_layernorm"),
+        ({"no_rope_freq": 4}, "no_rope_freq: 4 is not supported"),
+        ({"no_rope_freq": [0, 1]}, r"no_rope_freq: \[0, 1\] is not supported"),
+        ({"qk_l2_norm": True}, "qk_l2_norm: True is not supported"),
+        ({"softmax_type": "off-by-one"}, "softmax_type: 'off-by-one' is not supported"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset: 1.0 is not supported"),
+        ({"use_mup": True}, "use_mup: True is not supported"),
         ({"hidden_size": None}, "hidden_size: is missing"),
         (
             {"tensor_model_parallel_size": 4},
@@ -151,6 +157,17 @@ def test_arguments_without_a_counterpart_are_named(over: dict[str, object], mess
     write_megatron(tmp_path, Natural("gpt2"), 1, 1, **over)
     with pytest.raises(CheckpointError, match=message):
         MegatronModel(tmp_path)
+
+
+def test_arguments_at_values_without_effect_are_accepted(tmp_path: Path) -> None:
+    without_effect = {
+        "no_rope_freq": [0, 0],
+        "softmax_type": "vanilla",
+        "glu_linear_offset": 0.0,
+        "scaling_recipe": None,
+    }
+    write_megatron(tmp_path, Natural("gpt2"), 1, 1, **without_effect)
+    assert MegatronModel(tmp_path).model.layers == 2
 
 
 def test_a_vocabulary_larger_than_the_embedding(tmp_path: Path) -> None:
