@@ -199,6 +199,14 @@ def uploaded_checkpoints(place: RemoteFolder) -> Iterator[RemoteCheckpoint]:
     return (one for one in remote_checkpoints(place) if one.is_uploaded())
 
 
+def delete_above(place: RemoteFolder, step: int, on_deleted: Callable[[], object] = lambda: None) -> None:
+    """Delete all remote checkpoints above `step`."""
+    for one in remote_checkpoints(place):
+        if one.step > step:
+            one.delete()
+            on_deleted()
+
+
 def at_url(url: str) -> list[RemoteCheckpoint]:
     """Return the checkpoints at the URL of a run or of one checkpoint, oldest first.
 
