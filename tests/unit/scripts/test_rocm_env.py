@@ -16,7 +16,9 @@ def git(folder: Path, *words: str) -> None:
 
 def fetch(tmp_path: Path, tag: str) -> subprocess.CompletedProcess[str]:
     """Run fetch as the build scripts do. Print the file of the checkout, and then "built"."""
-    script = f'source scripts/rocm_env.sh; folder="$(fetch file://{tmp_path}/apex {tag})"; cat "$folder/file"; echo built'
+    script = (
+        f'source scripts/rocm_env.sh; folder="$(fetch file://{tmp_path}/apex {tag})"; cat "$folder/file"; echo built'
+    )
     variables = {"PYTHON": "true", "FRONTIER_LLM_MODULES": "", "FRONTIER_LLM_SOURCES": str(tmp_path / "sources")}
     return subprocess.run(
         ["bash", "-c", script], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
