@@ -83,10 +83,10 @@ def _import(args: argparse.Namespace) -> int:
     examples=("frontier-llm data index pretrain_22b",),
 )
 def _index(args: argparse.Namespace) -> int:
-    from frontier_llm.cluster.recorded import as_it_stands, recorded_position
     from frontier_llm.config import load_run
     from frontier_llm.data.loader import data_problems, prepare_indices
     from frontier_llm.data.position import START
+    from frontier_llm.data.recorded import as_it_stands, recorded_position
     from frontier_llm.errors import DataError
 
     config = as_it_stands(load_run(args.run, args.overrides))

@@ -129,10 +129,10 @@ def input_facts(run_text: str) -> InputFacts | None:
     Returns None if the interpreter lacks a module for reading the file. A test for write access leaves no file behind.
     If the run directory does not exist yet, its nearest existing parent is tested.
     """
-    from frontier_llm.cluster.recorded import as_it_stands, recorded_position
     from frontier_llm.config import load_run
     from frontier_llm.data.loader import data_problems
     from frontier_llm.data.position import START
+    from frontier_llm.data.recorded import as_it_stands, recorded_position
 
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(run_text)

@@ -17,12 +17,12 @@ import pytest
 
 from frontier_llm.checkpoint.directory import digest_line, read_manifest
 from frontier_llm.cli.main import main
-from frontier_llm.cluster.recorded import as_it_stands
 from frontier_llm.cluster.status import read_status
 from frontier_llm.config import RunConfig, dump, load_run
 from frontier_llm.data import samples
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.position import Position
+from frontier_llm.data.recorded import as_it_stands
 from frontier_llm.errors import CheckpointError, ConfigError
 from frontier_llm.run import run_dir
 from frontier_llm.run.signals import SignalWatcher
