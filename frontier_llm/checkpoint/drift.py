@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -24,6 +25,7 @@ from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.data.blend import whole_weights
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.optim.scalars import decay_begin, learning_rate
+from frontier_llm.run.complete import MANIFEST
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
 # The only keys that must not change before the first step (for example with imported weights): they define the weights.
@@ -143,9 +145,14 @@ def _trained_phases(config: Mapping[str, Any], step: int, done: Stretches) -> li
     Later phases may change (like train.steps), because none of their steps has been trained yet. The microbatch is
     part of the layout, which may change at any step.
     """
-    if not config.get("train", {}).get("phases"):
+    phases = config.get("train", {}).get("phases")
+    if not phases:
         return []
-    begun = [phase for phase in phases_of(RunConfig.model_validate(config, context=done)) if phase.first <= step]
+    try:
+        run = RunConfig.model_validate(_known(config)[0], context=done)
+    except ValidationError:
+        return list(phases)  # an older version allowed other values; then every change of the phases counts
+    begun = [phase for phase in phases_of(run) if phase.first <= step]
     return [(phase.first, phase.config.model, phase.config.batch.global_batch, phase.config.data) for phase in begun]
 
 
@@ -186,14 +193,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Keys that did not exist when the checkpoint was written get their defaults, which do not change the run. Keys that
     no longer exist are kept, so that they are compared too.
     """
-    known: Any = deepcopy(dict(config))
-    gone: list[tuple[list[Any], Any, Any]] = []
-    try:
-        RunConfig.model_validate(known)
-    except ValidationError as error:
-        for place in (fault["loc"] for fault in error.errors() if fault["type"] == "extra_forbidden"):
-            *path, key = place
-            gone.append((path, key, _section(known, path).pop(key)))
+    known, gone = _known(config)
     try:
         complete: Any = RunConfig.model_validate(known).model_dump(mode="json")
     except ValidationError:
@@ -203,10 +203,43 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", complete)
 
 
+def _known(config: Mapping[str, Any]) -> tuple[Any, list[tuple[list[Any], Any, Any]]]:
+    """Return a copy of a configuration without the keys that no longer exist, and (path, key, value) of each."""
+    known: Any = deepcopy(dict(config))
+    gone: list[tuple[list[Any], Any, Any]] = []
+    try:
+        RunConfig.model_validate(known)
+    except ValidationError as error:
+        for place in (fault["loc"] for fault in error.errors() if fault["type"] == "extra_forbidden"):
+            *path, key = place
+            section = _section(known, path)
+            if key in section:  # each member of a union can report the key
+                gone.append((path, key, section.pop(key)))
+    return known, gone
+
+
 def _section(config: Any, path: Sequence[Any]) -> Any:
+    """Return the section at a path of pydantic, which also contains names of union members."""
     for key in path:
-        config = config[key]
+        if isinstance(config, Mapping) or isinstance(key, int):
+            config = config[key]
     return config
+
+
+@contextmanager
+def comparing(*manifests: str) -> Iterator[None]:
+    """Turn an error of the comparison into a CheckpointError.
+
+    A manifest's configuration can have any JSON value for any key, because another version may have written it.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"has a value that this version cannot compare: {type(error).__name__}: {error}",
+            "restore manifest.json from a copy, or use another checkpoint",
+            " or ".join(f"{manifest}: config" for manifest in manifests),
+        ) from error
 
 
 def by_content(config: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, Any]:
@@ -381,15 +414,16 @@ def allowed_changes(saved: Manifest, facts: JobFacts, allowed: Collection[str], 
     """
     progress = saved.progress
     begun = progress.consumed_samples > 0
-    changes = config_changes(
-        with_defaults(saved.config),
-        facts.config,
-        begun,
-        progress.step,
-        saved_data=saved.data,
-        data=facts.data,
-        done=progress.position.steps_done if progress.position is not None else (),
-    )
+    with comparing(f"{where}/{MANIFEST}"):
+        changes = config_changes(
+            with_defaults(saved.config),
+            facts.config,
+            begun,
+            progress.step,
+            saved_data=saved.data,
+            data=facts.data,
+            done=progress.position.steps_done if progress.position is not None else (),
+        )
     changes += data_changes(saved.data, facts.data, begun)
     changes += plugin_changes(saved.known_plugins, facts.plugins, begun)
     check_allowed(changes, allowed, where)

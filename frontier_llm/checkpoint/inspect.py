@@ -18,6 +18,7 @@ from frontier_llm.checkpoint import shard as shard_file
 from frontier_llm.checkpoint.drift import (
     Change,
     allowed_changes,
+    comparing,
     config_changes,
     data_changes,
     environment_changes,
@@ -138,6 +139,8 @@ def compare(first: Path, second: Path) -> Difference:
     before = _forms(left)
     after = _forms(right)
     common = [name for name in before if name in after]
+    with comparing(str(first / folder.MANIFEST), str(second / folder.MANIFEST)):
+        changes = config_changes(a.config, b.config)
     reshaped = []
     for name in common:
         for form, other in zip(before[name], after[name], strict=True):
@@ -146,7 +149,7 @@ def compare(first: Path, second: Path) -> Difference:
     return Difference(
         changes=[
             *progress,
-            *config_changes(a.config, b.config),
+            *changes,
             *data_changes(a.data, b.data),
             *plugin_changes(a.known_plugins, b.known_plugins),
             *environment_changes(a.environment, b.environment),

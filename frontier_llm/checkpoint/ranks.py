@@ -22,15 +22,20 @@ MOST_PROBLEMS = 10  # largest number of problems that one rank sends to all rank
 
 
 def from_rank_0(compute: Callable[[], Any], world: Axis, device: torch.device) -> Any:
-    """Call `compute` on rank 0 only. Every rank returns its JSON value or raises its error. Collective."""
+    """Call `compute` on rank 0 only. Every rank returns its JSON value or raises its error. Collective.
+
+    An unexpected error is raised unchanged on rank 0, so that its traceback is kept.
+    """
     value = None
     error: Exception | None = None
     if world.rank == 0:
         try:
             value = compute()
-        except (FrontierError, OSError) as caught:
+        except Exception as caught:
             error = caught
     value, failure = broadcast_json([value, encoded(error)], world, device)
+    if error is not None and not isinstance(error, FrontierError | OSError):
+        raise error
     if failure is not None:
         raise joined([failure])
     return value

@@ -164,18 +164,33 @@ def _section(model: ModelConfig, tokenizer: str | None) -> str:
     examples=("frontier-llm checkpoint export-hf runs/quickstart exported/",),
 )
 def export_hf(args: argparse.Namespace) -> int:
-    """Open and verify a checkpoint, and write it as a Hugging Face model."""
+    """Open and verify a checkpoint, and write it as a Hugging Face model.
+
+    All other checks come before the verification, because it reads every byte.
+    """
+    from frontier_llm.checkpoint.manifest import DamagedCheckpoint
+    from frontier_llm.checkpoint.weights import CheckpointWeights
     from frontier_llm.inference.open import open_model, open_tokenizer
-    from frontier_llm.interop.huggingface import Companions, HubRepository, export_huggingface, tokenizer_files
+    from frontier_llm.interop.huggingface import (
+        Companions,
+        HubRepository,
+        check_export,
+        export_huggingface,
+        tokenizer_files,
+    )
     from frontier_llm.ops import working_dtype
 
-    repository = HubRepository(args.push_to_hub, args.private) if args.push_to_hub else None
-    opened = open_model(args.source, verified=not args.no_verify, plugins=args.plugin)
+    opened = open_model(args.source, plugins=args.plugin)
+    check_export(opened.source.model, args.output)
     companions = Companions(facts=run_facts(opened))
     if args.tokenizer != "none":
         tokenizer = open_tokenizer(opened, args.tokenizer, ", or --tokenizer none to export weights alone")
         files = tokenizer_files(tokenizer, opened.source.model.sequence_length)
         companions = Companions(files, tokenizer.eod, companions.facts)
+    repository = HubRepository(args.push_to_hub, args.private) if args.push_to_hub else None
+    damage = opened.source.damage() if isinstance(opened.source, CheckpointWeights) and not args.no_verify else []
+    if damage:
+        raise DamagedCheckpoint(damage)
     family = export_huggingface(
         opened.source,
         args.output,

@@ -22,7 +22,7 @@ from frontier_llm.cluster.site_state import site_problems
 from frontier_llm.cluster.sites import Site, root_dir
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, FrontierError, Problem
-from frontier_llm.libraries import BUILD_COMMAND, TORCH_OPS
+from frontier_llm.libraries import BUILD_COMMAND
 from frontier_llm.machine.load import load_machine
 from frontier_llm.machine.schema import Device
 from frontier_llm.run.installation import Installation, NotInTime, ask
@@ -262,11 +262,6 @@ def _library_problems(facts: Installation) -> Iterator[Problem]:
         yield Problem(
             f"{facts.package}/_native", f"{', '.join(names)} {error}", f"run with {facts.executable}: {BUILD_COMMAND}"
         )
-    if facts.built_for and facts.built_for != facts.torch.version:
-        what = (
-            f"{TORCH_OPS} was built for torch {facts.built_for}, but {facts.executable} has torch {facts.torch.version}"
-        )
-        yield Problem(f"{facts.package}/_native", what, f"build it again with this torch: {BUILD_COMMAND}")
 
 
 def _provider_problems(facts: Installation, config: RunConfig) -> Iterator[Problem]:

@@ -11,15 +11,18 @@ in its run file. When a run resumes from a checkpoint, `resolved` converts the d
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.config.fields import TokenSteps
+from frontier_llm.config.fields import TokenSteps, whole
 from frontier_llm.config.token_files import stored_tokens
 from frontier_llm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from frontier_llm.config.schema import RunConfig
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)([kmbt]?) ?(steps?|tokens?|epochs?)", re.IGNORECASE)
@@ -42,6 +45,18 @@ def is_duration(key: str) -> bool:
     """Return whether the value of this key may be a number of tokens or epochs."""
     section, _, name = key.partition(".")
     return (section, name) in (*_FROM_START, *_INTERVALS) or re.fullmatch(r"train\.phases\.\d+\.steps", key) is not None
+
+
+def without_durations(errors: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Leave out errors of values such as "20B tokens". They stay text only if another value is wrong, such as the
+    batch.
+    """
+    causes = []
+    for error in errors:
+        is_written = isinstance(error["input"], str) and _DURATION.fullmatch(_plain(error["input"])) is not None
+        if not (is_written and is_duration(".".join(map(str, error["loc"])))):
+            causes.append(error)
+    return causes or errors
 
 
 def resolved(config: RunConfig, done: Stretches) -> RunConfig:
@@ -139,10 +154,10 @@ def _of_run(
             content,
             section,
             key,
-            _of_end(stretches, _value(content, "train", "steps")) if from_end else stretches,
+            _of_end(stretches, whole(_value(content, "train", "steps"))) if from_end else stretches,
         )
     for section, key in _INTERVALS:
-        value = _value(content, section, key)
+        value = whole(_value(content, section, key))
         if len({size for _, size in planned}) > 1 and isinstance(value, str) and "step" not in value:
             raise ConfigError(
                 f"is given as {value!r}, but the phases have steps of different sizes",
@@ -179,12 +194,12 @@ def _resolved(
 
 
 def _steps(where: str, value: Any, stretches: Iterable[tuple[int, int]], data: Any) -> Any:
-    """Return the number of steps until `stretches` contain the tokens of a duration. A value that is no duration is
-    returned unchanged.
+    """Return the number of steps until `stretches` contain the tokens of a duration. A value that is neither a
+    duration nor a whole number is returned unchanged.
     """
     match = _DURATION.fullmatch(_plain(value)) if isinstance(value, str) else None
     if match is None:
-        return value
+        return whole(value)
     number = float(match[1]) * _COUNTS[match[2].lower()]
     unit = match[3].lower().rstrip("s")
     if unit == "step":
@@ -209,7 +224,7 @@ def _epoch(where: str, data: Any) -> int:
     total = 0
     for path in [source if isinstance(source, str) else _get(source, "path") for source in sources]:
         try:
-            total += stored_tokens(str(path))
+            total += stored_tokens(os.path.expanduser(str(path)))
         except (OSError, ValueError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not a Megatron dataset"
             raise ConfigError(
@@ -222,7 +237,7 @@ def _epoch(where: str, data: Any) -> int:
 
 def _tokens_per_step(content: Any, phase: Any) -> int | None:
     sizes = [
-        _value(phase, *key) or _value(content, *key)
+        whole(_value(phase, *key) or _value(content, *key))
         for key in (("batch", "global_batch"), ("model", "sequence_length"))
     ]
     if all(isinstance(size, int) and size > 0 for size in sizes):

@@ -25,16 +25,20 @@ from pydantic import (
 from frontier_llm.config.urls import folder_fault
 
 
-def _whole(value: Any) -> Any:
-    """Convert text such as "1e3" to an integer. YAML loads it as text."""
-    if isinstance(value, str) and re.fullmatch(r"[1-9]\d*[eE]\+?\d\d?", value):
-        return int(float(value))
-    return value
+def whole(value: Any) -> Any:
+    """Convert 1000.0 and text such as "1e3" to an integer. YAML loads 1e3 as text. Other values stay unchanged."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?[eE]\+?\d\d?", value):
+        number = float(value)
+    elif isinstance(value, float):
+        number = value
+    else:
+        return value
+    return int(number) if number.is_integer() else value
 
 
 # With this upper bound, a search for divisors or nearby values ends soon even if the number is mistyped.
-PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=10**12)]
-NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
+PositiveInt = Annotated[int, BeforeValidator(whole), Field(gt=0, le=10**12)]
+NonNegativeInt = Annotated[int, BeforeValidator(whole), Field(ge=0, lt=2**63)]
 
 
 class TokenSteps(int):
@@ -71,18 +75,18 @@ WarmupSteps = Annotated[NonNegativeInt, WrapValidator(_keep_tokens), PlainSerial
 
 # Sizes have their own upper bounds, far above any model or machine, so a mistyped number is refused at once. Without
 # the bound, the check of a layout with a million layers takes minutes.
-LayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
-DenseLayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=65_536)]
-HeadCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
-ExpertCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
-Width = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]
+LayerCount = Annotated[int, BeforeValidator(whole), Field(ge=1, le=65_536)]
+DenseLayerCount = Annotated[int, BeforeValidator(whole), Field(ge=0, le=65_536)]
+HeadCount = Annotated[int, BeforeValidator(whole), Field(ge=1, le=65_536)]
+ExpertCount = Annotated[int, BeforeValidator(whole), Field(ge=1, le=65_536)]
+Width = Annotated[int, BeforeValidator(whole), Field(ge=1, le=1 << 24)]
 # 0 = the layer does not have the part that this width describes
-OptionalWidth = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1 << 24)]
-VocabularySize = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=(1 << 31) - 1)]  # token ids are int32
-SequenceLength = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 30)]  # number of tokens
-GlobalBatch = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]  # sequences
-MicroBatch = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 20)]  # sequences
-Degree = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 20)]  # ranks along an axis of the mesh
+OptionalWidth = Annotated[int, BeforeValidator(whole), Field(ge=0, le=1 << 24)]
+VocabularySize = Annotated[int, BeforeValidator(whole), Field(ge=1, le=(1 << 31) - 1)]  # token ids are int32
+SequenceLength = Annotated[int, BeforeValidator(whole), Field(ge=1, le=1 << 30)]  # number of tokens
+GlobalBatch = Annotated[int, BeforeValidator(whole), Field(ge=1, le=1 << 24)]  # sequences
+MicroBatch = Annotated[int, BeforeValidator(whole), Field(ge=1, le=1 << 20)]  # sequences
+Degree = Annotated[int, BeforeValidator(whole), Field(ge=1, le=1 << 20)]  # ranks along an axis of the mesh
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]

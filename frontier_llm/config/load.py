@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frontier_llm import log
-from frontier_llm.config.durations import is_duration
+from frontier_llm.config.durations import is_duration, without_durations
 from frontier_llm.config.foreign import unknown_key_fix
 from frontier_llm.config.model import ModelConfig
 from frontier_llm.config.places import configs_dir
@@ -377,7 +377,7 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
     try:
         return model_type.model_validate(content)
     except ValidationError as error:
-        problems = _joined([as_problem(model_type, detail) for detail in error.errors()])
+        problems = _joined([as_problem(model_type, detail) for detail in without_durations(error.errors())])
         raise ConfigError(
             [Problem(where=f"{where}: {p.where}" if where else p.where, what=p.what, fix=p.fix) for p in problems]
         ) from None

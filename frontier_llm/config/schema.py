@@ -413,7 +413,7 @@ class GuardConfig(Section):
     # Skip the update, or return to a checkpoint and leave the data of the spike out.
     spike_action: Literal["skip", "rewind"] = "skip"
     rewind_steps: PositiveInt = 100  # Return to a checkpoint at least this number of steps before the spike.
-    rewind_skip_steps: PositiveInt = 200  # Number of steps after that checkpoint whose data is left out.
+    rewind_skip_steps: PositiveInt = 200  # Steps after that checkpoint whose data is left out, at least to the spike.
     max_skips_in_row: PositiveInt = 100  # Consecutive skipped steps after which the run stops.
     # Number of steps between two checks in which all replicas compute one step twice, to find wrong results; 0 = never.
     recompute_interval: NonNegativeInt = 0

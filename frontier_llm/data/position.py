@@ -7,9 +7,9 @@ each at most once. A blend assigns the run's samples to streams. Three pure func
     sample   returns the stream of the n-th sample after the position, and the sample's index in that stream
     advance  returns the position after steps of equal size
 
-`enter` is called at the start of a phase, after a change of the configuration, and at a resume. A rewind and
-`--leave-out` call `leave_out`, which advances without training. The number of a sample in the run is the number of
-samples assigned before it. Ranks, microbatches and restarts have no effect on a position.
+`enter` is called at the start of a phase, after a change of the configuration, and at a resume. A rewind calls
+`returned_to`. A rewind and `--leave-out` call `leave_out`, which advances without training. The number of a sample in
+the run is the number of samples assigned before it. Ranks, microbatches and restarts have no effect on a position.
 """
 
 from __future__ import annotations
@@ -240,6 +240,21 @@ class Position(_Record):
     def leave_out(self, samples: int) -> Position:
         """Return the position after `samples` samples without training. Each stream records its left-out samples."""
         return self._dealt(samples, left_out=True)
+
+    def returned_to(self, earlier: Position) -> Position:
+        """Return the position of a run that repeats its steps from `earlier` on with other data. The samples that
+        were taken since `earlier` are left out.
+        """
+        streams = []
+        for number, stream in enumerate(self.streams):
+            taken: int = 0
+            left_out: tuple[Range, ...] = ()
+            if number < len(earlier.streams):
+                taken = earlier.streams[number].taken
+                left_out = earlier.streams[number].left_out
+            before = stream.model_copy(update={"taken": taken, "left_out": left_out})
+            streams.append(before.after(stream.taken - taken, left_out=True))
+        return self.model_copy(update={"streams": tuple(streams), "stretches": earlier.stretches})
 
     def _dealt(self, samples: int, left_out: bool) -> Position:
         blend = blend_of(self.weights)

@@ -92,7 +92,13 @@ class DeepSpeedZero:
 
     def begin(self) -> None:
         """Zero the gradients. The gradients of a new step follow."""
-        self._zero.micro_step_id = -1  # a skipped step leaves another value
+        # Only DeepSpeed's `step` resets these values, and a skipped step does not call it. DeepSpeed would add the
+        # gradients of a bf16 step to the sums that are left in `averaged_gradients`.
+        self._zero.micro_step_id = -1
+        self._zero.averaged_gradients.clear()
+        self._zero.all_grad_tensors.clear()
+        if self._zero.cpu_offload:
+            self._zero.reset_cpu_buffers()
         self._zero.zero_grad()
         self._sync.begin()
 

@@ -24,9 +24,10 @@ from frontier_llm.config import (
     phases_of,
     planned_tokens,
 )
-from frontier_llm.config.load import merge
+from frontier_llm.config.load import compose, merge
 from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.config.schema import PhaseConfig
+from frontier_llm.errors import ConfigError
 from frontier_llm.files import write_atomically
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
@@ -184,7 +185,8 @@ def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[s
 def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devices: int) -> None:
     """Write a run file with the lines `head` as comments.
 
-    Raises ConfigError if it does not load, or if its layout is not legal on `devices` devices.
+    Raises ConfigError if it does not load, if its layout is not legal on `devices` devices, or if `path` is a file that
+    the run is read from. An existing file at `path` is then unchanged.
     """
     text = yaml.safe_dump(
         content,
@@ -192,8 +194,28 @@ def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devic
         default_flow_style=None,
         width=140,
     )
-    write_atomically(path, "".join(f"# {line}\n" for line in head) + text)
-    make_plan(load_run(str(path)), devices)
+    building = path.with_name(f".{path.stem}.{os.urandom(8).hex()}.yaml")
+    write_atomically(building, "".join(f"# {line}\n" for line in head) + text)
+    try:
+        if path.resolve() in _inputs(building, content):
+            raise ConfigError(f"{path} is read by the run that would replace it", "choose another name for --emit")
+        make_plan(load_run(str(building)), devices)
+        building.replace(path)
+    except ConfigError as error:
+        raise ConfigError(
+            [replace(one, where=one.where.replace(str(building), str(path))) for one in error.problems]
+        ) from None
+    finally:
+        building.unlink(missing_ok=True)
+
+
+def _inputs(run: Path, content: Mapping[str, Any]) -> set[Path]:
+    """Return the files that a written run is read from: its bases, its model file and its machine file."""
+    model = content.get("model")
+    names = [content.get("machine"), model.get("base") if isinstance(model, Mapping) else model]
+    folders = (run.parent, Path())
+    named = {(folder / name).resolve() for name in names if isinstance(name, str) for folder in folders}
+    return named.union(compose(run, "runs")[1])
 
 
 def reference(run: str, folder: Path) -> str:

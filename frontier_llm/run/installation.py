@@ -90,7 +90,6 @@ class Installation:
     package_digest: str  # digest of its Python sources.
     torch: TorchFacts
     libraries: Mapping[str, str]  # file name -> why it cannot be used; '' if it can.
-    built_for: str  # torch version that TORCH_OPS was built for; '' if the library does not load.
     kernels: KernelFacts | None  # None if no architecture was requested, or if torch cannot be used.
     providers: Mapping[str, str]  # op back-end (except triton, see `kernels`) -> why it cannot be used, or ''.
     # How torch adds bf16 weight gradients to fp32 (blueprint.items.WeightGradients); '' if not tested on a GPU.

@@ -15,7 +15,7 @@ from frontier_llm.schedule.actions import (
 )
 from frontier_llm.schedule.check import check
 from frontier_llm.schedule.order import posted_ahead, with_messages
-from frontier_llm.schedule.peaks import peak_in_flight, peak_waiting
+from frontier_llm.schedule.peaks import peak_bytes, peak_in_flight, peak_waiting, peak_waiting_in_backward
 from frontier_llm.schedule.registry import (
     ScheduleRule,
     build,
@@ -50,8 +50,10 @@ __all__ = [
     "idle_share",
     "names",
     "one_end",
+    "peak_bytes",
     "peak_in_flight",
     "peak_waiting",
+    "peak_waiting_in_backward",
     "posted_ahead",
     "problems",
     "register",

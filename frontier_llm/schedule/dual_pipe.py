@@ -116,6 +116,11 @@ def _peak_waiting(stages: Number, microbatches: Number, chunks: Number, stage: N
     return 0 * microbatches
 
 
+def _peak_waiting_in_backward(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+    """Return the number of weight gradients that rank r leaves to the drain, r, and one more for the input gradient."""
+    return np.minimum(microbatches, stage + 1)
+
+
 def _split_share(stages: Number, microbatches: Number) -> Number:
     """Return the fraction of backwards that are split, as a mean over the ranks. Rank r splits 2p - 1 - r of its 2m
     backwards.
@@ -135,6 +140,7 @@ register(
         split_share=_split_share,
         peak_in_flight=_peak_in_flight,
         peak_waiting=_peak_waiting,
+        peak_waiting_in_backward=_peak_waiting_in_backward,
         idle=1 / 6,
         pairs=True,
         backward_length=1.0,

@@ -35,8 +35,12 @@ class ScheduleRule:
     # Highest number of activations that a pipeline rank keeps, each of one microbatch and virtual stage, from F to B or
     # W. None: the number is counted on the list of actions (schedule/peaks.py).
     peak_in_flight: Formula | None = None
-    # Highest number of these activations that wait between I and W. None has the same meaning as for peak_in_flight.
+    # Highest number of these activations that wait between I and W at the end of a forward. None has the same meaning
+    # as for peak_in_flight.
     peak_waiting: Formula | None = None
+    # The same number at the end of an input gradient, or an upper bound. It is higher if the weight gradients are
+    # delayed after the last forward.
+    peak_waiting_in_backward: Formula | None = None
     # Bubble divided by the bubble of 1F1B if F, I and W take equal time, for the planner's formula. The value is for
     # one virtual stage per rank, or for two if the schedule is a V.
     idle: float = 1.0

@@ -87,6 +87,9 @@ class _ZeroBubble:
             self.depth * (stages - 1 - stage) + 1,
         )
 
+    def peak_waiting_in_backward(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+        return np.minimum(microbatches, self.depth * stage + 1)
+
 
 def _all(kind: Kind, microbatches: int, position: int) -> Order:
     return [Action(kind, microbatch, position) for microbatch in range(microbatches)]
@@ -147,6 +150,7 @@ for name, one, about in (
             splits_backward=True,
             peak_in_flight=one.peak_in_flight,
             peak_waiting=one.peak_waiting,
+            peak_waiting_in_backward=one.peak_waiting_in_backward,
             idle=1 / 3,
             about=about,
         ),

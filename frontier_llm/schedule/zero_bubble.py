@@ -24,7 +24,7 @@ from itertools import product
 import numpy as np
 
 from frontier_llm.schedule.actions import Action, Kind, Placement
-from frontier_llm.schedule.registry import Number, ScheduleRule, register, register_family
+from frontier_llm.schedule.registry import Formula, Number, ScheduleRule, register, register_family
 from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interleaved
 
 Order = list[Action]
@@ -292,12 +292,22 @@ def _waiting_interleaved(stages: Number, microbatches: Number, chunks: Number, s
     return peak_interleaved(stages, microbatches, chunks, 0) - peak_interleaved(stages, microbatches, chunks, stage)
 
 
+def _waiting_zb_v(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+    """Return r + 2 for rank r: after the last forward, input gradients run first (`filled`)."""
+    return np.minimum(2 * microbatches, stage + 2)
+
+
+def _waiting_few(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+    """Return the upper bound of V-Min and V-Half."""
+    return np.minimum(2 * microbatches, 3)
+
+
 ZB_V = VOrder(((4, 2, 4, 2),))
 V_HALF = VOrder(((2, 1, 2, 1),))
 V_MIN = VOrder(((1, 1, 1, 1),))
 
 
-def _v_rule(order: VOrder, idle: float, about: str = "") -> ScheduleRule:
+def _v_rule(order: VOrder, idle: float, about: str = "", waiting_in_backward: Formula | None = None) -> ScheduleRule:
     return ScheduleRule(
         order=order,
         placement=v_shape,
@@ -305,6 +315,7 @@ def _v_rule(order: VOrder, idle: float, about: str = "") -> ScheduleRule:
         splits_backward=True,
         peak_in_flight=order.peak_in_flight,
         peak_waiting=order.peak_waiting,
+        peak_waiting_in_backward=waiting_in_backward,
         idle=idle,
         about=about,
     )
@@ -353,12 +364,18 @@ def _of_distances(text: str) -> ScheduleRule | None:
     return None
 
 
-for name, order, idle, about in (
-    ("zb-v", ZB_V, 1 / 6, "a V (rank r holds stages r and 2p - 1 - r): the least idle time with 1f1b's memory"),
-    ("v-half", V_HALF, 1 / 2, "a V with half of 1f1b's activations"),
-    ("v-min", V_MIN, 2 / 3, "a V with a third of 1f1b's activations"),
+for name, order, idle, waiting_in_backward, about in (
+    (
+        "zb-v",
+        ZB_V,
+        1 / 6,
+        _waiting_zb_v,
+        "a V (rank r holds stages r and 2p - 1 - r): the least idle time with 1f1b's memory",
+    ),
+    ("v-half", V_HALF, 1 / 2, _waiting_few, "a V with half of 1f1b's activations"),
+    ("v-min", V_MIN, 2 / 3, _waiting_few, "a V with a third of 1f1b's activations"),
 ):
-    register(name, _v_rule(order, idle, about))
+    register(name, _v_rule(order, idle, about, waiting_in_backward))
 register_family("v", _of_distances)
 register(
     "interleaved-zb",
@@ -368,6 +385,7 @@ register(
         splits_backward=True,
         peak_in_flight=_peak_interleaved,
         peak_waiting=_waiting_interleaved,
+        peak_waiting_in_backward=_peak_interleaved,  # exact on the last rank, an upper bound on the others
         idle=1 / 3,
         about="interleaved with a split backward: the smallest bubble at the most memory",
     ),

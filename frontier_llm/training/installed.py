@@ -39,12 +39,11 @@ def installation(architecture: str | None = None, run_text: str | None = None) -
     torch = torch_facts()
     ops_error = torch.error or _import_error("frontier_llm.ops")
     libraries = {name: _library_error(name) for name in LIBRARIES}
-    built_for = ""
     providers = {}
     kernels = None
     weight_gradients = ""
     if not ops_error:
-        libraries[TORCH_OPS], built_for = _torch_ops()
+        libraries[TORCH_OPS] = _torch_ops_error()
         providers = provider_facts()
         if architecture:
             kernels = kernel_facts(architecture)
@@ -59,7 +58,6 @@ def installation(architecture: str | None = None, run_text: str | None = None) -
         package_digest=package_digest(),
         torch=torch,
         libraries=libraries,
-        built_for=built_for,
         kernels=kernels,
         providers=providers,
         weight_gradients=weight_gradients,
@@ -166,18 +164,11 @@ def _library_error(name: str) -> str:
     return ""
 
 
-def _torch_ops() -> tuple[str, str]:
-    """Return (reason that the C++ ops cannot be used or '', the torch version that they were built for)."""
-    import torch
-
+def _torch_ops_error() -> str:
+    """Return the reason that the C++ ops cannot be used, or ''."""
     from frontier_llm.ops.native import load_cpu_library
 
-    error = load_cpu_library()
-    built_for = ""
-    if not error:
-        with contextlib.suppress(AttributeError):  # a library of an older version of the package lacks `built_for`
-            built_for = str(torch.ops.frontier_llm.built_for())
-    return error, built_for
+    return load_cpu_library()
 
 
 def main(words: list[str]) -> int:

@@ -322,17 +322,17 @@ class _Session:
             return
         back = self.skips.skipped(step, result.loss, result.gradient_norm, result.spike)
         if back is not None:
-            earlier = self.state.position.samples_left_out
+            at_spike = self.state.position
+            further_steps = max(0, back.step + self.config.guard.rewind_skip_steps - self.state.current_step)
+            further_samples = further_steps * self.state.config.batch.global_batch
             restore(self.state, back)
+            samples_before = self.state.position.samples
+            self.state.position = at_spike.returned_to(self.state.position).leave_out(further_samples)
+            samples = self.state.position.samples - samples_before
             self._count_durations()
-            phase = self._next_phase()
-            # Rewinds since the loaded checkpoint was saved have left out samples. The checkpoint's position does not
-            # count these samples, so leave them out again.
-            samples = earlier - self.state.position.samples_left_out
-            samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
             if self.metrics is not None:
                 self.metrics.go_back(back.step)
-            self._enter(phase, samples)
+            self._enter(self._next_phase())
             self.skips.rewound(step, self.state.current_step, self.state.position.samples_left_out, samples)
             # Save at once. Otherwise a restart after a crash would load an older checkpoint and reach the spike again.
             self._finish_save()

@@ -290,12 +290,14 @@ def test_any_engine_resumes_any_engines_checkpoint(
         assert loaded[0].losses[0] == pytest.approx(written[0].losses[2], rel=2e-3), reader
 
 
-def spoilt(rank: int, case: Case, engine: str) -> tuple[list[StepResult], bool, float]:
-    """Run three steps; in the second, one rank's gradient is not finite.
+def skipped_step(
+    rank: int, case: Case, engine: str, dtype: str, fault: str, deepspeed_config: str | None = None
+) -> tuple[list[StepResult], bool, float]:
+    """Run four steps and skip the second: one rank's gradient is not finite (`nan`), or it counts as a `spike`.
 
-    Return the results, whether the second step left the state unchanged, and the loss of the third step.
+    Return the results, whether the second step left the state unchanged, and the number of updates.
     """
-    state = build(rank, case, engine, "fp32")
+    state = build(rank, case, engine, dtype, deepspeed_config)
     steps = [train_step(state)]
     before = state_of(state)
     run = state.pipeline.run
@@ -303,25 +305,46 @@ def spoilt(rank: int, case: Case, engine: str) -> tuple[list[StepResult], bool, 
     def spoil(batch: Callable[[int], Any], loss_scale: float) -> dict[str, torch.Tensor]:
         return run(batch, float("nan") if rank == 1 else loss_scale)
 
-    state.pipeline.run = spoil  # type: ignore[method-assign]
-    steps.append(train_step(state))
-    state.pipeline.run = run  # type: ignore[method-assign]
+    if fault == "nan":
+        with patch.object(state.pipeline, "run", spoil):
+            steps.append(train_step(state))
+    else:
+        with patch.object(state.spikes, "is_spike", lambda *_: True):
+            steps.append(train_step(state))
     after = state_of(state)
     unchanged = all(
         np.array_equal(a.values, b.values) for kind in KINDS for a, b in zip(before[kind], after[kind], strict=True)
     )
-    steps.append(train_step(state))
+    steps += [train_step(state), train_step(state)]
     return steps, unchanged, float(state.optimizer.updates)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("engine", but_first(list(ENGINES[1:])))
-def test_a_step_that_is_not_finite_changes_nothing_under_any_engine(ranks: RankPool, engine: str) -> None:
+@pytest.mark.parametrize(
+    "engine, dtype, fault",
+    but_first(
+        [
+            ("zero-1", "bf16", "spike"),
+            ("zero-1", "bf16", "nan"),
+            ("zero-1", "fp32", "nan"),
+            ("zero-1 offload", "bf16", "nan"),
+            ("fsdp", "fp32", "nan"),
+        ]
+    ),
+)
+def test_a_skipped_step_changes_nothing_under_any_engine(
+    ranks: RankPool, tmp_path: Path, engine: str, dtype: str, fault: str
+) -> None:
     if engine != "fsdp":
         pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
+    offload = None
+    if engine.endswith("offload"):
+        offload = str(tmp_path / "ds.json")
+        Path(offload).write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}))
     case = Case("llama", dp=4)
-    reference = ranks.run(4, spoilt, case, "native")[0][0]
-    for steps, unchanged, updates in ranks.run(4, spoilt, case, engine):
-        assert [step.skipped for step in steps] == [False, True, False]
-        assert unchanged and updates == 2
-        assert steps[2].gradient_norm == pytest.approx(reference[2].gradient_norm, rel=1e-5)
+    reference = ranks.run(4, skipped_step, case, "native", dtype, fault)[0][0]
+    for steps, unchanged, updates in ranks.run(4, skipped_step, case, engine.split()[0], dtype, fault, offload):
+        assert [step.skipped for step in steps] == [False, True, False, False]
+        assert unchanged and updates == 3
+        for step, expected in zip(steps[2:], reference[2:], strict=True):
+            assert step.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-5 if dtype == "fp32" else 1e-2)

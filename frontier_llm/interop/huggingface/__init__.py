@@ -4,7 +4,13 @@ Reading gives a `WeightSource`, from which every rank of any layout reads the re
 Writing accepts any `WeightSource`, for example a training checkpoint of any layout.
 """
 
-from frontier_llm.interop.huggingface.export import Companions, HubRepository, export_huggingface, family_for
+from frontier_llm.interop.huggingface.export import (
+    Companions,
+    HubRepository,
+    check_export,
+    export_huggingface,
+    family_for,
+)
 from frontier_llm.interop.huggingface.families import LLAMA_KEYS, Family, register_family
 from frontier_llm.interop.huggingface.llama import read_llama_like, read_windowed, write_llama_like
 from frontier_llm.interop.huggingface.names import LLAMA, Names
@@ -20,6 +26,7 @@ __all__ = [
     "HubRepository",
     "HuggingFaceModel",
     "Names",
+    "check_export",
     "export_huggingface",
     "family_for",
     "read_llama_like",

@@ -49,6 +49,22 @@ def family_for(model: ModelConfig) -> Family:
     )
 
 
+def check_export(model: ModelConfig, directory: str | Path) -> tuple[Family, Path]:
+    """Return the family and the resolved directory of an export.
+
+    Raises CheckpointError if no family computes this model, or if the directory cannot be created or replaced.
+    """
+    family = family_for(model)
+    resolved = Path(directory).resolve()
+    if resolved.exists() and not resolved.is_dir():
+        raise CheckpointError("is not a directory", where=str(directory), fix="give a new directory")
+    if resolved.exists() and any(resolved.iterdir()):
+        raise CheckpointError("is not empty", where=str(directory), fix="give a new directory, or remove this one")
+    if resolved.is_mount():
+        raise CheckpointError("is a mount point", where=str(directory), fix="give a new directory inside of it")
+    return family, resolved
+
+
 @dataclass(frozen=True)
 class Companions:
     """Files that are exported with the weights, and facts for the model card."""
@@ -68,15 +84,12 @@ def export_huggingface(
 ) -> Family:
     """Write config.json, weights, tokenizer files and README.md. Returns the family.
 
-    The directory is renamed into place after the last file is written. Raises CheckpointError if no family computes
-    this model or the directory is not empty.
+    The directory is renamed into place after the last file is written. Raises CheckpointError as `check_export` does,
+    and if the renaming fails.
     """
     companions = companions or Companions()
-    directory = Path(directory)
     model = source.model
-    family = family_for(model)
-    if directory.exists() and any(directory.iterdir()):
-        raise CheckpointError("is not empty", where=str(directory), fix="give a new directory, or remove this one")
+    family, directory = check_export(model, directory)
     working = directory.with_name(f"{directory.name}.tmp.{os.getpid()}")
     working.mkdir(parents=True)
     try:
@@ -96,12 +109,14 @@ def export_huggingface(
                 write_durably(working / name, content.encode())
         card = model_card(family.architecture, model, config["dtype"], files, companions.facts)
         write_durably(working / "README.md", card.encode())
-        if directory.exists():
-            directory.rmdir()
-        working.rename(directory)
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
+    try:
+        working.rename(directory)  # replaces an empty directory
+    except OSError as error:
+        what = f"cannot be replaced: {error.strerror}; the export is complete in {working}"
+        raise CheckpointError(what, "rename the complete directory", str(directory)) from error
     return family
 
 

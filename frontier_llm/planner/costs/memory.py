@@ -26,7 +26,7 @@ from frontier_llm.planner.costs.parameters import Size, by_rank, expert_numel, s
 from frontier_llm.planner.costs.seconds import mean_of_layers
 from frontier_llm.planner.costs.time import p2p_bytes, stage_layers
 from frontier_llm.planner.costs.update import BUCKET_ELEMENTS, whole_update
-from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
+from frontier_llm.schedule import one_end, peak_bytes, peak_in_flight, peak_waiting, peak_waiting_in_backward
 
 Lines = dict[str, Number]
 
@@ -126,12 +126,22 @@ def stage_memory(
     statistics = _statistics_bytes(model, layouts, contents)
     parts = _held_by_stage(model, layouts, rates, layers)
     size = DTYPE_BYTES[layouts.dtype]
-    in_flight, waiting = (
-        by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting)
+    in_flight, waiting, waiting_in_backward = (
+        by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage)
+        for of in (peak_in_flight, peak_waiting, peak_waiting_in_backward)
     )
-    activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / layouts.chunks
+    # With full recomputation a waiting layer keeps more than a layer before its backward, so the peak is in backward.
+    per_layer = reduce(
+        np.maximum,
+        (
+            parts.block * in_flight + (parts.block_waiting - parts.block) * late
+            for late in (waiting, np.minimum(waiting_in_backward, in_flight))
+        ),
+    )
+    activations = per_layer * layers / layouts.chunks
     working = parts.block_working * rates.fragmentation
-    logits = np.where(head, parts.logits + parts.logits_waiting * waiting, 0.0)
+    at_the_head = np.where(layouts.chunks > 1, 1, in_flight - waiting)  # microbatches between the head's F and B or I
+    logits = np.where(head, parts.logits * at_the_head + parts.logits_waiting * waiting, 0.0)
     sent = p2p_bytes(model, layouts, replace(rates, p2p_split=False))
     bucket = np.minimum(np.where(layouts.replicas > 1, BUCKET_BYTES, 0.0), parameters * size)
     return {
@@ -141,12 +151,19 @@ def stage_memory(
         "optimizer": _state_bytes(model, layouts, rates, contents) + statistics,
         "activations": activations * rates.fragmentation,
         "recompute working set": working,
-        "logits": np.maximum(logits - working, 0.0),  # freed before the first layer is recomputed
+        "logits": _beside_recomputation(logits, parts, working),
         "gathered keys and values": parts.exchanged,
         "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),
         "communication buffers": np.where(cut(layouts, 3), _gathered_weights_bytes(model, layouts, rates), bucket),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     } | _update_lines(model, layouts, rates, layers, parameters, bool(np.any(statistics > 0)))
+
+
+def _beside_recomputation(logits: Number, parts: Held, working: Number) -> Number:
+    """Return the bytes of logits beside the working set: a microbatch's logits are freed before its first layer is
+    recomputed.
+    """
+    return np.maximum(logits - np.minimum(parts.logits, working), 0.0)
 
 
 class _Contents(NamedTuple):
@@ -269,8 +286,34 @@ def memory_by_rank(
         embedding=embeds > 0,
         head=ends > 0,
     )
+    lines |= _activation_lines(model, layout, rates, stages, lines["recompute working set"])
     lines = {name: np.broadcast_to(values, ranks.shape) for name, values in lines.items()}
     return tuple({name: float(values[rank]) for name, values in lines.items()} for rank in ranks)
+
+
+def _activation_lines(
+    model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...], working: Number
+) -> Lines:
+    """Return the activations and logits of every pipeline rank, summed on the schedule's list of actions.
+
+    The sums contain the real number of layers of each virtual stage, which may differ between the stages of a rank.
+    """
+    parts = {length: held(model, layout, rates, length) for length in {stage.num_layers for stage in stages}}
+    of_stages = [(stage, parts[stage.num_layers]) for stage in stages]
+
+    def peaks(logits: bool) -> Number:
+        kept = []
+        waiting = []
+        for stage, part in of_stages:
+            layers = stage.num_layers * rates.fragmentation
+            has_logits = stage.head and logits
+            kept.append(layers * part.block + has_logits * part.logits)
+            waiting.append(layers * part.block_waiting + has_logits * part.logits_waiting)
+        return np.array(peak_bytes(layout.schedule, layout.pp, layout.chunks, layout.microbatches, kept, waiting))
+
+    activations = peaks(logits=False)
+    logits = peaks(logits=True) - activations
+    return {"activations": activations, "logits": _beside_recomputation(logits, of_stages[-1][1], working)}
 
 
 def total(lines: Lines) -> Number:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 from frontier_llm.checkpoint.drift import check_allowed, config_changes, with_defaults
+from frontier_llm.checkpoint.inspect import compare
+from frontier_llm.checkpoint.ranks import from_rank_0
+from frontier_llm.comm import build_mesh
 from frontier_llm.config import load_run
 from frontier_llm.errors import CheckpointError, ConfigError
+from frontier_llm.topology.grid import Grid
+from tests.harness.pool import RankPool
+from tests.unit.checkpoint.serial import Run
 
 
 @pytest.mark.parametrize(
@@ -117,3 +128,58 @@ def test_keys_that_came_or_went_since_are_no_change_of_the_mathematics() -> None
     saved["train"]["recompute_every"] = 1
     changes = config_changes(with_defaults(saved), current, step=10)
     assert [(change.key, change.mathematics) for change in changes] == [("train.recompute_every", False)]
+
+
+def test_a_run_with_phases_is_compared_although_keys_have_gone() -> None:
+    """Regression: the removed keys were put back, and the phases were then validated with them."""
+    words = ["train.phases=[{steps: 3, batch: {global_batch: 8, micro_batch: 4}}, {steps: 2}]"]
+    current = load_run("quickstart", words).model_dump(mode="json")
+    saved = load_run("quickstart", words).model_dump(mode="json")
+    saved["train"]["recompute_every"] = 1
+    for before in (saved, with_defaults(saved)):
+        changes = config_changes(before, current, step=2)
+        assert [(change.key, change.mathematics) for change in changes] == [("train.recompute_every", False)]
+
+
+def test_a_key_that_has_gone_from_a_source_of_data_is_a_change() -> None:
+    words = ["data.train=[{path: /a, weight: 1}, {path: /b, weight: 2}]"]
+    current = load_run("quickstart", words).model_dump(mode="json")
+    saved = load_run("quickstart", words).model_dump(mode="json")
+    del saved["data"]["packing"]
+    saved["data"]["train"][1]["copies"] = 2
+    (change,) = config_changes(with_defaults(saved), current, step=2)
+    assert change.key == "data.train" and change.allowable and change.saved[1]["copies"] == 2
+
+
+@pytest.mark.parametrize(
+    "bad", [{"train": []}, {"model": []}, {"data": {"train": [{}]}}, {"train": {"steps": "ten", "phases": [1]}}]
+)
+def test_values_of_other_types_are_named(bad: dict[str, Any], tmp_path: Path) -> None:
+    """Regression: a manifest with such a configuration ended a start with a traceback."""
+    run = Run(tmp_path)
+    run.save(1)
+    facts = run.checkpoints.facts
+    run.checkpoints.facts = replace(facts, config={**facts.config, **bad})
+    run.save(2)
+    run.checkpoints.facts = facts
+    first, second = (run.checkpoints.directory / f"step_0000000{step}" for step in (1, 2))
+    with pytest.raises(CheckpointError, match=r"step_00000002/manifest.json: config: has a value that this version"):
+        run.checkpoints.load(second)
+    with pytest.raises(CheckpointError, match=r"step_00000002/manifest.json: config: has a value that this version"):
+        compare(first, second)
+
+
+def _fails_on_rank_0(rank: int) -> str:
+    def compute() -> None:
+        raise KeyError("an error in the program")
+
+    world = build_mesh(Grid(1, 1, 2), rank, timeout_s=30.0).world
+    with pytest.raises((KeyError, CheckpointError)) as raised:
+        from_rank_0(compute, world, torch.device("cpu"))
+    return f"{raised.type.__name__} {raised.value}"
+
+
+def test_other_ranks_do_not_wait_for_a_rank_0_with_an_unexpected_error(ranks: RankPool) -> None:
+    on_rank_0, on_rank_1 = ranks.run(2, _fails_on_rank_0)
+    assert on_rank_0 == "KeyError 'an error in the program'"
+    assert "CheckpointError" in on_rank_1 and "an error in the program" in on_rank_1

@@ -84,6 +84,25 @@ def test_durations_in_tokens_become_steps(tmp_path: Path, word: str, key: str, s
     assert getattr(getattr(run(tmp_path, word), section), name) == steps
 
 
+def test_numbers_with_exponents_count_like_whole_numbers(tmp_path: Path) -> None:
+    phases = "train.phases=[{steps: 2e4}, {steps: 1.0e4, batch: {global_batch: 1.5e3}}, {steps: 30.0}]"
+    config = run(
+        tmp_path, "batch.global_batch=1e3", phases, "optimizer.warmup_steps=640M tokens", "train.log_interval=1e1"
+    )
+    assert (config.train.steps, config.optimizer.warmup_steps) == (30_030, 10_000)
+    assert [phase.steps for phase in config.train.phases] == [20_000, 10_000, 30]
+    assert phase_note(config) == ""
+
+
+def test_a_wrong_batch_is_reported_without_the_durations_that_it_prevents(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        run(tmp_path, "batch.global_batch=many", "train.steps=1B tokens", "model.layers=2 epochs")
+    assert [problem.where for problem in error.value.problems] == [
+        "command line: model.layers",
+        "command line: batch.global_batch",
+    ]
+
+
 def test_tokens_are_counted_over_phases_from_the_start_and_a_decay_from_the_end(tmp_path: Path) -> None:
     words = (
         f"train.phases={THREE}",
@@ -155,11 +174,13 @@ def test_the_same_tokens_are_no_change_whatever_the_steps(tmp_path: Path) -> Non
     assert config_changes(before, saved, step=20, done=[(20, 256)]) == []
 
 
-def test_epochs_are_of_the_data_that_lie_there(tmp_path: Path) -> None:
+def test_epochs_are_of_the_data_that_lie_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("some text of the corpus\n" * 50)
     tokenize([tmp_path / "a.txt"], tmp_path / "tokens", "bytes")  # 1,201 tokens
     config = run(tmp_path, f"data.train={tmp_path}/tokens", "train.steps=2 epochs", "optimizer.warmup_steps=0.1 epochs")
     assert (config.train.steps, config.optimizer.warmup_steps) == (10, 1)
+    assert run(tmp_path, "data.train=~/tokens", "train.steps=2 epochs").train.steps == 10
     for data, what in (
         ("synthetic", "synthetic data has no epochs"),
         (f"{tmp_path}/none", "none cannot be read: No such file"),

@@ -60,6 +60,15 @@ class Model:
         self.deal(samples, trained=False)
         self.position = self.position.leave_out(samples)
 
+    def returned_to(self, earlier: Model) -> None:
+        """Return to `earlier`, and leave out what has been read since."""
+        for order, read in self.read.items():
+            self.skipped[order] |= set(read) - set(earlier.read[order])
+        self.position = self.position.returned_to(earlier.position)
+        self.read = earlier.read
+        self.tokens = earlier.tokens
+        self.steps = earlier.steps
+
     def check(self) -> None:
         position = self.position
         assert list(position.faults(self.steps, self.samples, self.tokens)) == []
@@ -117,7 +126,11 @@ def test_any_changes_read_each_sample_of_a_stream_once(seed: int) -> None:
             }
             saved.append((model.position, kept))
         elif action == 4 and saved:  # a kill or a rewind returns to a saved position
-            model = saved.pop()[1]
+            earlier = saved.pop()[1]
+            if rng.random() < 0.5:
+                model.returned_to(earlier)
+            else:
+                model = earlier
         elif action == 5 and model.samples:
             model.position = model.position.restart(rng.choice(model.position.current).dataset).enter(any_blend(rng))
         else:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.config import configs_dir
 from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
+from frontier_llm.errors import ConfigError, LayoutError
 from frontier_llm.machine.precision import resolve_precision
+from frontier_llm.planner.emit import write_run
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
 from tests.harness.plan_command import plan as run
@@ -65,6 +68,37 @@ def test_a_plan_of_a_run_with_another_batch_keeps_its_tokens(
     assert load_run(str(path)).train.steps == base.train.steps / 2
     assert run(capsys, *words)[0] == 0
     assert load_run(str(path)).train.steps == base.train.steps
+
+
+@pytest.mark.parametrize("where", ["the run", "its base", "the model", "the machine"])
+def test_an_emitted_run_does_not_replace_a_file_that_it_is_read_from(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    above = tmp_path / "above.yaml"
+    above.write_text(f"base: {path}\n")
+    shipped = {"the model": "models/llama-15m", "the machine": "machines/local"}.get(where, "runs/quickstart")
+    path.write_text((configs_dir() / f"{shipped}.yaml").read_text())
+    before = path.read_text()
+    words = {
+        "the run": ("--run", str(path), "--machine", "local"),
+        "its base": ("--run", str(above), "--machine", "local"),
+        "the model": (str(path), "--machine", "local"),
+        "the machine": ("llama-15m", "--machine", str(path)),
+    }[where]
+    code, _, err = run(capsys, *words, "--nodes", "1", "--emit", str(path))
+    assert code == 2 and f"{path} is read by the run that would replace it" in err
+    assert path.read_text() == before and sorted(tmp_path.iterdir()) == [above, path]
+
+
+def test_a_run_that_is_not_legal_does_not_replace_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: quickstart\n")
+    for error, content in ((LayoutError, {"parallel": {"tensor": 3}}), (ConfigError, {"batch": {"micro": 1}})):
+        with pytest.raises(error) as raised:
+            write_run(path, (), {"base": "quickstart", **content}, 1)
+        assert list(tmp_path.iterdir()) == [path] and path.read_text() == "base: quickstart\n"
+        assert str(tmp_path) not in str(raised.value) or str(path) in str(raised.value)
 
 
 def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(

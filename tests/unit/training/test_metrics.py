@@ -193,7 +193,7 @@ def test_tensorboard_on_a_full_disk_ends_its_events_not_the_run(
     steps(writer, 0, 2, loss=3.0)
     assert (
         capsys.readouterr().err.count(
-            "TensorBoard's events end at step 1: No space left on device; metrics.jsonl is still written"
+            "the record in TensorBoard ends at step 1: No space left on device; metrics.jsonl is still written"
         )
         == 1
     )

@@ -15,6 +15,7 @@ import pytest
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_run
 from frontier_llm.training import observers
+from frontier_llm.training.observers.trackers import MLFLOW_MAX_VALUE, Tracker
 
 PLUGIN = """
 import json
@@ -95,11 +96,11 @@ def test_a_plugin_s_observer_and_a_profile_on_two_ranks(tmp_path: Path) -> None:
         assert names.count(phase) == 2, phase  # once in each step
 
 
-def told(config_file: str, name: str) -> observers.Observer:
+def told(config_file: str, name: str, *overrides: str) -> observers.Observer:
     """Write the records of one attempt. The second call acts as the attempt after a resume."""
-    (observer,) = observers.make(load_run(config_file, [f"train.observers=[{name}]"]), 0)
+    (observer,) = observers.make(load_run(config_file, [f"train.observers=[{name}]", *overrides]), 0)
     observer.record("start", 0, {"layout": {}})
-    observer.record("step", 1, {"loss": 3.5, "phases_s": {"forward": 0.25}, "skipped": False})
+    observer.record("step", 1, {"loss": 3.5, "phases_s": {"forward": 0.25, "tp (blocked)": 0.125}, "skipped": False})
     observer.close()
     return observer
 
@@ -109,11 +110,37 @@ def test_mlflow_goes_on_with_one_run(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
 
-    run_id = (told(run_file(tmp_path), "mlflow"), told(run_file(tmp_path), "mlflow"))[0]._run_id  # type: ignore[attr-defined]
+    many_sets = "data.validation=" + json.dumps({f"set{number}": "synthetic" for number in range(400)})
+    assert len(many_sets) > MLFLOW_MAX_VALUE
+    first, _ = (told(run_file(tmp_path), "mlflow", many_sets) for _ in range(2))
+    run_id = first._run_id  # type: ignore[attr-defined]
     client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
     assert [point.value for point in client.get_metric_history(run_id, "step/loss")] == [3.5, 3.5]
     run = client.get_run(run_id)
-    assert run.data.metrics["step/phases_s/forward"] == 0.25 and run.data.params["batch.global_batch"] == "4"
+    assert run.data.metrics["step/phases_s/forward"] == 0.25 and run.data.metrics["step/phases_s/tp blocked"] == 0.125
+    assert run.data.params["batch.global_batch"] == "4"
+
+
+@pytest.mark.parametrize("failing", ["_open", "_record", "_close"])
+def test_an_error_of_a_tracker_does_not_end_the_run(
+    tmp_path: Path, failing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Server(Tracker):
+        name = "Server"
+        _open = _record = _close = lambda *_: None
+
+    def unreachable(*_: object) -> None:
+        raise LookupError("no answer")
+
+    monkeypatch.setattr(Server, failing, unreachable)
+    server = Server(load_run(run_file(tmp_path), []))
+    server.record("step", 1, {})
+    server.record("step", 2, {})
+    server.close()
+    when = {"_open": "the start", "_record": "step 1", "_close": "the end of the run"}[failing]
+    expected = f"the record in Server ends at {when}: LookupError: no answer; metrics.jsonl is still written"
+    messages = capsys.readouterr().err
+    assert expected in messages and messages.count("the record in Server ends") == 1, "the server is not called again"
 
 
 @pytest.mark.thorough

@@ -25,6 +25,7 @@ from frontier_llm.errors import CheckpointError, ConfigError
 from frontier_llm.run import run_dir
 from frontier_llm.run.signals import SignalWatcher
 from frontier_llm.training import loop
+from frontier_llm.training.guard.skips import SpikePolicy
 from frontier_llm.training.loop import Resume
 
 RUN = (
@@ -217,6 +218,30 @@ def resumed(directory: Path, steps: int, resume: Resume, *words: str) -> list[fl
 
 def decisions(directory: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (directory / "decisions.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("phases", "spike_at", "left_out"),
+    [
+        pytest.param("[]", 7, 4, id="long after the checkpoint"),
+        pytest.param("[]", 5, 3, id="soon after the checkpoint"),
+        pytest.param("[{steps: 6}, {steps: 6, data: {train: [b, a]}}]", 7, 4, id="in the next phase"),
+        pytest.param("[{steps: 6}, {steps: 6, batch: {global_batch: 2}}]", 7, 6, id="after a larger batch"),
+    ],
+)
+def test_a_rewind_leaves_out_the_data_of_the_spike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phases: str, spike_at: int, left_out: int
+) -> None:
+    """Regression: only the samples directly after the checkpoint were left out, and the spike was read again."""
+    words = ("data.train=a", f"train.phases={phases}", "train.save_interval=4")
+    words += ("guard.spike_action=rewind", "guard.rewind_steps=1", "guard.rewind_skip_steps=3")
+    whole = trained(tmp_path / "whole", 12, *words)
+    monkeypatch.setattr(SpikePolicy, "is_spike", lambda self, loss, norm: loss == whole[spike_at])
+    losses = trained(tmp_path / "run", 12, *words)
+    assert losses[:4] == whole[:4] and not set(losses[4:]) & set(whole[4 : spike_at + 1])
+    rewind = {"step": 4, "action": "rewind", "spike_at": spike_at, "left_out_samples": left_out}
+    assert decisions(tmp_path / "run") == [rewind]
+    assert position(tmp_path / "run", 12).samples_left_out == left_out
 
 
 def test_samples_are_left_out_and_recorded(tmp_path: Path) -> None:

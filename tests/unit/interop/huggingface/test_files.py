@@ -4,6 +4,7 @@ value.
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 import weakref
@@ -193,6 +194,33 @@ def test_export_is_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "out" / "precious").write_text("")
     with pytest.raises(CheckpointError, match="is not empty"):
         export_huggingface(source, tmp_path / "out", torch.float32)
+
+
+def test_an_export_may_replace_an_empty_directory_and_is_not_deleted_if_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved("gpt2", tmp_path / "theirs")
+    source = HuggingFaceModel(tmp_path / "theirs")
+    for name in ("real", "here", "busy"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    export_huggingface(source, tmp_path / "link", torch.float32)
+    assert (tmp_path / "real" / SINGLE).is_file() and (tmp_path / "link").is_symlink()
+    monkeypatch.chdir(tmp_path / "here")
+    export_huggingface(source, ".", torch.float32)
+    assert (tmp_path / "here" / SINGLE).is_file()
+
+    def fails(path: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(CheckpointError, match=r"busy: cannot be replaced: .* the export is complete in .*busy\.tmp"):
+        export_huggingface(source, tmp_path / "busy", torch.float32)
+    (working,) = tmp_path.glob("busy.tmp.*")
+    assert (working / SINGLE).is_file()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "busy")
+    with pytest.raises(CheckpointError, match="busy: is a mount point"):
+        export_huggingface(source, tmp_path / "busy", torch.float32)
 
 
 def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:

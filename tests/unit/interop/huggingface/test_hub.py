@@ -16,6 +16,8 @@ import pytest
 from frontier_llm.cli.main import main
 from frontier_llm.errors import CheckpointError
 from frontier_llm.interop.huggingface import HubRepository
+from tests.unit.checkpoint.serial import Run
+from tests.unit.checkpoint.test_damage import flip
 
 hub = pytest.importorskip("huggingface_hub")
 
@@ -92,8 +94,20 @@ def test_a_refusal_comes_before_the_export(
     server.refuses = True
     with pytest.raises(CheckpointError, match=r"(?s)me/model.*HF_TOKEN"):
         HubRepository("me/model")
-    assert (
-        main(["checkpoint", "export-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--push-to-hub", "not a name"])
-        == 2
-    )
-    assert "not a name" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    run = Run(tmp_path / "run")
+    run.save(1)
+    flip(run.checkpoints.directory / "step_00000001" / "shard_00000.safetensors", 100_000)
+    out = tmp_path / "out"
+    words = ["checkpoint", "export-hf", str(tmp_path / "run"), str(out), "--tokenizer", "none", "--push-to-hub"]
+    assert main([*words, "not a name"]) == 2
+    assert "not a name" in capsys.readouterr().err and not out.exists()
+    server.refuses = False
+    server.created.clear()
+    out.mkdir()
+    (out / "file").write_text("")
+    assert main([*words, "me/model"]) == 2
+    assert f"{out}: is not empty" in capsys.readouterr().err  # although the checkpoint is damaged
+    assert server.created == []
+    (out / "file").unlink()
+    assert main([*words, "me/model"]) == 2
+    assert "shard_00000.safetensors" in capsys.readouterr().err and len(server.created) == 1

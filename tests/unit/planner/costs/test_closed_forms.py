@@ -27,7 +27,7 @@ from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.costs.collectives import flat_s, message_s, node_s, small_sum_s, table_s
 from frontier_llm.planner.costs.kernels import flash_s, product_s
 from frontier_llm.planner.costs.layouts import as_table
-from frontier_llm.planner.costs.memory import kept_bytes, peak_memory, stage_memory
+from frontier_llm.planner.costs.memory import held, kept_bytes, memory_by_rank, peak_memory, stage_memory
 from frontier_llm.planner.costs.parameters import stage_numel
 from frontier_llm.planner.costs.seconds import by_cause
 from frontier_llm.planner.costs.time import step_s, tied_sum_s
@@ -128,6 +128,57 @@ def test_activations_follow_korthikanti() -> None:
         assert kept("none", tp=tp) == pytest.approx(S * H * (10 + 24 / tp) + 4.0 * S * A / tp, rel=1e-9)
     assert kept("full") == 2 * 2048 * 6144
     assert kept("full", sequence_parallel=True) == 2 * 2048 * 6144 / 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "rank", "kept", "late"),
+    [("zb-h1", 1, 3, 0, 4), ("zb-v", 2, 3, 0, 5), ("dualpipe-v", 2, 3, 0, 4), ("interleaved-zb", 2, 3, 0, 11)],
+)
+def test_with_full_recomputation_the_peak_is_in_backward(
+    schedule: str, chunks: int, rank: int, kept: int, late: int
+) -> None:
+    """A recomputed layer keeps its input until backward, and then the operands of its delayed weight gradients."""
+    full = layout(recompute="full", schedule=schedule, chunks=chunks)
+    parts = held(GPT_22B, full, FRONTIER)
+    assert parts.block_waiting == kept_bytes(block_work(GPT_22B, full, FRONTIER), "selective") > 5 * parts.block
+    lines = memory_by_rank(GPT_22B, full, FRONTIER, split_layers(GPT_22B, 4 * chunks))
+    per_position = GPT_22B.layers / 4 / chunks * FRONTIER.fragmentation
+    expected = (kept * parts.block + late * parts.block_waiting) * per_position
+    assert lines[rank]["activations"] == pytest.approx(expected)
+    most = max(sum(rank_lines.values()) for rank_lines in lines)
+    assert most <= float(peak_memory(GPT_22B, full, FRONTIER)) <= 1.15 * most
+
+
+def test_activations_of_uneven_virtual_stages_are_counted_for_each() -> None:
+    """In a V the first positions have more layers, and keep their activations longest."""
+    model = GPT_22B.model_copy(update={"layers": 9})
+    spread = layout(pp=2, schedule="zb-v", chunks=2)
+    counts = (3, 2, 2, 2)
+    lines = memory_by_rank(model, spread, FRONTIER, split_layers(model, 4, counts))
+    block = held(model, spread, FRONTIER).block * FRONTIER.fragmentation
+    most = [0, 0]
+    for rank, order in enumerate(build("zb-v", 2, 16, 2).compute):
+        alive: set[tuple[int, int]] = set()
+        for action in order:
+            each = action.microbatch, action.position
+            if action.kind is Kind.FORWARD:
+                alive.add(each)
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                alive.remove(each)
+            most[rank] = max(most[rank], sum(counts[position] for _, position in alive))
+    assert most[0] > 4 * 5 / 2  # four activations with more than the mean number of layers
+    assert [one["activations"] for one in lines] == pytest.approx([number * block for number in most], rel=1e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gpipe_keeps_the_logits_of_all_microbatches(recompute: str) -> None:
+    gpipe, alternate = (layout(schedule=name, recompute=recompute) for name in ("gpipe", "1f1b"))
+    stages = split_layers(GPT_22B, 4)
+    many, one = (memory_by_rank(GPT_22B, each, FRONTIER, stages)[-1]["logits"] for each in (gpipe, alternate))
+    logits = held(GPT_22B, gpipe, FRONTIER).logits
+    assert many - one == pytest.approx(15 * logits)
+    closed, closed_one = (float(peak_memory(GPT_22B, each, FRONTIER)) for each in (gpipe, alternate))
+    assert closed - closed_one > 15 * logits
 
 
 def test_the_table_is_met_exactly_and_monotone_between() -> None:
