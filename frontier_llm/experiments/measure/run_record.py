@@ -105,7 +105,7 @@ def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> Lay
     parallel = dict(row["layout"])
     batch = {**content["batch"], "micro_batch": parallel.pop("micro_batch")}
     config = build(RunConfig, {**content, "parallel": parallel, "batch": batch}, where)
-    world_size = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
+    world_size = config.parallel.model_ranks * parallel["data"]
     return LayoutSpan(row["step"], row["incarnation"], plan_as_given(config, world_size))
 
 
