@@ -139,15 +139,18 @@ def input_facts(run_text: str) -> InputFacts | None:
     """
     from frontier_llm.config import load_run
     from frontier_llm.data.loader import data_problems
+    from frontier_llm.data.position import START
+    from frontier_llm.data.recorded import as_it_stands, recorded_position
 
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(run_text)
         file.flush()
-        config = load_run(file.name)
+        config = as_it_stands(load_run(file.name))
     directory = Path(config.train.run_dir).resolve()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     error, free_bytes, _ = storage(existing, node_name())
-    return InputFacts(problems=tuple(data_problems(config)), run_dir_error=error, run_dir_free_bytes=free_bytes)
+    problems = data_problems(config, recorded_position(directory) or START)
+    return InputFacts(problems=tuple(problems), run_dir_error=error, run_dir_free_bytes=free_bytes)
 
 
 def _import_error(name: str) -> str:
