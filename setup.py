@@ -4,6 +4,7 @@ already there.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -22,7 +23,8 @@ sys.path.insert(0, str(ROOT))  # pip does not put the checkout on the path
 from frontier_llm.libraries import torch_ops_sources  # noqa: E402
 
 OLDEST_TORCH = (2, 10)
-OLDEST_COMPILERS = {"GCC": 12, "clang": 16}
+# clang is refused: with -fopenmp its code needs LLVM's OpenMP library, and torch has loaded GCC's.
+OLDEST_GCC = 12
 COMPILER_MODULE = "PrgEnv-gnu/8.7.0"  # as in slurm/sites/frontier.yaml
 # -ffp-contract=fast lets a * b + c become one instruction; the other two let sqrt and comparisons vectorise.
 FLAGS = [
@@ -36,7 +38,7 @@ FLAGS = [
     "-ffp-contract=fast",
     "-Wall",
 ]
-# GCC 12 gives this warning for its own AVX-512 header. clang ignores the option.
+# GCC 12 gives this warning for its own AVX-512 header.
 FLAGS += ["-Wno-maybe-uninitialized"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
@@ -69,7 +71,7 @@ def find_compiler() -> list[str]:
     """CXX, or the first of c++ and g++ that knows C++20: on SLES 15 `c++` is GCC 7, also if a module has put a newer
     `g++` on PATH.
     """
-    wanted = " or ".join(f"{name} {version}" for name, version in OLDEST_COMPILERS.items())
+    wanted = f"GCC {OLDEST_GCC}"
     candidates = [os.environ["CXX"].split()] if os.environ.get("CXX") else [["c++"], ["g++"]]
     found = [compiler for compiler in candidates if shutil.which(compiler[0])]
     if not found:
@@ -77,7 +79,7 @@ def find_compiler() -> list[str]:
     refused = []
     for compiler in found:
         name, version = compiler_version(compiler)
-        if version >= OLDEST_COMPILERS.get(name, 1):
+        if name == "GCC" and version >= OLDEST_GCC:
             return compiler
         refused.append(
             f"{' '.join(compiler)} is {name} {version}" if name else f"{' '.join(compiler)} is neither GCC nor clang"
@@ -86,13 +88,14 @@ def find_compiler() -> list[str]:
         f"on Frontier: module load {COMPILER_MODULE}; elsewhere load or install {wanted} or newer; then set "
         f"CXX=g++ if c++ is the old one"
     )
-    fail(f"C++20 needs {wanted}: {', '.join(refused)}", fix)
+    fail(f"the C++ parts need {wanted} or newer: {', '.join(refused)}", fix)
     raise AssertionError
 
 
 def torch_flags() -> tuple[list[str], list[str], list[str]]:
     """Include folders, library folders and flags of the torch in this environment; a clear error where there is
-    none.
+    none. Without -fopenmp torch's header runs at::parallel_for in one thread. The linker gets no OpenMP library,
+    because torch has loaded one.
     """
     try:
         import torch
@@ -107,7 +110,18 @@ def torch_flags() -> tuple[list[str], list[str], list[str]]:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     version = f'-DFRONTIER_TORCH_VERSION="{torch.__version__}"'
     sources = f'-DFRONTIER_SOURCES="{torch_ops_sources()}"'
-    return cpp_extension.include_paths(), cpp_extension.library_paths(), [abi, version, sources]
+    return cpp_extension.include_paths(), cpp_extension.library_paths(), ["-fopenmp", abi, version, sources]
+
+
+def build_state(compiler: list[str], commands: list[list[str]], files: list[Path]) -> str:
+    """sha256 of everything that a library is built from: the compiler's version, the commands (they contain torch's
+    version) and the contents of the files.
+    """
+    compiler_text = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256(repr((commands, compiler_text)).encode())
+    for path in files:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class BuildOps(Command):
@@ -146,35 +160,35 @@ class NativeBuild(build_ext):
 
     def copy_extensions_to_source(self) -> None:
         (ROOT / "frontier_llm" / "_native").mkdir(exist_ok=True)
+        self.force = True  # a library of another build can be there, and be newer
         super().copy_extensions_to_source()
 
     def build_extension(self, ext: Extension) -> None:
         compiler = self.compiler_command
         target = Path(self.get_ext_fullpath(ext.name))
         sources = [ROOT / source for source in ext.sources]
-        newest = max(
-            path.stat().st_mtime for path in [*sources, *(ROOT / name for name in ext.depends), Path(__file__)]
-        )
-        if not self.force and target.exists() and target.stat().st_mtime > newest:
-            return
         includes, libraries, defines = torch_flags() if "torch" in ext.libraries else ([], [], [])
         build = Path(self.build_temp).absolute()
         build.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         system = [flag for folder in includes for flag in ("-isystem", folder)]
 
-        def compiled(source: Path) -> str:
-            isa, result = (
-                INSTRUCTION_SETS.get(source.stem.removeprefix("kernels_"), []),
-                str(build / f"{source.stem}.o"),
-            )
-            self.spawn([*compiler, *FLAGS, *defines, *isa, *system, "-c", str(source), "-o", result])
-            return result
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compiled, sources))
+        objects = [str(build / f"{source.stem}.o") for source in sources]
+        compile_commands = []
+        for source, result in zip(sources, objects, strict=True):
+            isa = INSTRUCTION_SETS.get(source.stem.removeprefix("kernels_"), [])
+            compile_commands.append([*compiler, *FLAGS, *defines, *isa, *system, "-c", str(source), "-o", result])
         link = [flag for folder in libraries for flag in ("-L", folder)] + [f"-l{name}" for name in ext.libraries]
-        self.spawn([*compiler, "-shared", *objects, *link, *ext.extra_link_args, "-o", str(target)])
+        link_command = [*compiler, "-shared", *objects, *link, *ext.extra_link_args, "-o", str(target)]
+        stamp = build / f"{target.stem}.sha256"
+        state = build_state(compiler, [*compile_commands, link_command], [*sources, *map(ROOT.joinpath, ext.depends)])
+        if not self.force and target.exists() and stamp.exists() and stamp.read_text() == state:
+            return
+        stamp.unlink(missing_ok=True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(self.spawn, compile_commands))
+        self.spawn(link_command)
+        stamp.write_text(state)
 
 
 def native_libraries() -> list[Extension]:

@@ -35,8 +35,9 @@ source .venv/bin/activate
 python -m pip --version >/dev/null 2>&1 || python -m ensurepip --default-pip >/dev/null # `uv venv` installs no pip
 
 # The last line of the import's error is printed, because it may name a library that torch lacks.
-if ! why="$(python -c 'import torch' 2>&1)"; then
-  echo "== installing ${FRONTIER_LLM_TORCH:=torch==2.13.0} (${why##*$'\n'})" >&2
+print_version='import torch; print(torch.__version__)'
+if ! torch="$(python -c "$print_version" 2>&1)"; then
+  echo "== installing ${FRONTIER_LLM_TORCH:=torch==2.13.0} (${torch##*$'\n'})" >&2
   torch_source=()
   if [[ -n "${FRONTIER_LLM_TORCH_CPU:-}" ]]; then
     torch_source=(--index-url https://download.pytorch.org/whl/cpu)
@@ -45,11 +46,13 @@ if ! why="$(python -c 'import torch' 2>&1)"; then
     echo "   Without an NVIDIA GPU, stop with Ctrl-C and set FRONTIER_LLM_TORCH_CPU=1: about 200 MB." >&2
   fi
   python -m pip install --quiet --disable-pip-version-check "${torch_source[@]}" "$FRONTIER_LLM_TORCH"
+  torch="$(python -c "$print_version" 2>/dev/null || true)"
 fi
 
-# Installed once per state of the compiled and packaged sources. Python files are used from the checkout.
+# Installed once per torch version and state of the compiled and packaged sources. Python files are used from the
+# checkout.
 stamp=".venv/installed-${extras//,/-}"
-state="$(cat setup.py pyproject.toml csrc/*.cpp csrc/*/* 2>/dev/null | sha256sum)"
+state="${torch##*$'\n'} $(cat setup.py pyproject.toml csrc/*.cpp csrc/*/* 2>/dev/null | sha256sum)"
 if [[ "$(cat "$stamp" 2>/dev/null)" != "$state" ]]; then
   echo "== installing frontier_llm and building its C++ parts (about a minute)" >&2
   python -m pip install --quiet --disable-pip-version-check setuptools wheel

@@ -13,6 +13,7 @@ from frontier_llm.api.run import Run
 from frontier_llm.config import ModelConfig, OpsConfig
 from frontier_llm.data.tokenizer import Tokenizer
 from frontier_llm.errors import ConfigError, DataError
+from frontier_llm.inference.evaluate import encode_pair
 from frontier_llm.inference.heldout import HeldOut, held_out
 from frontier_llm.inference.model import InferenceModel, build_inference_model, inference_run
 from frontier_llm.inference.open import OpenedModel, open_model, open_tokenizer
@@ -147,10 +148,20 @@ def score(model: Model, pairs: Sequence[tuple[Text, Text]], *, batch_size: int =
     """Return the log-probability, in nats, of each continuation given its context.
 
     `pairs` has (context, continuation), each as text or as tokens. An empty context stands for the start of a document.
-    Raises FrontierError if a continuation is empty or too long.
+    Two texts are encoded together, as in `frontier-llm evaluate --task`. Raises FrontierError if a continuation is
+    empty or too long.
     """
     requests = []
-    for context, continuation in pairs:
-        before = model.ids(context) or [model.tokenizer.eod]
-        requests.append((before, model.ids(continuation)))
+    for number, (context, continuation) in enumerate(pairs):
+        if isinstance(context, str) and isinstance(continuation, str):
+            request = encode_pair(model.tokenizer, context, continuation)
+        else:
+            request = (model.ids(context) or [model.tokenizer.eod], model.ids(continuation))
+        if not request[1]:
+            raise DataError(
+                f"the continuation {continuation!r} of {context!r} has no tokens",
+                "give a longer text",
+                f"pairs[{number}]",
+            )
+        requests.append(request)
     return score_tokens(model._inference, requests, batch_size)

@@ -16,7 +16,7 @@ from frontier_llm.api.run import Run, load_run
 from frontier_llm.checkpoint.checkpoints import Checkpoints
 from frontier_llm.data.identity import wanted
 from frontier_llm.data.loader import Batches
-from frontier_llm.errors import DataError
+from frontier_llm.errors import ConfigError, DataError
 from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.run.rank_env import discover
 from frontier_llm.topology.rank_variables import set_rank_variables
@@ -55,9 +55,12 @@ class Trainer:
         """Join the ranks and draw the initial weights.
 
         The run's `data.train` is not read and is recorded as "synthetic", because the caller gives the tokens. Raises
-        FrontierError if the layout does not fit the ranks.
+        FrontierError if the layout does not fit the ranks, or if the run has phases.
         """
         run = Run(resolve_precision(load_run(run, {"data.train": "synthetic"}).config))
+        if run.config.train.phases:
+            what = "a Trainer has one batch size and one sequence length, and no phases"
+            raise ConfigError(what, "use one Trainer for each phase, or train()", "train.phases")
         place = discover()
         if place is not None:
             set_rank_variables(run.config, place)

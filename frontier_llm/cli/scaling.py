@@ -112,11 +112,18 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm import log
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.errors import ConfigError
-    from frontier_llm.experiments.scaling.forecast import as_text
     from frontier_llm.experiments.scaling.launch import BARE, open_tool_job
     from frontier_llm.experiments.scaling.series import find_run, make_series
     from frontier_llm.machine.precision import load_resolved
 
+    for name in ("side_by_side", "spares", "preflight"):
+        if getattr(args, name) and not args.in_job:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                "has an effect only inside a job",
+                where=flag,
+                fix=f"add --in-job, or omit {flag}",
+            )
     if more := [word for word in args.overrides if word.isdecimal()]:
         typed = ",".join([args.nodes, *more])
         raise ConfigError(f"{more[0]} has no option", f"separate node counts by commas: --nodes {typed}", "--nodes")
@@ -146,11 +153,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     if tool is not None:
         return _run_here(args, points, tool.ranks, tool.job.words, root)
     priced, jobs = _submit(args, points, site, config)
-    rows = [
-        {**row.point.describe(), **row.describe(), "run_dir": str(row.point.directory), "job_id": job}
-        for row, job in zip(priced, jobs, strict=True)
-    ]
-    show(args, rows, lambda: as_text(priced, jobs))
+    _show_jobs(args, priced, jobs)
     _log_published(mode, config.model.name, [(row.point.devices, row.efficiency) for row in priced])
     log.info(
         "dry run: nothing is written or queued"
@@ -158,6 +161,36 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
         else f"after the runs: frontier-llm scaling report {root}"
     )
     return 0
+
+
+def _show_jobs(args: argparse.Namespace, priced: Sequence[Forecast], jobs: Sequence[str | None]) -> None:
+    """Print the points with their predictions and jobs."""
+    from frontier_llm.experiments.scaling.forecast import as_text
+
+    rows = [
+        {
+            **row.point.describe(),
+            **row.describe(),
+            "run_dir": str(row.point.directory),
+            "job_id": job,
+        }
+        for row, job in zip(priced, jobs, strict=True)
+    ]
+    show(args, rows, lambda: as_text(priced, jobs))
+
+
+def _to_run(priced: Sequence[Forecast]) -> list[Forecast]:
+    """Return the points that still have to run. Raises ConfigError if a directory holds another point."""
+    from frontier_llm import log
+    from frontier_llm.experiments.scaling.series import not_measured
+    from frontier_llm.units import plural
+
+    points = not_measured([row.point for row in priced])
+    if measured := len(priced) - len(points):
+        log.info(
+            f"{plural(measured, 'point')} of the series: already measured, not run again (or use another --output)"
+        )
+    return [row for row in priced if row.point in points]
 
 
 def _batch(mode: Mode, args: argparse.Namespace, config: RunConfig) -> int:
@@ -188,7 +221,7 @@ def _run_here(
     from frontier_llm.cluster.admission import written
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.figure import write_report
-    from frontier_llm.experiments.scaling.forecast import as_text, forecasts
+    from frontier_llm.experiments.scaling.forecast import forecasts
     from frontier_llm.experiments.scaling.harvest import harvest
     from frontier_llm.experiments.scaling.in_job import run_series
     from frontier_llm.experiments.scaling.walltime import steps_of
@@ -201,9 +234,10 @@ def _run_here(
         )
         raise ConfigError(what, f"sbatch --nodes={points[-1].nodes + args.spares}", "--nodes")
     require_data(points[-1].config)
-    priced = forecasts([(steps_of(point, _own_steps(args, point.config)), None) for point in points])
+    priced = _to_run(forecasts([(steps_of(point, _own_steps(args, point.config)), None) for point in points]))
     hours = sum(row.hours for row in priced)
-    print(as_text(priced, [None] * len(priced)))
+    if args.dry_run or not args.json:  # otherwise the only output is the JSON of the results
+        _show_jobs(args, priced, [None] * len(priced))
     have = len(launcher.allocation.nodes)
     log.info(
         f"cost: this job takes {plural(have, 'node')} for about {hours * 60:,.0f} minutes, points one after another "
@@ -256,7 +290,7 @@ def _submit(
     minutes = parse_walltime(args.time) if args.time else None
     if problems := list(submission_problems(points, site, account, args.partition, minutes)):
         raise ConfigError(problems)
-    priced = forecasts(with_walltime(points, site, args.partition, minutes, _own_steps(args, config)))
+    priced = _to_run(forecasts(with_walltime(points, site, args.partition, minutes, _own_steps(args, config))))
     requests = [
         submit.JobRequest(
             job=submit.wanted_job(row.point.config, site, row.point.nodes, continuation="never"),

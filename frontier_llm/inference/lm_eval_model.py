@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from frontier_llm import log
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import OpsConfig
+from frontier_llm.errors import ConfigError
 from frontier_llm.inference.model import build_inference_model, inference_plan
 from frontier_llm.inference.open import open_model, open_tokenizer
 from frontier_llm.inference.sampling import Sampling
@@ -28,6 +30,8 @@ from frontier_llm.inference.score import score
 from frontier_llm.inference.text import complete
 
 DEFAULT_NEW_TOKENS = 256  # lm_eval's default
+FILTERS = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")  # arguments with the names of `Sampling`
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 @register_model("frontier-llm")
@@ -105,9 +109,20 @@ class FrontierLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the generated text, up to a stop string, for each (context, generation arguments).
 
-        Requests with equal arguments are continued in batches.
+        Requests with equal arguments are continued in batches. Raises ConfigError if the new tokens leave no space for
+        the context.
         """
+        known = {"until", "do_sample", "temperature", *FILTERS, *LENGTHS}
+        if unknown := {key for request in requests for key in request.args[1]} - known:
+            log.warn(f"generation arguments that have no effect: {', '.join(sorted(unknown))}")
         asked = [_generation(request.args[1]) for request in requests]
+        most = max((sampling.max_new_tokens for sampling, _ in asked), default=0)
+        if most >= self.max_length:
+            raise ConfigError(
+                f"{most} new tokens leave no space for the prompt in the model's context of {self.max_length} tokens",
+                where="max_gen_toks",
+                fix=f"for example --gen_kwargs max_gen_toks={self.max_length // 2}",
+            )
         texts = [""] * len(requests)
         for how in dict.fromkeys(asked):
             sampling, stops = how
@@ -127,25 +142,22 @@ class FrontierLM(TemplateLM):
 
     def _fitting(self, context: str, new_tokens: int) -> str:
         """Return the end of a context, cut so that the new tokens still fit into the model's context length."""
-        room = self.max_length - min(new_tokens, self.max_length - 1)
+        room = self.max_length - new_tokens
         ids = self.tok_encode(context)
         return context if len(ids) <= room else self.tokens.decode(ids[-room:])
 
 
 def _generation(options: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
     """Return the sampling and the stop strings from lm_eval's generation arguments."""
-    until = options.get("until") or []
-    wanted = int(options.get("max_gen_toks", options.get("max_new_tokens", DEFAULT_NEW_TOKENS)))
-    temperature = float(options.get("temperature", 1.0)) if options.get("do_sample", False) else 0.0
+    normal: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), DEFAULT_NEW_TOKENS))
+    filters = {name: normal[name] for name in FILTERS if normal.get(name) is not None}
+    temperature = float(normal.get("temperature", 1.0)) if normal["do_sample"] else 0.0
     sampling = Sampling(
-        wanted,
-        temperature,
-        top_p=float(options.get("top_p", 1.0)),
-        min_p=float(options.get("min_p", 0.0)),
+        max_new_tokens=normal["max_gen_toks"],
+        temperature=temperature,
+        **filters,
     )
-    if isinstance(until, str):
-        until = [until]
-    return sampling, tuple(until)
+    return sampling, tuple(normal["until"])
 
 
 def _device(wanted: str | None) -> torch.device:

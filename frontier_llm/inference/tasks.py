@@ -29,7 +29,8 @@ class Task:
     name: str
     path: str
     format: str  # "llm-foundry" or "lm-eval"
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt, ...]  # questions to evaluate
+    examples: tuple[Prompt, ...]  # all questions of the file, from which solved examples are drawn
     delimiter: str  # text between context and continuation
     joiner: str  # text between solved examples
     is_schema: bool  # True: the options are contexts with the same continuation, so its length does not matter
@@ -46,7 +47,7 @@ class TaskOption:
 
 
 def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
-    """Read a task file. `limit` is the number of questions (0: all).
+    """Read a task file. `limit` is the number of questions to evaluate (0: all).
 
     Raises DataError if the file does not exist, a line is not JSON, a field is missing, or the gold answer is not an
     option. The message names the download or the expected fields.
@@ -72,13 +73,15 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
             where=str(path),
             fix=suggest(name, LM_EVAL),
         )
-    prompts = _convert(documents, path, known)[: limit or None]
+    examples = _convert(documents, path, known)
+    prompts = examples[: limit or None]
     if not foundry:
         return Task(
             name=name,
             path=str(path),
             format="lm-eval",
             prompts=prompts,
+            examples=examples,
             delimiter=" ",
             joiner="\n\n",
             is_schema=known.is_schema,
@@ -88,6 +91,7 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
         path=str(path),
         format="llm-foundry",
         prompts=prompts,
+        examples=examples,
         delimiter="\nAnswer: " if name in _FOUNDRY_ANSWER_LINE else " ",
         joiner="\n",
         is_schema=known.is_schema,
@@ -99,25 +103,35 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None) -> list[TaskO
 
     The examples come from `pool`, or from the task itself without the current question. Examples are drawn as in
     lm_eval: one random generator for the complete task, and one additional example if the question itself must be left
-    out. Equal files therefore give equal prompts. Raises DataError if there are too few examples.
+    out. If the file repeats the question, new examples are drawn from the other questions. Equal files therefore give
+    equal prompts. Raises DataError if there are too few examples.
     """
-    examples = (pool or task).prompts
+    examples = (pool or task).examples
     if shots and len(examples) < shots + (pool is None):
-        beside = " beside the question itself" if pool is None else ""
-        raise DataError(
-            f"has {len(examples)} questions, too few for {shots} examples{beside}",
-            where=(pool or task).path,
-            fix="lower --shots",
-        )
+        raise _too_few(pool or task, len(examples), shots, beside=pool is None)
     random = Random(EXAMPLES_SEED)  # noqa: S311  # which examples are shown is no secret
     result = []
     for number, prompt in enumerate(task.prompts):
         drawn = random.sample(examples, shots + (pool is None)) if shots else []
         shown = [example for example in drawn if pool is not None or example != prompt][:shots]
+        if len(shown) < shots:
+            others = [example for example in examples if example != prompt]
+            if len(others) < shots:
+                raise _too_few(task, len(others) + 1, shots, beside=True)
+            shown = random.sample(others, shots)
         text = "".join(solved(task, example) + task.joiner for example in shown)
         for option, (context, continuation) in enumerate(zip(prompt.contexts, prompt.continuations, strict=True)):
             result.append(TaskOption(number, option, text + context, task.delimiter + continuation))
     return result
+
+
+def _too_few(task: Task, questions: int, shots: int, beside: bool) -> DataError:
+    text = " beside the question itself" if beside else ""
+    return DataError(
+        f"has {questions} different questions, too few for {shots} examples{text}",
+        where=task.path,
+        fix="lower --shots",
+    )
 
 
 def solved(task: Task, prompt: Prompt) -> str:

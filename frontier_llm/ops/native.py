@@ -29,6 +29,10 @@ def load_cpu_library() -> str:
         # Refuse an old library: if the meaning of an argument has changed, the library would compute wrong numbers
         # without an error.
         return f"{CPU_LIBRARY.name} was built from other sources than the present csrc/cpu"
+    built_for = torch.ops.frontier_llm.built_for()
+    if built_for != torch.__version__:
+        # The library could read tensors of another torch version incorrectly.
+        return f"{CPU_LIBRARY.name} was built for torch {built_for}, but torch {torch.__version__} is loaded"
     if environ(VARIABLE):  # without the variable the library uses the CPU's best instruction set
         torch.ops.frontier_llm.use_instruction_set(chosen_set().name)
     return ""

@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from frontier_llm.cluster.recorded import position_of
 from frontier_llm.config import RunConfig, build, own_plugins
 from frontier_llm.config.load import read_yaml
 from frontier_llm.config.plugins import import_recorded, recorded_names
+from frontier_llm.data.recorded import position_of
 from frontier_llm.errors import DataError
 from frontier_llm.run import run_dir
 from frontier_llm.run.evaluations import Evaluated, all_results
@@ -105,7 +105,7 @@ def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> Lay
     parallel = dict(row["layout"])
     batch = {**content["batch"], "micro_batch": parallel.pop("micro_batch")}
     config = build(RunConfig, {**content, "parallel": parallel, "batch": batch}, where)
-    world_size = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
+    world_size = config.parallel.model_ranks * parallel["data"]
     return LayoutSpan(row["step"], row["incarnation"], plan_as_given(config, world_size))
 
 

@@ -26,7 +26,7 @@ def waves(points: Sequence[Forecast], nodes: int, *, side_by_side: bool) -> list
     """
     if not side_by_side:
         return [[point] for point in points]
-    rows: list[list[Forecast]] = [[points[0]]]
+    rows: list[list[Forecast]] = [[point] for point in points[:1]]
     for point in points[1:]:
         wave = next(
             (wave for wave in rows[1:] if sum(one.point.nodes for one in wave) + point.point.nodes <= nodes),

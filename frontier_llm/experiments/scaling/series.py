@@ -12,14 +12,16 @@ from typing import Any, Literal
 
 from frontier_llm.cluster.sites import Site, request_problems, whole_replicas
 from frontier_llm.config import RunConfig, available, load_run
-from frontier_llm.errors import ConfigError, LayoutError, Problem
+from frontier_llm.errors import ConfigError, LayoutError, Problem, first_of
 from frontier_llm.files import write_atomically
+from frontier_llm.run import run_dir
 from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import strict_json
 
 Mode = Literal["weak", "strong"]
 MODES: tuple[Mode, ...] = ("weak", "strong")
 POINT_FILE = "point.json"
+STARTED_FILES = ("submissions.jsonl", "attempts.jsonl", "metrics.jsonl")  # one exists after a job or a start
 
 # batches of ORNL's measurements (arXiv 2312.12705): per replica in the weak series, global in the strong one
 PUBLISHED_BATCHES: dict[str, dict[Mode, int]] = {
@@ -182,7 +184,38 @@ def submission_problems(
 
 def announce(point: Point) -> None:
     """Write point.json into the point's run directory, before anything runs there."""
-    write_atomically(
-        point.directory / POINT_FILE,
-        strict_json({**point.describe(), "config": point.config.model_dump(mode="json")}, indent=None) + "\n",
-    )
+    write_atomically(point.directory / POINT_FILE, _content(point))
+
+
+def _content(point: Point) -> str:
+    content = {
+        **point.describe(),
+        "config": point.config.model_dump(mode="json"),
+    }
+    return strict_json(content, indent=None) + "\n"
+
+
+def not_measured(points: Sequence[Point]) -> list[Point]:
+    """Return the points without a complete measurement, so that a repeated command continues its series.
+
+    Raises ConfigError if a directory belongs to another point, for example one with another batch. The new point would
+    end at once, and its throughput would be computed from the step times of the other point.
+    """
+    problems = []
+    for point in points:
+        path = point.directory / POINT_FILE
+        has_started = any((point.directory / name).is_file() for name in STARTED_FILES)
+        if has_started and (not path.is_file() or path.read_bytes() != _content(point).encode()):
+            problem = Problem(
+                where=str(point.directory),
+                what="holds a run with another configuration",
+                fix="use another --output, or delete the directory",
+            )
+            problems.append(problem)
+    if problems:
+        raise ConfigError(first_of(problems))
+    return [
+        point
+        for point in points
+        if run_dir.end(point.directory, point.config.train.steps, save_final=False) != "finished"
+    ]

@@ -17,6 +17,7 @@ import torch
 
 import frontier_llm
 from frontier_llm import FrontierError, RankFailure, Result, load_run, open_checkpoint, plan, score, train
+from frontier_llm.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
 TINY = {
@@ -47,6 +48,13 @@ def test_a_trainer_waits_for_uploads_unless_its_loop_failed() -> None:
                 raise error
         trainer._checkpoints.close.assert_called_once_with(verify=wait)
         trainer._stack.close.assert_called_once_with()
+
+
+def test_a_trainer_refuses_a_run_with_phases() -> None:
+    phases = [{"steps": 3}, {"steps": 3, "batch": {"global_batch": 2}}]
+    with pytest.raises(FrontierError, match="no phases") as caught:
+        frontier_llm.Trainer(load_run(TINY, {"train.phases": phases}))
+    assert caught.value.why == "train.phases"
 
 
 def tiny(run_dir: Path, **more: Any) -> frontier_llm.Run:
@@ -139,6 +147,11 @@ def test_a_checkpoint_is_a_module(trained: tuple[Result, list[int]]) -> None:
     (likelihood,) = score(model, [(tokens_BS[0, :3].tolist(), tokens_BS[0, 3:5].tolist())])
     expected = sum(float(log_probabilities[0, place - 1, tokens_BS[0, place]]) for place in (3, 4))
     assert likelihood.log_probability == pytest.approx(expected, rel=1e-5)
+    model._tokenizer = load_tokenizer("bytes")
+    assert score(model, [("ab ", "c")]) == score(model, [([97, 98], [32, 99])])  # the space belongs to " c"
+    with pytest.raises(FrontierError, match="has no tokens") as caught:
+        score(model, [("ab", "c"), ("ab", "")])
+    assert caught.value.why == "pairs[1]"
     with pytest.raises(FrontierError, match="17 tokens are more than the model's sequence length 16"):
         model(torch.zeros(1, 17, dtype=torch.int64))
     ours = model.state_dict(names="run")

@@ -76,7 +76,6 @@ def facts(**changes: object) -> Installation:
         "package_digest": "",
         "torch": torch,
         "libraries": {},
-        "built_for": "2.10.0",
         "kernels": None,
         "providers": {},
     }
@@ -88,7 +87,6 @@ def facts(**changes: object) -> Installation:
     [
         ({"missing_modules": ("yaml",)}, "has no yaml"),
         ({"libraries": {"store.so": "store.so is missing"}}, "is missing"),
-        ({"built_for": "2.9.1"}, "was built for torch 2.9.1"),
         ({"torch": TorchFacts(version="", hip="", cuda="", path="", error="no module")}, "cannot import torch"),
     ],
 )

@@ -17,10 +17,11 @@ import torch
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import OpsConfig, load_model
 from frontier_llm.data.tokenizer import load_tokenizer
-from frontier_llm.errors import DataError
+from frontier_llm.errors import ConfigError, DataError
 from frontier_llm.inference.evaluate import encode_pair, evaluate_task
 from frontier_llm.inference.generate import stream
 from frontier_llm.inference.model import InferenceModel, build_inference_model, inference_plan
+from frontier_llm.inference.sampling import Sampling
 from frontier_llm.inference.tasks import read_task, requests, solved
 from frontier_llm.interop.huggingface import Companions, HuggingFaceModel, export_huggingface, tokenizer_files
 from tests.harness.marks import thorough
@@ -235,9 +236,24 @@ def test_whole_texts_and_generated_ones_equal_those_of_lm_evals_own_model(export
         theirs.loglikelihood_rolling(rolling, disable_tqdm=True),
         rel=1e-5,
     )
-    options = {"until": ["zq"], "max_gen_toks": 20, "do_sample": False}
-    asked = [Instance("generate_until", {}, (text, dict(options)), 0) for text in texts]
-    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+    for options in ({"until": ["zq"], "max_gen_toks": 20}, {"max_tokens": 30, "repetition_penalty": 1.5}):
+        asked = [Instance("generate_until", {}, (text, dict(options)), 0) for text in texts]
+        assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+    full = [Instance("generate_until", {}, ("short", {"max_gen_toks": 256}), 0)]
+    with pytest.raises(AssertionError, match="must be less than"):
+        theirs.generate_until(full, disable_tqdm=True)
+    with pytest.raises(ConfigError, match="256 new tokens leave no space"):
+        ours.generate_until(full)
+
+
+def test_generation_arguments_mean_what_they_mean_in_lm_eval() -> None:
+    pytest.importorskip("lm_eval")
+    from frontier_llm.inference.lm_eval_model import _generation
+
+    drawn = {"temperature": 0.7, "top_k": 40, "seed": 3, "until": "L", "max_completion_tokens": 9}
+    assert _generation(drawn) == (Sampling(9, 0.7, top_k=40, seed=3), ("L",))
+    assert _generation({"do_sample": True}) == (Sampling(256, 1.0), ())
+    assert _generation({"temperature": 0.7, "do_sample": False}) == (Sampling(256, 0.0), ())
 
 
 def test_generated_texts_do_not_depend_on_their_batch(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +339,18 @@ def test_examples_never_contain_the_question_and_may_come_from_another_file(tmp_
     assert all(request.context.startswith("pool x\npool x\nquery") for request in requests(task, 2, pool))
     with pytest.raises(DataError, match="too few for 6 examples beside the question itself"):
         requests(task, shots=6)
+
+
+def test_examples_are_drawn_from_the_complete_file_without_copies_of_the_question(tmp_path: Path) -> None:
+    lines = [{"query": f"query{n}", "choices": ["x", "y"], "gold": 0} for n in (0, 0, 0, 1, 2, 3)]
+    path = write_lines(tmp_path / "mine.jsonl", lines)
+    asked = requests(read_task("mine", path), shots=3)
+    few = requests(read_task("mine", path, limit=2), shots=3)
+    assert few == asked[:4]
+    for request in few:
+        assert request.context.count("query0") == 1 and request.context.count("query") == 4
+    with pytest.raises(DataError, match="has 4 different questions, too few for 4 examples"):
+        requests(read_task("mine", path), shots=4)
 
 
 def test_pairs_are_cut_where_the_context_ends(exported: Path) -> None:

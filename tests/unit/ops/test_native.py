@@ -1,5 +1,5 @@
-"""A library of C++ ops that was built from other sources is refused, because it could compute wrong numbers without an
-error.
+"""A library of C++ ops that was built from other sources, or for another torch, is refused, because it could compute
+wrong numbers without an error.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(native, "torch_ops_sources", lambda: "0" * 64)
     reason = native.load_cpu_library.__wrapped__()
     assert reason == "libfrontier_ops.so was built from other sources than the present csrc/cpu"
+
+
+def test_a_library_for_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    built_for = torch.__version__
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    reason = native.load_cpu_library.__wrapped__()
+    assert reason == f"libfrontier_ops.so was built for torch {built_for}, but torch 2.99.0+cpu is loaded"
 
 
 def test_the_digest_follows_every_source_and_an_installed_wheel_has_none(

@@ -73,11 +73,16 @@ def install(checkout: Path, **variables: str) -> tuple[str, str]:
 def test_the_torch_of_an_active_environment_is_used_and_not_replaced(checkout: Path) -> None:
     (packages,) = (checkout.parent / "active" / "lib").glob("python*/site-packages")
     (packages / "torch").mkdir()
-    (packages / "torch" / "__init__.py").write_text("", encoding="utf-8")
+    (packages / "torch" / "__init__.py").write_text("__version__ = '2.13.0+cpu'", encoding="utf-8")
     messages, pip = install(checkout)
     assert f"using the torch in {packages}" in messages
     assert messages.splitlines()[-1] == str(packages / "torch" / "__init__.py")
-    assert "torch" not in pip and "--editable" in pip
+    assert "torch" not in pip and pip.count("--editable") == 1
+    _, pip = install(checkout)
+    assert pip.count("--editable") == 1
+    (packages / "torch" / "__init__.py").write_text("__version__ = '2.14.0+cpu'", encoding="utf-8")
+    _, pip = install(checkout)
+    assert pip.count("--editable") == 2  # the C++ parts are built for one torch version
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="only the index for x86 has the build for CUDA by default")

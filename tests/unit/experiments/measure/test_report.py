@@ -14,6 +14,7 @@ from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.report import _experts, write_report
+from frontier_llm.experiments.measure.run_record import read_run
 from frontier_llm.pages import Chart, figure
 from frontier_llm.run.complete import digest_line
 from frontier_llm.run.records import DamagedRecord
@@ -26,7 +27,7 @@ SAMPLE = "def f(x):\n    return x < 3 and x > 1  # <script>alert(1)</script>"
 
 def make_run(directory: Path, *overrides: str) -> Path:
     config = load_run("quickstart", ["precision.dtype=bf16", *overrides])
-    world = config.parallel.tensor * config.parallel.pipeline * (config.parallel.data or 1)
+    world = config.parallel.model_ranks * (config.parallel.data or 1)
     directory.mkdir()
     (directory / "config.yaml").write_text(dump(config))
     grid = vars(make_plan(config, world).grid)
@@ -272,6 +273,20 @@ def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
     assert "<b>9,036</b><span>tokens/s (median since step 30)" in text
     assert "<td>TP1 x PP2 x DP2, then TP2 x PP2 x DP1</td>" in text
     assert "Communication TP1 x PP2 x DP2" in text  # the first attempt recorded this communication
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_layout_with_context_parallelism_is_read(tmp_path, replicas):
+    words = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.context=2", "parallel.sequence_parallel=false"]
+    run = make_run(tmp_path / "run", *words, f"parallel.data={replicas}")
+    layout = layout_of(load_run(str(run / "config.yaml")), 2 * replicas)
+    path = run / "metrics.jsonl"
+    path.write_text(
+        json.dumps({"kind": "start", "step": 0, "incarnation": 1, "layout": layout}) + "\n" + path.read_text()
+    )
+    (part,) = read_run(run).parts
+    assert (part.plan.grid.cp, part.plan.grid.dp) == (2, replicas)
+    assert part.plan.microbatches == 4 // replicas
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

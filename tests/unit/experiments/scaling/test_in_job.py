@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,11 +17,14 @@ from frontier_llm.cluster import submit
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, FrontierError
+from frontier_llm.experiments.scaling import launch
 from frontier_llm.experiments.scaling.forecast import Forecast, forecasts
+from frontier_llm.experiments.scaling.harvest import WARMUP_STEPS
 from frontier_llm.experiments.scaling.in_job import run_series, waves
 from frontier_llm.experiments.scaling.launch import RunEnd, ShortRun
 from frontier_llm.experiments.scaling.series import make_series
 from frontier_llm.experiments.scaling.walltime import FEWEST_STEPS, steps_of
+from frontier_llm.run import run_dir
 from frontier_llm.run.failure import Evidence, Failure
 
 
@@ -93,6 +97,31 @@ def test_a_point_whose_node_dies_runs_again_on_a_spare(tmp_path: Path) -> None:
     ]
 
 
+def test_the_only_output_of_json_is_the_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = FourNodes()
+    ranks.site = load_site("local")  # type: ignore[attr-defined]
+    ranks.allocation = SimpleNamespace(nodes=["n0", "n2", "n3", "n4"])  # type: ignore[attr-defined]
+    words = ("train_small", *launch.BARE, "batch.micro_batch=1")
+    tool = SimpleNamespace(ranks=ranks, overrides=words[1:], job=SimpleNamespace(words=words))
+    monkeypatch.setattr(launch, "open_tool_job", lambda *args, **settings: tool)
+    command = ["scaling", "weak", "--run", "train_small", "--nodes", "1", "--batch-per-replica", "16", "--in-job"]
+    command += ["--json", "--output", str(tmp_path)]
+    assert main([*command, "--dry-run"]) == 0
+    (planned,) = json.loads(capsys.readouterr().out)
+    assert planned["predicted_step_s"] > 0 and ranks.starts == []
+    assert main(command) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["status"] == "ok" and row["steps"] == FEWEST_STEPS - WARMUP_STEPS
+
+
+@pytest.mark.parametrize("option", ["--spares=2", "--preflight", "--side-by-side"])
+def test_an_option_of_a_series_in_a_job_is_refused_outside(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["scaling", "strong", "--model", "gpt-175b", "--nodes", "64", "--site", "frontier", "--simulate", option]
+    assert main(words) == 2 and "add --in-job" in capsys.readouterr().err
+
+
 def test_what_the_walltime_leaves_no_room_for_stays_in_the_table(tmp_path: Path) -> None:
     allocation = FourNodes(left_s=60.0)
     run_series(priced(tmp_path, [1, 2]), allocation, words_of)  # type: ignore[arg-type]
@@ -132,8 +161,9 @@ def test_a_dry_run_prices_every_point(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(words) == 0 and "of 64" in capsys.readouterr().out
 
 
-def test_a_point_saves_and_evaluates_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in a trial of `tune`, only steps are measured, without saves and evaluations between them."""
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[submit.JobRequest]:
+    """Return the requests of the jobs that commands have queued."""
     requests: list[submit.JobRequest] = []
 
     def queue(request: submit.JobRequest) -> submit.Submission:
@@ -141,15 +171,39 @@ def test_a_point_saves_and_evaluates_nothing(monkeypatch: pytest.MonkeyPatch, tm
         return submit.Submission("", (), tmp_path)
 
     monkeypatch.setattr(submit, "submit", queue)
+    return requests
+
+
+def submit_weak(run: str, batch: int, root: Path) -> int:
+    words = ["scaling", "weak", "--run", run, "--nodes", "1,2", "--site", "local", "--batch-per-replica", str(batch)]
+    return main([*words, "--output", str(root)])
+
+
+def test_a_point_saves_and_evaluates_nothing(queued: list[submit.JobRequest], tmp_path: Path) -> None:
+    """As in a trial of `tune`, only steps are measured, without saves and evaluations between them."""
     run = tmp_path / "run.yaml"
     run.write_text("base: train_small\ndata: {validation: synthetic}\ntrain: {eval_interval: 4}\n")
-    words = ["scaling", "weak", "--run", str(run), "--nodes", "1,2", "--site", "local", "--batch-per-replica", "16"]
-    assert main([*words, "--output", str(tmp_path)]) == 0
-    configs = [request.config for request in requests]
+    assert submit_weak(str(run), 16, tmp_path) == 0
+    configs = [request.config for request in queued]
     assert len(configs) == 2 and not any(
         config.train.save_interval or config.train.save_final or config.train.eval_interval for config in configs
     )
     assert [config.data.validation for config in configs] == [None, None]
+
+
+def test_a_repeated_series_runs_what_is_not_measured_and_refuses_another_batch(
+    queued: list[submit.JobRequest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_weak("train_small", 16, tmp_path) == 0
+    first, second = (request.job.directory for request in queued)
+    run_dir.record(first, run_dir.Attempt(1, "7", ("n0",), 0, 20, 0, "finished"))
+    run_dir.record(second, run_dir.Attempt(1, "8", ("n0",), 0, 4, 1, "crash"))
+    assert submit_weak("train_small", 16, tmp_path) == 0
+    assert [request.job.directory for request in queued] == [first, second, second]
+    announced = (first / "point.json").read_text()
+    assert submit_weak("train_small", 32, tmp_path) == 2
+    assert capsys.readouterr().err.count("another --output, or delete the directory") == 2
+    assert len(queued) == 3 and (first / "point.json").read_text() == announced
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_queued(
