@@ -175,7 +175,9 @@ def test_a_copy_that_was_given_up_is_not_committed(run: Run, url: str, tmp_path:
     """Regression: a store that answered after the time limit gave a running job a newer checkpoint than its own."""
     place, writer = claimed(run, url)
     remote.push(newest(run), place, writer, NO_LIMIT)
-    has_received, answers, has_ended = threading.Event(), threading.Event(), threading.Event()
+    has_received = threading.Event()
+    answers = threading.Event()
+    has_ended = threading.Event()
 
     def wait() -> None:
         has_received.set()
