@@ -58,10 +58,17 @@ def whole_update(
     )
     cases, each = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
     bytes_each = DTYPE_BYTES[layouts.dtype]
-    rows = [
-        _one(model, rule, rates, bytes_each, _Ranks(*case[:5], tuple(case[5:])))
-        for case in cases.T.astype(int).tolist()
-    ]
+    rows = []
+    for case in cases.T.astype(int).tolist():
+        ranks = _Ranks(
+            tp=case[0],
+            ep=case[1],
+            etp=case[2],
+            owners=case[3],
+            expert_owners=case[4],
+            layers=tuple(case[5:]),
+        )
+        rows.append(_one(model, rule, rates, bytes_each, ranks))
     values = WholeUpdate(*(np.array(column)[each].reshape(columns[0].shape) for column in zip(*rows, strict=True)))
     place = ranks_per_node(layouts, rates)
     gather_s = collective_s(
