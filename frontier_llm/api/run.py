@@ -32,7 +32,7 @@ class Run:
 
     def with_(self, overrides: Mapping[str, Any]) -> Run:
         """Return the run with other values, for example `run.with_({"train.steps": 5})`. Raises FrontierError."""
-        return load_run(self.to_dict(), overrides)
+        return load_run(self, overrides)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration with the keys of a run file."""
@@ -65,7 +65,10 @@ def load_run(
     """
     words = [f"{key}={strict_json(value, indent=None)}" for key, value in {**(overrides or {}), **more}.items()]
     if isinstance(source, Run):
+        is_named = "machine" in source.config.model_fields_set  # `plan` uses the machine only if the run names it
         source = source.to_dict()
+        if not is_named:
+            del source["machine"]
     if isinstance(source, Mapping):
         # Relative paths in a dictionary are relative to the working directory, not to the temporary folder of this
         # file.

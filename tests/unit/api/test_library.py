@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +19,9 @@ import torch
 
 import frontier_llm
 from frontier_llm import FrontierError, RankFailure, Result, load_run, open_checkpoint, plan, score, train
+from frontier_llm.api.train import _Child, _Rows
 from frontier_llm.data.tokenizer import load_tokenizer
+from frontier_llm.run.signals import EXIT_INTERRUPTED
 
 ROOT = Path(__file__).parents[3]
 TINY = {
@@ -119,6 +123,17 @@ def test_a_plan_becomes_a_run_and_a_notebook_shows_it() -> None:
     assert chosen.as_dict()["promise"]
 
 
+def test_a_planned_run_keeps_its_machine_its_directory_and_its_tokens() -> None:
+    run = tiny(Path("runs/x"))
+    chosen = plan(run, nodes=1, global_batch=8)
+    planned = chosen.to_run().config
+    assert chosen.machine_name == planned.machine == "local"
+    assert planned.train.run_dir == run.config.train.run_dir
+    assert (planned.batch.global_batch, planned.train.steps) == (8, 3)  # the run has 6 steps of 4 sequences
+    unnamed = load_run({name: value for name, value in TINY.items() if name != "machine"}).with_({"train.steps": 5})
+    assert plan(unnamed, nodes=1).machine_name == "frontier"
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[int]]:
     seen: list[int] = []
@@ -172,6 +187,25 @@ def test_a_damaged_checkpoint_is_refused_unless_it_is_not_verified(
     with pytest.raises(FrontierError, match=shard.name):
         open_checkpoint(copy)
     assert open_checkpoint(copy, verify=False).config.name == "tiny"
+
+
+def test_ctrl_c_before_the_run_has_begun_is_no_failure() -> None:
+    for interruption, code in (([KeyboardInterrupt], EXIT_INTERRUPTED), ([], 130)):
+        child = object.__new__(_Child)
+        child.process = Mock(returncode=-SIGINT)
+        assert child.wait(Mock(new=Mock(side_effect=[*interruption, []])), None, None) == code
+
+
+def test_new_rows_begin_after_the_last_complete_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"kind": "step", "step": step, "loss": 1.0}) + "\n" for step in range(1, 6)]
+    path.write_text(lines[0] + lines[1][:-9])
+    rows = _Rows(path)
+    assert rows.new() == []
+    path.write_text(lines[0] + "no JSON\n" + lines[2] + lines[3][:-2])  # the run has removed the incomplete line
+    assert [row["step"] for row in rows.new()] == [3]
+    path.write_text(lines[4])  # the file is another one
+    assert [row["step"] for row in rows.new()] == [5] and rows.new() == []
 
 
 @pytest.mark.thorough
