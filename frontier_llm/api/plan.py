@@ -147,7 +147,7 @@ def plan(
     else:
         run = Run(resolve_precision(load_run(model_or_run).config))
         model, batch, shared = _longest_phase(run)
-    machine = machine or machine_of_run(run and run.config)
+    machine = machine or machine_of_run(None if run is None else run.config)
     described = load_machine(machine)
     stack = own_stack(described)
     numbers = rates(described, stack)
