@@ -84,6 +84,7 @@ if [[ -n "${FRONTIER_LLM_CONTAINER:-}" ]]; then
     from="${FRONTIER_LLM_BROADCAST_NODES:-1024}"
     if [[ "$FRONTIER_LLM_CONTAINER" == *.sif && -z "$as_rank" && "$nodes" -ge "$from" ]]; then
         copied="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_CONTAINER" "${@:2}")"
+        export FRONTIER_LLM_SHARED_CONTAINER="$FRONTIER_LLM_CONTAINER" # for the next job (cluster/slurm.py)
         FRONTIER_LLM_CONTAINER="$(sed -n 1p <<<"$copied")"
         FRONTIER_LLM_BROKEN_NODES="$(sed -n 2p <<<"$copied")" # spares take their place (cluster/slurm.py)
         export FRONTIER_LLM_CONTAINER FRONTIER_LLM_BROKEN_NODES

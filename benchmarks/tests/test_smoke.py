@@ -29,7 +29,9 @@ WITHOUT = {
     "published/rows": "library",
     "published/validate": "library",
 }
-PEERS = ("peers/gpt", "peers/moe")  # they take minutes, because DeepSpeed compiles an op when it starts
+# CI leaves these out. The programs of peers/ take minutes, because DeepSpeed compiles an op when it starts. The others
+# train several runs on several ranks.
+LONG = ("peers/gpt", "peers/moe", "convergence/muon", "training/switch_vendors", "training/two_versions")
 FILES = sorted(
     str(path.relative_to(FOLDER).with_suffix(""))
     for path in FOLDER.rglob("*.py")
@@ -55,7 +57,7 @@ def source(name: str) -> str:
 
 @pytest.mark.timeout(1800)  # ends a hang; the longest short run takes 9 minutes on a machine with much other load
 @pytest.mark.parametrize(
-    "name", [exhaustive(name) if name in PEERS else thorough(name) for name in FILES if name not in WITHOUT]
+    "name", [exhaustive(name) if name in LONG else thorough(name) for name in FILES if name not in WITHOUT]
 )
 def test_a_short_run_ends_well_and_changes_no_file(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name.replace('/', '.')}", "--smoke"]

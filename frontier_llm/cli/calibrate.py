@@ -72,8 +72,8 @@ def calibrate(args: argparse.Namespace) -> int:
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.machine.precision import load_resolved
-    from frontier_llm.planner.candidates import tensor_degrees
     from frontier_llm.run.rank_env import discover
+    from frontier_llm.topology.plan import tensor_degrees
     from frontier_llm.topology.rank_variables import set_rank_variables
 
     if args.memory_from is not None:
@@ -89,7 +89,7 @@ def calibrate(args: argparse.Namespace) -> int:
     )
     if place is not None:
         set_rank_variables(config, place)  # torch reads these variables when it is imported
-    tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
+    tensor = max(size for size in tensor_degrees(config.model) if size <= 2 and ranks % size == 0)
     batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})
     if place is None:

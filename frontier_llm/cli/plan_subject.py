@@ -40,7 +40,7 @@ class PlanSubject:
 def read_subject(args: argparse.Namespace) -> PlanSubject:
     """Return what the arguments ask to plan. Values that are not given get their defaults, with a note on stderr."""
     from frontier_llm.config.load import parse_overrides
-    from frontier_llm.config.validate import fp16_note
+    from frontier_llm.config.validate import fp16_note, model_problems
     from frontier_llm.machine.load import load_machine, own_stack, rates
     from frontier_llm.machine.precision import load_resolved
     from frontier_llm.planner.candidates import parse_fixed
@@ -50,6 +50,8 @@ def read_subject(args: argparse.Namespace) -> PlanSubject:
     base = _longest_phase(run) if run else None
     settings = parse_overrides(args.overrides)
     model = base.model if base else _model(args, settings)
+    if problems := list(model_problems(model)):
+        raise ConfigError(problems)
     args.machine = args.machine or machine_of_run(run)
     machine = load_machine(args.machine)
     stack = args.stack or own_stack(machine)

@@ -216,12 +216,16 @@ def run_step(step: JobStep) -> Outcome:
     last.
     """
     run_dir.make_log_dir(step.log_dir, step.directory)
+    try:
+        address = master_address(step)
+    except FrontierError as error:
+        return _without_address(step, error)
     variables = {
         # without SLURM_NO_KILL, srun ends the step if a node dies; otherwise the other ranks would wait for it
         **{name: value for name, value in environment().items() if name not in ("SLURM_NO_KILL", WEBHOOK_VARIABLE)},
         **step_variables(step.config, len(step.nodes), step.site, step.allocation.cpus_per_task),
         **step.variables,
-        "MASTER_ADDR": master_address(step),
+        "MASTER_ADDR": address,
         "FRONTIER_LLM_LOG_DIR": str(step.log_dir),
         job_secret.VARIABLE: job_secret.new_secret(),
     }
@@ -259,6 +263,16 @@ def run_step(step: JobStep) -> Outcome:
                 flush=True,
             )
     return outcome
+
+
+def _without_address(step: JobStep, error: FrontierError) -> Outcome:
+    """Return the outcome of a start whose rank 0 has no address.
+
+    If srun did not reach its node, Slurm may notice a dead node later. On the batch host the program itself has failed.
+    """
+    used_srun = step.nodes[0] != step.allocation.batch_host
+    failure = Failure(f"no address of rank 0: {error}", Evidence.ENDS if used_srun else Evidence.LOGS)
+    return Outcome(1, failure, peers_only=used_srun)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ MAX_USED_GIB = 1.0  # memory in use before a start; the driver itself takes less
 SLOW_WRITE_S = 5.0  # a longer time to write 1 MiB gives a warning.
 TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
 SRUN_GRACE_S = 5.0
+REPEAT_S = 60.0  # time before an examination without any reply is repeated
 OTHER_LIBFABRIC = "version `FABRIC_"  # part of the loader's error if libfabric is older than the plugin needs
 NO_GCD = (
     "a login node has no GCDs: run this inside an allocation (salloc); if a compute node has none, exclude it and "
@@ -41,6 +42,10 @@ NO_GCD = (
 )
 BROKEN = "exclude the node, and report it to the site (rocm-smi on the node shows its GCDs)"
 MIN_LOCAL_BYTES = 4 * GIB  # space for the Python environment and the MIOpen cache
+
+
+class NoResponse(FrontierError):
+    """No node of the allocation has responded, for example because srun could not start the step."""
 
 
 @dataclass(frozen=True)
@@ -146,16 +151,28 @@ def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, tim
 def preflight(site: Site, directory: Path, nodes: Sequence[str]) -> tuple[str, ...]:
     """Examine an allocation and return its bad nodes. Records the nodes' error counts in the run directory.
 
-    Raises FrontierError if all nodes share a fatal fault, because other nodes of the site would have it, too.
+    If no node responds, the examination is repeated once, because srun can fail for a short time. Raises FrontierError
+    if all nodes share a fatal fault, because other nodes of the site would have it, too.
     """
-    gone = slurm.unhealthy(nodes)  # srun refuses a step that includes such a node
-    report = examine(Settings(site=site, run_dir=str(directory)), [node for node in nodes if node not in gone])
+    settings = Settings(site=site, run_dir=str(directory))
+    try:
+        report = examine(settings, _usable(nodes))
+    except NoResponse as error:
+        log.warn(f"{error}; the nodes are examined once more in {REPEAT_S:.0f} s")
+        time.sleep(REPEAT_S)
+        report = examine(settings, _usable(nodes))
     record_counts(directory, report.counts)
     log.info(report.render())
     if report.shared_fault:
         what = f"none of {plural(len(nodes), 'node')} can be used, because all have the same fault"
         raise FrontierError(what, "see the findings above", "preflight")
     return report.bad_hosts
+
+
+def _usable(nodes: Sequence[str]) -> list[str]:
+    """Return the nodes that srun can reach. It refuses a step that includes any other node."""
+    gone = slurm.unhealthy(nodes)
+    return [node for node in nodes if node not in gone]
 
 
 def _job_has_gpus() -> bool:
@@ -167,7 +184,7 @@ def _job_has_gpus() -> bool:
 def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tuple[dict[str, Facts], dict[str, float]]:
     """Return facts and clock offset in seconds by host. A host without a reply within `timeout_s` is missing.
 
-    Raises FrontierError if no host replies.
+    Raises NoResponse if no host replies.
     """
     # The interpreter of the ranks may be in a container, where the probe finds the same libfabric and plugin as the
     # ranks.
@@ -213,7 +230,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         complaints.seek(0)
         message = complaints.read().strip()[-500:]
     if not facts:
-        raise FrontierError(f"no node responded: {message}", f"try srun {python} -V on the nodes", "doctor")
+        raise NoResponse(f"no node responded: {message}", f"try srun {python} -V on the nodes", "doctor")
     # error that all offsets have in common: the delay of the output, and the clock error of this host
     middle = statistics.median(offsets.values()) if offsets else 0.0
     return facts, {host: offset - middle for host, offset in offsets.items()}

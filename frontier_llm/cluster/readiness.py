@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.code import snapshot
@@ -24,7 +25,7 @@ from frontier_llm.errors import ConfigError, FrontierError, Problem
 from frontier_llm.libraries import BUILD_COMMAND
 from frontier_llm.machine.load import load_machine
 from frontier_llm.machine.schema import Device
-from frontier_llm.run.installation import Installation, ask
+from frontier_llm.run.installation import Installation, NotInTime, ask
 from frontier_llm.run.rank_env import environ, environment, rank_python
 
 OLDEST_TORCH = (2, 10)  # the oldest version for which setup.py builds
@@ -168,7 +169,7 @@ def _without_copy(problem: Problem, copy: Path) -> Problem:
 
 def refuse_unready(run: BatchRun) -> None:
     """Check the installation in the batch shell, before the first srun. Raises ConfigError, so that no restart
-    follows.
+    follows. If a slow file system prevents the check, only warn: the ranks then report what is missing.
     """
     name = slurm.cluster_name()
     site = run.site
@@ -177,7 +178,11 @@ def refuse_unready(run: BatchRun) -> None:
         raise ConfigError(
             what, "export FRONTIER_LLM_SITE=NAME, or correct `cluster:` in the site file", "FRONTIER_LLM_SITE"
         )
-    facts = _ask_here(site, run.config)
+    try:
+        facts = _ask_here(site, run.config)
+    except NotInTime as error:
+        log.warn(f"the installation is not checked: {error}")
+        return
     if problems := list(problems_of(facts, site, run.config, run.directory)):
         raise ConfigError(problems)
 

@@ -38,7 +38,12 @@ _AWAY = re.compile(
 # 384 nodes.
 PATIENCE_S = 900.0
 PAUSE_S = 10.0
+AT_ONCE_S = 0.0  # a person's command is not repeated
 _BAD_STATES = ("down", "drained", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
+SHARED_CONTAINER = "FRONTIER_LLM_SHARED_CONTAINER"  # set by launch/job.sh: the image that it copied to local disks
+# Variables of launch/job.sh that describe one job.
+_OF_ONE_JOB = (SHARED_CONTAINER, "FRONTIER_LLM_BROKEN_NODES", "FRONTIER_LLM_RANK_PYTHON")
+_FOR_COMMANDS = ("SLURM_CONF", "SLURM_JWT")  # needed by Slurm's commands, also outside of a job
 
 
 class ControllerAway(FrontierError):
@@ -124,7 +129,7 @@ def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
         try:
             return call(command)
         except ControllerAway:
-            if time.monotonic() - started_s > patience_s:
+            if time.monotonic() - started_s >= patience_s:
                 raise
             if not warned:
                 log.warn(
@@ -181,10 +186,10 @@ def time_left_s(job_id: str) -> float | None:
     return walltime_s(ask(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]).strip())
 
 
-def job_fields(job_id: str) -> dict[str, str]:
+def job_fields(job_id: str, patience_s: float = AT_ONCE_S) -> dict[str, str]:
     """Return the fields of `scontrol show job`. Empty if Slurm does not know the job."""
     try:
-        text = call(["scontrol", "show", "job", "--oneliner", job_id])
+        text = ask(["scontrol", "show", "job", "--oneliner", job_id], patience_s)
     except FrontierError as error:
         if "Invalid job id" in str(error):
             return {}
@@ -252,9 +257,53 @@ def cluster_name() -> str | None:
     return found[1] if found else None
 
 
-def is_active(job_id: str) -> bool:
+def is_active(job_id: str, patience_s: float = AT_ONCE_S) -> bool:
     """Return True while the job waits or runs."""
-    return job_fields(job_id).get("JobState") in ACTIVE
+    return job_fields(job_id, patience_s).get("JobState") in ACTIVE
+
+
+def queue(command: Sequence[str], env: Mapping[str, str], patience_s: float = AT_ONCE_S) -> str:
+    """Queue a job with a command of sbatch that ends with the path of the script. Return the job's id.
+
+    The command is repeated for `patience_s` while the controller does not respond. Slurm can have queued the job
+    although sbatch received no reply. Before each repetition, another job of this user with the same script is
+    therefore looked for, and its id is returned.
+    """
+    started_s = time.monotonic()
+    while True:
+        try:
+            return call(command, env=env).strip().split(";")[0]
+        except ControllerAway as error:
+            if time.monotonic() - started_s >= patience_s:
+                raise
+            log.warn(f"sbatch failed: {error}; trying again for {patience_s / 60:.0f} minutes")
+        time.sleep(PAUSE_S)
+        if queued := _other_jobs(command[-1], patience_s):
+            return queued[0]
+
+
+def environment_of_next_job(own: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without the variables that describe the job in which it runs.
+
+    sbatch passes its environment to the new job, and Slurm does not replace each of these variables there.
+    """
+    if "SLURM_JOB_ID" not in own:
+        return dict(own)
+    kept = {
+        name: value
+        for name, value in own.items()
+        if name in _FOR_COMMANDS or (name not in _OF_ONE_JOB and not name.startswith(("SLURM_", "SLURMD_")))
+    }
+    if image := own.get(SHARED_CONTAINER):
+        kept["FRONTIER_LLM_CONTAINER"] = image
+    return kept
+
+
+def _other_jobs(script: str, patience_s: float) -> list[str]:
+    """Return this user's jobs, except this one, that wait or run with this script."""
+    lines = ask(["squeue", "--me", "--noheader", "--format=%A|%o"], patience_s).splitlines()
+    rows = [line.strip().partition("|") for line in lines]
+    return [job_id for job_id, _, command in rows if command == script and job_id != environ("SLURM_JOB_ID")]
 
 
 def requeue(job_id: str) -> None:

@@ -365,14 +365,21 @@ def _frozen(request: JobRequest, code: Path) -> RunConfig:
 def sbatch_command(directory: Path, options: Mapping[str, str | None]) -> tuple[str, ...]:
     """Return the sbatch command for the script of a run directory. Options without a value are left out."""
     # The job starts in the present directory (chdir), so that relative paths of the configuration stay valid.
-    own = {"output": str(directory / "job-%j.out"), "chdir": os.getcwd()}
+    # SBATCH_EXPORT=NONE in the user's shell would drop the job's variables.
+    own = {"output": str(directory / "job-%j.out"), "chdir": os.getcwd(), "export": "ALL"}
     words = (f"--{name}={value}" for name, value in {**options, **own}.items() if value)
     return ("sbatch", "--parsable", *words, str(directory / SCRIPT))
 
 
-def queue(directory: Path, command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Queue a job and return its id. The run directory records it as the job that was queued last."""
-    job_id = slurm.call(command, env={**environment(), **variables}).strip().split(";")[0]
+def queue(
+    directory: Path, command: Sequence[str], variables: Mapping[str, str], patience_s: float = slurm.AT_ONCE_S
+) -> str:
+    """Queue a job and return its id. The run directory records it as the job that was queued last.
+
+    sbatch is repeated for `patience_s` while the Slurm controller does not respond.
+    """
+    env = {**slurm.environment_of_next_job(environment()), **variables}
+    job_id = slurm.queue(command, env, patience_s)
     write_atomically(directory / "successor", job_id + "\n")
     return job_id
 

@@ -57,6 +57,22 @@ def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: Non
     if read_job(run.directory) != run.job:
         with reserved(run.directory):
             write_job(run.job)
+    notifier = Notifier(run.job, run.allocation.job_id)
+    try:
+        decision = start_until_decided(run, admit, notifier)
+        notify_of_end(run, decision, notifier)
+        return carry_out(run, decision)
+    except Exception as error:
+        notifier.send("given up", f"{type(error).__name__}: {error}", run_dir.latest_step(run.directory))
+        raise
+    finally:
+        notifier.close()
+
+
+def start_until_decided(
+    run: BatchRun, admit: Callable[[BatchRun], None], notifier: Notifier
+) -> Requeue | Successor | Done | GiveUp:
+    """Start the ranks until this job must end. Return the decision that ends it."""
     _warn_of_records(run)
     allocations.extend_last(run.directory)
     earlier = len(run_dir.attempts(run.directory))
@@ -66,18 +82,13 @@ def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: Non
         admit(run)
         if run.job.preflight and not isinstance(decision, GiveUp):
             failed_preflight = preflight(run.site, run.directory, run.allocation.nodes)
-    notifier = Notifier(run.job, run.allocation.job_id)
-    try:
-        while isinstance(decision := look_and_decide(run, earlier, failed_preflight), Start):
-            run_dir.add_bad_hosts(run.directory, decision.avoid)
-            with Watch(notifier, run.directory):
-                attempt(run, decision)
-            notify_of_attempt(run, notifier)
+    while isinstance(decision := look_and_decide(run, earlier, failed_preflight), Start):
         run_dir.add_bad_hosts(run.directory, decision.avoid)
-        notify_of_end(run, decision, notifier)
-        return carry_out(run, decision)
-    finally:
-        notifier.close()
+        with Watch(notifier, run.directory):
+            attempt(run, decision)
+        notify_of_attempt(run, notifier)
+    run_dir.add_bad_hosts(run.directory, decision.avoid)
+    return decision
 
 
 def notify_of_attempt(run: BatchRun, notifier: Notifier) -> None:
@@ -241,7 +252,7 @@ def queue_successor(run: BatchRun) -> None:
     The new job starts when this job has ended.
     """
     queued = run_dir.queued_job(run.directory)
-    if queued not in ("", run.allocation.job_id) and slurm.is_active(queued):
+    if queued not in ("", run.allocation.job_id) and slurm.is_active(queued, slurm.PATIENCE_S):
         log.info(f"successor {queued} is already queued")
         return
     script = run.directory / SCRIPT
@@ -266,7 +277,7 @@ def queue_successor(run: BatchRun) -> None:
     }
     # a script from before job.json existed reads its warning time from this variable
     variables = {OLD_WARNING_VARIABLE: str(warning_s)} if environ(OLD_WARNING_VARIABLE) else {}
-    job_id = queue(run.directory, sbatch_command(run.directory, options), variables)
+    job_id = queue(run.directory, sbatch_command(run.directory, options), variables, slurm.PATIENCE_S)
     write_job(replace(run.job, warning_s=float(warning_s)))
     log.info(f"successor {job_id} is queued")
 
@@ -279,7 +290,7 @@ def refuse_second_holder(run: BatchRun) -> None:
     other = last_start(run.directory)
     if not other or other["job_id"] == run.allocation.job_id:
         return
-    if slurm.job_fields(other["job_id"]).get("JobState") in slurm.ACTIVE - {"PENDING"}:
+    if slurm.job_fields(other["job_id"], slurm.PATIENCE_S).get("JobState") in slurm.ACTIVE - {"PENDING"}:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other["since_unix_s"]))
         raise FrontierError(
             f"job {other['job_id']} on {other['host']} has been training there since {since}",

@@ -110,6 +110,12 @@ def _moe_problems(model: ModelConfig, moe: MoeConfig) -> Iterator[Problem]:
             what="is true, but there is no shared expert (moe.shared_hidden is 0)",
             fix="set moe.shared_hidden, or shared_gate: false",
         )
+    if model.bias:
+        yield Problem(
+            where="model.bias",
+            what="is true, but experts have no biases",
+            fix="set model.bias=false (qkv_bias may be true)",
+        )
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:

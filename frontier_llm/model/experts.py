@@ -187,6 +187,8 @@ class MixtureOfExperts(nn.Module):
         """(S or s, B, H) → (S or s, B, H)."""
         tp = self.context.tp
         cut = not self.context.sequence_parallel and len(x) % tp.size == 0
+        # in training, a second routing of the same positions would multiply the gradients
+        assert cut or self.context.sequence_parallel or tp.size == 1 or not torch.is_grad_enabled()
         x_sBH = take_part(x, tp) if cut else x
         choices, weights_Nk, routed = self.router(x_sBH)
         y_NH, beside = self.experts(x_sBH.flatten(0, 1), weights_Nk, choices, lambda: self._of_all_tokens(x))

@@ -16,8 +16,9 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.layouts import Layouts, as_table
 from frontier_llm.schedule import names, rule
 from frontier_llm.topology.expert_nodes import over_nodes
+from frontier_llm.topology.expert_rules import routes_equal_parts
 from frontier_llm.topology.grid import AXIS_ORDERS, tensor_groups_stay_in_nodes
-from frontier_llm.topology.plan import tp_limit
+from frontier_llm.topology.plan import tensor_degrees
 
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
@@ -52,12 +53,6 @@ MEANINGS: dict[str, Mapping[str, Any]] = {
     "gradient_wire": _choices(PrecisionConfig, "gradient_wire"),
     "context_attention": _choices(ParallelConfig, "context_attention"),
 }
-
-
-def tensor_degrees(model: ModelConfig, limit: int) -> list[int]:
-    """Return the tp degrees up to `limit` that divide heads, key/value heads, MLP width and padded vocabulary."""
-    sizes = (model.heads, tp_limit(model), model.ffn_hidden, model.padded_vocab_size)
-    return [tp for tp in divisors(tp_limit(model)) if tp <= limit and all(size % tp == 0 for size in sizes)]
 
 
 def context_degrees(model: ModelConfig, devices: int) -> list[int]:
@@ -117,7 +112,9 @@ def enumerate_layouts(
     none = as_table([Layout()]).where(np.zeros(1, dtype=bool))
     rows: list[Mapping[str, np.ndarray]] = [vars(none)]
     across_nodes = tp_max > node_devices or "tp" in fixed
-    for tp in tensor_degrees(model, tp_max):
+    for tp in tensor_degrees(model):
+        if tp > tp_max:
+            continue
         if not across_nodes and not tensor_groups_stay_in_nodes(tp, node_devices, devices):
             continue
         rest = devices // tp if devices % tp == 0 else 0
@@ -125,6 +122,7 @@ def enumerate_layouts(
             dp, beyond = divmod(rest, cp * pp)
             degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
             wanted = all(fixed.get(axis, degree) == degree for axis, degree in degrees.items())
+            wanted &= routes_equal_parts(model, tp, cp)
             if wanted and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
                 degrees_of_experts = [ep for ep in expert_degrees(model, tp * cp * dp) if fixed.get("ep", ep) == ep]
                 layouts = (

@@ -26,6 +26,10 @@ COLLECTOR = "frontier_llm.training.installed"
 TIMEOUT_S = 600.0  # torch's first import from a busy parallel file system takes minutes
 
 
+class NotInTime(FrontierError):
+    """The interpreter did not describe itself in time."""
+
+
 @dataclass(frozen=True)
 class TorchFacts:
     """The torch installation of an interpreter."""
@@ -127,7 +131,7 @@ def ask(
 
     `command` is for example ("python", "-P", "-m") or ("launch/job.sh", SITE, "--as-rank"). `run_text` is the content
     of a run file. The interpreter then also checks the run's data, tokenizer and run directory.
-    Raises FrontierError with the last lines of the interpreter's output if it returns no facts.
+    Raises NotInTime after `timeout_s`, and FrontierError with the last lines of the output if there are no facts.
     """
     words = [*command, COLLECTOR, architecture or "none"]
     if run_text is not None:
@@ -147,7 +151,7 @@ def ask(
             f"cannot be started: {error.strerror}", "set FRONTIER_LLM_PYTHON to another interpreter", words[0]
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise FrontierError(
+        raise NotInTime(
             f"did not respond within {timeout_s:.0f} s",
             "check whether the file system of the environment is slow",
             words[0],

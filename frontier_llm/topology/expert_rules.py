@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from frontier_llm.config import RunConfig
+from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.errors import Problem, divisors, nearest
+
+
+def routes_equal_parts(model: ModelConfig, tp: int, cp: int) -> bool:
+    """Return False if tp does not divide the positions of a cp rank in a model with experts.
+
+    Each tp rank would then route all of these positions, and the experts' gradients would be tp times too large.
+    """
+    return model.moe is None or model.sequence_length // cp % tp == 0
 
 
 def expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -42,12 +50,14 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"{plane} ranks of a stage (tensor x data)",
             fix=f"use one of {nearest(parallel.expert, degrees, 3)} for expert, with expert_tensor=1",
         )
-    if model.sequence_length % parallel.tensor:
+    if not routes_equal_parts(model, parallel.tensor, parallel.context):
+        rank_length = model.sequence_length // parallel.context
+        context = f" / context {parallel.context} = {rank_length}" if parallel.context > 1 else ""
         yield Problem(
             where="model.sequence_length",
-            what=f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a "
-            "part of the sequence",
-            fix=f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}",
+            what=f"{model.sequence_length}{context} is not divisible by tensor {parallel.tensor}: each tensor rank "
+            "routes a part of the sequence",
+            fix=f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(rank_length), 3)}",
         )
     is_fsdp = parallel.data_mode == "fsdp"
     if is_fsdp or config.optimizer.engine == "deepspeed":
@@ -63,10 +73,4 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
             what="replicas have different experts if experts are split over them, so their gradients cannot be "
             "compared",
             fix="set it to 0, or parallel.expert=1 and expert_tensor=1",
-        )
-    if model.bias:
-        yield Problem(
-            where="model.bias",
-            what="is true, but experts have no biases",
-            fix="set model.bias=false (qkv_bias may be true)",
         )

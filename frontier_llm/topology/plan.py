@@ -267,15 +267,36 @@ def _node_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     yield Problem(where="parallel.tensor", what=what, fix=fix)
 
 
-def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
-    tp = config.parallel.tensor
-    rules = [
+def _tensor_sizes(model: ModelConfig) -> list[tuple[str, str, int]]:
+    """Return (key, name, size) of each size of the model that tp must divide."""
+    sizes = [
         ("model.heads", "attention heads", model.heads),
         ("model.kv_heads", "key/value heads", model.num_kv_heads),
         ("model.ffn_hidden", "the MLP's width", model.ffn_hidden),
         ("model.vocab_multiple", "the padded vocabulary", model.padded_vocab_size),
     ]
+    if model.moe is not None and model.moe.shared_hidden:
+        sizes.append(("model.moe.shared_hidden", "the shared expert's width", model.moe.shared_hidden))
+    return sizes
+
+
+def _every_rank_has_a_token(model: ModelConfig, tp: int) -> bool:
+    return model.padded_vocab_size - model.vocab_size < max(1, model.padded_vocab_size // tp)
+
+
+def tensor_degrees(model: ModelConfig) -> list[int]:
+    """Return the tp degrees that the model's sizes allow."""
+    return [
+        tp
+        for tp in divisors(tp_limit(model))
+        if all(size % tp == 0 for *_, size in _tensor_sizes(model)) and _every_rank_has_a_token(model, tp)
+    ]
+
+
+def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    tp = config.parallel.tensor
+    rules = _tensor_sizes(model)
     if config.parallel.sequence_parallel:
         rules.append(
             (
@@ -284,15 +305,7 @@ def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
                 model.sequence_length // config.parallel.context,
             )
         )
-
-    def every_rank_has_a_token(tp: int) -> bool:
-        return model.padded_vocab_size - model.vocab_size < max(1, model.padded_vocab_size // tp)
-
-    common = [
-        degree
-        for degree in divisors(tp_limit(model))
-        if all(size % degree == 0 for *_, size in rules) and every_rank_has_a_token(degree)
-    ]
+    common = [degree for degree in tensor_degrees(model) if all(size % degree == 0 for *_, size in rules)]
     for key, what, size in rules:
         if size % tp:
             yield Problem(
@@ -300,7 +313,7 @@ def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
                 what=f"{what}, {size}, is not divisible by tensor {tp}",
                 fix=f"set parallel.tensor to one of {nearest(tp, common, 3)}",
             )
-    if not every_rank_has_a_token(tp):
+    if not _every_rank_has_a_token(model, tp):
         what = (
             f"padding the vocabulary to {model.padded_vocab_size} gives the last of {tp} tensor ranks only padding rows"
         )

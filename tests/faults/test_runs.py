@@ -131,7 +131,7 @@ def test_first_cause_wins(tmp_path: Path) -> None:
     assert "RuntimeError: boom" in output.split("rank 0 on")[-1] and "rank 1 on" in output.splitlines()[-1]
 
 
-@pytest.mark.parametrize("which", but_first(["one rank", "all ranks"]))
+@pytest.mark.parametrize("which", but_first(["one rank", "all ranks"], in_ci=1))
 @pytest.mark.thorough
 def test_signal_saves_one_agreed_step_and_the_run_goes_on(which: str, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=0, overrides=TWO)

@@ -41,7 +41,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.parametrize(
     ("state", "nth"),
-    but_first([("train.evaluate", 11), ("checkpoint.loading", 1), ("train.start", 1), ("checkpoint.shard_written", 2)]),
+    but_first(
+        [("train.evaluate", 11), ("checkpoint.shard_written", 2), ("checkpoint.loading", 1), ("train.start", 1)],
+        in_ci=2,
+    ),
 )
 @pytest.mark.thorough
 def test_one_agreed_step_is_saved_wherever_the_signal_comes(

@@ -11,7 +11,7 @@ import pytest
 
 from frontier_llm.topology.grid import held_positions
 from tests.harness.families import FAMILIES
-from tests.harness.marks import but_first, thorough
+from tests.harness.marks import but_first, exhaustive, thorough
 from tests.parity.cases import Case
 from tests.parity.compare import differences
 from tests.parity.test_layouts import RunCase, run_case
@@ -23,7 +23,7 @@ LONGER = ("model.sequence_length=16",)
 GATHER, RING = (Case("llama", cp=2, settings=(f"parallel.context_attention={way}",)) for way in ("gather", "ring"))
 
 
-@pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("documents", [exhaustive(False), True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize(
     "family", [family if family in ("llama", "mpt") else thorough(family) for family in FAMILIES]
 )  # the families that use rotations and ALiBi
@@ -68,7 +68,7 @@ def test_with_every_other_axis(run_case: RunCase, case: Case) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("documents", [exhaustive(False), True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize("family", but_first(["llama", "mpt"]))
 @pytest.mark.parametrize("way", but_first(["ring", "heads", "gather"], 2))
 def test_every_way_of_attention(run_case: RunCase, way: str, family: str, documents: bool) -> None:
@@ -90,7 +90,7 @@ def test_torchs_flash_kernels_over_stretches(run_case: RunCase, way: str) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn"])
+@pytest.mark.parametrize("kind", but_first(["yarn", "ntk", "linear"], in_ci=1))
 def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
     """The family `llama` tests Llama 3's scaling.
 
@@ -108,7 +108,7 @@ def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("way", but_first(["ring", "heads", "gather"], in_ci=2))
 def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
     settings = (*LONGER, "model.sliding_window=5")
     case = Case(

@@ -153,7 +153,7 @@ PARALLEL = [case for case in pairwise()[:40] if case.world_size > 1]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", but_first(PARALLEL, 8), ids=str)
+@pytest.mark.parametrize("case", but_first(PARALLEL, 8, in_ci=16), ids=str)
 def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool, case: Case) -> None:
     plan = make_plan(case.config(), case.world_size)
     recorded = ranks.run(case.world_size, record, case)

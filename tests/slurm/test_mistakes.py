@@ -10,8 +10,25 @@ from tests.harness.mistakes import MISTAKES, Mistake, meet
 from tests.harness.slurm import ROOT, LocalSlurm
 
 PAGE = ROOT / "docs" / "generated" / "planted_mistakes.md"
+# CI tests one mistake of each kind. Unit tests of `cluster/readiness.py` test the messages of the others.
 EVERY_DAY = ("CUDA torch on an AMD site", "a module that is gone")
-ROWS = [pytest.param(row, id=row.name, marks=() if row.name in EVERY_DAY else pytest.mark.thorough) for row in MISTAKES]
+IN_CI = (
+    "none: only the GPU is missing",
+    "kernels of another architecture",
+    "missing data",
+    "run directory full",
+    "one node without a GPU",
+)
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a row, by its name."""
+    if name in EVERY_DAY:
+        return []
+    return [pytest.mark.thorough] if name in IN_CI else [pytest.mark.thorough, pytest.mark.exhaustive]
+
+
+ROWS = [pytest.param(row, id=row.name, marks=marks(row.name)) for row in MISTAKES]
 
 
 @pytest.mark.thorough

@@ -131,7 +131,8 @@ def job_sh(cluster: LocalSlurm, tmp_path: Path, env: dict[str, str]) -> tuple[di
     """Run launch/job.sh with a module that prints which Python runs it. Returns the job and its output."""
     (tmp_path / "say.py").write_text(
         "import sys, os; print('python', sys.argv[1:], os.environ['FRONTIER_LLM_PYTHON'], flush=True)\n"
-        "print('image', os.environ.get('FRONTIER_LLM_CONTAINER'), flush=True)"
+        "print('image', os.environ.get('FRONTIER_LLM_CONTAINER'), flush=True)\n"
+        "print('shared image', os.environ.get('FRONTIER_LLM_SHARED_CONTAINER'), flush=True)"
     )
     script = tmp_path / "job.sh"
     script.write_text(f'#!/bin/bash\nexec {ROOT}/launch/job.sh "${{SITE:-local}}" say "a b"\n')
@@ -179,6 +180,7 @@ def test_an_image_is_broadcast_and_used(cluster: LocalSlurm, tmp_path: Path) -> 
     job, text = job_sh(cluster, tmp_path, env)
     said = re.search(rf"image (/tmp/frontier_llm_env_{job['JobId']}_[0-9a-f]{{16}})/image.sif", text)
     assert said is not None and job["JobState"] == "COMPLETED", text
+    assert f"shared image {image}\n" in text
     try:
         assert (Path(said[1]) / "image.sif").read_bytes() == image.read_bytes()
     finally:

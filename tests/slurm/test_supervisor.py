@@ -339,6 +339,9 @@ def test_successor_jobs_follow_one_at_a_time(cluster: LocalSlurm, tmp_path: Path
     lines = "\n".join(f"#SBATCH {option}" for option in options)
     (tmp_path / "run" / "job.sbatch").write_text(text.replace("set -euo pipefail", f"{lines}\nset -euo pipefail", 1))
     first = cluster.submit(str(tmp_path / "run" / "job.sbatch"), cwd=tmp_path, env=env)
+    # by this text a supervisor finds the job that a failed sbatch has queued
+    shown = cluster.run("squeue", "--me", "--noheader", "--format=%A|%o").splitlines()
+    assert shown == [f"{first}|{tmp_path}/run/job.sbatch"]
     most = 0
 
     def finished() -> bool:

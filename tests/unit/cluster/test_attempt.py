@@ -14,7 +14,7 @@ from frontier_llm.cluster.rank_logs import prune
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
-from frontier_llm.errors import OUT_OF_MEMORY, PEER_HEADING
+from frontier_llm.errors import OUT_OF_MEMORY, PEER_HEADING, FrontierError
 from frontier_llm.run.failure import Evidence, Failure
 from frontier_llm.run.job import ROOMIER_PLAN_VARIABLE, Job
 from frontier_llm.run.rank_env import rank_python
@@ -60,6 +60,22 @@ def test_ranks_of_the_own_plan_know_that_there_is_a_roomier_one() -> None:
     assert plan_variables(run) == {}
     assert plan_variables(replace(both, plan=plans[0])) == {ROOMIER_PLAN_VARIABLE: "1"}
     assert plan_variables(replace(both, plan=plans[1])) == {}
+
+
+@pytest.mark.parametrize(("batch_host", "fault", "peers_only"), [("n0", True, False), ("n2", False, True)])
+def test_a_start_without_an_address_of_rank_0_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_host: str, fault: bool, peers_only: bool
+) -> None:
+    """If srun does not reach the node of rank 0, the node may be dead. A fault of the batch host itself recurs."""
+
+    def call(command: list[str]) -> str:
+        raise FrontierError("srun: error: Unable to create step for job 7")
+
+    monkeypatch.setattr("frontier_llm.cluster.slurm.call", call)
+    here = replace(step(tmp_path / "logs"), directory=tmp_path)
+    outcome = run_step(replace(here, allocation=replace(here.allocation, batch_host=batch_host)))
+    assert outcome.failure is not None and "no address of rank 0: srun: error: Unable" in outcome.failure.what
+    assert (outcome.cause, bool(outcome.failure.program_fault), outcome.peers_only) == ("crash", fault, peers_only)
 
 
 def test_allocator_retries_are_out_of_memory(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster.doctor import Report, _read_answers, ask_nodes, examine, judge
+from frontier_llm.cluster import doctor, slurm
+from frontier_llm.cluster.doctor import NoResponse, Report, _read_answers, ask_nodes, examine, judge
 from frontier_llm.cluster.node_errors import ErrorCounts, read_history, record_counts
 from frontier_llm.cluster.probe import (
     NO_FI_INFO,
@@ -292,6 +293,23 @@ def test_facts_survive_an_srun_that_splits_long_lines() -> None:
     missing = [line for line in lines if not line.startswith("probe-facts n1 3/")]
     damaged = [line.replace("probe-facts n2 1/", "probe-facts n2 probe-time 1/") for line in missing]
     assert _read_answers(["probe-time {\n", "probe-facts \n", *damaged]) == ({"n0": facts["n0"]}, {})
+
+
+def test_an_examination_without_any_reply_is_repeated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = ["", "", "n0"]
+
+    def examine(settings: Settings, nodes: list[str]) -> Report:
+        if host := replies.pop(0):
+            return Report((host,), (), 1.0)
+        raise NoResponse("no node responded: srun: error: Unable to create step")
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(slurm, "unhealthy", lambda nodes: [])
+    with pytest.raises(NoResponse):
+        doctor.preflight(FRONTIER, tmp_path, ["n0"])
+    replies.insert(0, "")
+    assert doctor.preflight(FRONTIER, tmp_path, ["n0"]) == () and replies == []
 
 
 def test_a_hung_node_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,12 @@ from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.disk import LOG_BYTES
 from frontier_llm.cluster.readiness import before_the_queue, problems_of, refuse_unready
 from frontier_llm.cluster.site_state import requeue_note, site_problems
-from frontier_llm.cluster.sites import load_site
+from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.libraries import LIBRARIES, TORCH_OPS
 from frontier_llm.machine.load import load_machine, rates
-from frontier_llm.run.installation import InputFacts, Installation, KernelFacts, TorchFacts
+from frontier_llm.run.installation import InputFacts, Installation, KernelFacts, NotInTime, TorchFacts
 from frontier_llm.run.job import Job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -266,10 +266,21 @@ def test_an_archive_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: py
     assert answer.problems == () and "is unpacked only in the job" in answer.open_points[0]
 
 
-def test_a_job_on_another_cluster_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_on_another_cluster_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "there")
     allocation = slurm.Allocation("1", ("n0",), "n0", tasks_per_node=1, cpus_per_task=1)
     job = Job(run_dir=str(tmp_path), words=("x",), site="planted", nodes=1, warning_s=60.0)
     site = load_site(str(planted_site(tmp_path)))
+    batch = BatchRun(job=job, config=run(), site=site, allocation=allocation)
     with pytest.raises(ConfigError, match="this job runs on cluster there, but planted is cluster here"):
-        refuse_unready(BatchRun(job=job, config=run(), site=site, allocation=allocation))
+        refuse_unready(batch)
+
+    def too_slow(site: Site, config: RunConfig) -> Installation:
+        raise NotInTime("did not respond within 600 s")
+
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    monkeypatch.setattr(readiness, "_ask_here", too_slow)
+    refuse_unready(batch)  # a slow file system does not end a chain of jobs: the ranks check their installation, too
+    assert "the installation is not checked: did not respond within 600 s" in capsys.readouterr().err

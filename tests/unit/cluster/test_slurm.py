@@ -35,6 +35,30 @@ def test_a_supervisor_waits_for_a_controller_that_is_away(sinfo: Path, capsys: p
     assert capsys.readouterr().err.count("does not respond to sinfo") == 1
 
 
+def test_no_second_job_is_queued_after_a_lost_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sbatch does not reach the controller. The second queues job 8, but its reply is lost."""
+    (tmp_path / "sbatch").write_text(
+        f"""#!/bin/bash
+echo "$PLACE" >> {tmp_path}/calls
+[[ $(wc -l < {tmp_path}/calls) -lt 2 ]] || echo "8|/run/job.sbatch" >> {tmp_path}/queue
+echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
+exit 1
+"""
+    )
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\ncat {tmp_path}/queue\n")
+    (tmp_path / "queue").write_text("7|/run/job.sbatch\n6|/other/job.sbatch\n")
+    for name in ("sbatch", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm, "PAUSE_S", 0.01)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PLACE": "next"}
+    assert slurm.queue(["sbatch", "/run/job.sbatch"], env, patience_s=60.0) == "8"
+    assert (tmp_path / "calls").read_text() == "next\nnext\n"
+    with pytest.raises(slurm.ControllerAway, match="Socket timed out"):
+        slurm.queue(["sbatch", "/run/job.sbatch"], env)  # a person's command is not repeated
+
+
 def test_nodes_that_fail_or_leave_the_job_are_not_those_that_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     """n4 failed and came back: sinfo reports it as idle, but Slurm has removed it from the job."""
     states = ("allocated", "draining", "draining*", "down", "idle", "drained", "mixed")

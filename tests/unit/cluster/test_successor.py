@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,21 @@ def test_a_successor_runs_where_its_predecessor_did_on_none_of_the_bad_hosts(
         return "8;cluster\n"
 
     monkeypatch.setattr(slurm, "call", call)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    variables = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": "1",  # Slurm sets it only in a job that was requeued
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURMD_NODENAME": "n0",
+        "FRONTIER_LLM_RANK_PYTHON": "/code/launch/container_python.sh",
+        "FRONTIER_LLM_BROKEN_NODES": "n1",
+        "FRONTIER_LLM_CONTAINER": "/tmp/frontier_llm_env_7/image.sif",  # a copy of this job's nodes
+        "FRONTIER_LLM_SHARED_CONTAINER": "/lustre/image.sif",
+        "FRONTIER_LLM_PYTHON": "/env/bin/python",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     for name, value in {"ACCOUNT": "abc1", "PARTITION": "extended", "QOS": "normal"}.items():
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)
     (tmp_path / "job.sbatch").touch()
@@ -54,11 +70,18 @@ def test_a_successor_runs_where_its_predecessor_did_on_none_of_the_bad_hosts(
     )
     assert f"--output={tmp_path}/job-%j.out" in command and command[-1] == f"{tmp_path}/job.sbatch"
     assert {"--mail-type=END", "--comment=my run"} <= set(command)
+    of_job = {name: value for name, value in env.items() if name.startswith(("SLURM", "FRONTIER_LLM_"))}
+    assert of_job == {
+        "SLURM_CONF": "/etc/slurm.conf",
+        "FRONTIER_LLM_CONTAINER": "/lustre/image.sif",
+        "FRONTIER_LLM_PYTHON": "/env/bin/python",
+    }
+    assert "--export=ALL" in command  # also if the user's shell has SBATCH_EXPORT=NONE
     recorded = read_job(tmp_path)
     assert recorded is not None and recorded.warning_s == 300  # measured: 2 x (30 + 90) + 60
     assert "--signal=USR1@300" in command and env.get("FRONTIER_LLM_SIGNAL_LEAD_S") is None
     # a script of an older version, without job.json, reads the variable
     monkeypatch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "25")
-    monkeypatch.setattr(slurm, "is_active", lambda job_id: False)
+    monkeypatch.setattr(slurm, "is_active", lambda job_id, patience_s: False)
     queue_successor(BatchRun(job=job, config=load_run("train_small"), site=load_site("local"), allocation=allocation))
     assert calls[-1][1]["FRONTIER_LLM_SIGNAL_LEAD_S"] == "300"

@@ -41,7 +41,7 @@ class Cluster:
         answers = {
             "time_left_s": lambda job: walltime_s,
             "node_health": self._node_health,
-            "job_fields": lambda job: {},
+            "job_fields": lambda job, patience_s=0.0: {},
             "requeue": self._requeue,
         }
         for name, answer in answers.items():
@@ -179,6 +179,13 @@ def test_the_operator_is_told_that_the_run_is_given_up(tmp_path: Path, monkeypat
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("crash", 0))
     assert cluster.supervise() == 75  # 75 is the exit code of the ranks
     assert sent == [("given up", 0)]
+
+    def admit(run: BatchRun) -> None:
+        raise FrontierError("planted refusal")
+
+    with pytest.raises(FrontierError, match="planted refusal"):
+        supervise(cluster.run, admit)
+    assert sent == [("given up", 0)] * 2
 
 
 def test_each_change_of_plan_is_recorded_once(tmp_path: Path) -> None:

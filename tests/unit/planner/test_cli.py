@@ -306,3 +306,8 @@ def test_validation_without_a_checkout_says_where_the_rows_are(
     said = capsys.readouterr().err
     assert "installed from a wheel" in said and "benchmarks/published" in said
     assert "python -m frontier_llm plan --validate" in said
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "moe-small", "--nodes", "1", "model.bias=true")
+    assert code == 2 and out == "" and "model.bias: is true, but experts have no biases" in err

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from frontier_llm.blueprint.layout import SHARDING, Layout, layout_of
+from frontier_llm.blueprint.layout import SHARDING, Layout, layout_of, run_keys
+from frontier_llm.config import ModelConfig
 from frontier_llm.config.load import build, load_model, load_run
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError
@@ -312,3 +313,23 @@ def test_with_one_communication_in_flight_fsdp_is_offered_alone() -> None:
     # On 64 nodes FSDP is 5.4 % faster, but 48 % slower with the slow values of the constants.
     assert search(model, FRONTIER, 64, 8192).best.layout.sharding != "weights"
     assert search(model, replace(FRONTIER, slow={}), 64, 8192).best.layout.sharding == "weights"
+
+
+@pytest.mark.parametrize(
+    ("changes", "largest"),
+    [
+        ({"vocab_size": 257}, 2),
+        ({"bias": False, "moe": {"experts": 8, "top_k": 2, "shared_hidden": 514}}, 2),
+        ({"bias": False, "moe": {"experts": 8, "top_k": 2}, "sequence_length": 1028}, 4),
+    ],
+    ids=["padding", "shared expert", "routed parts"],
+)
+def test_every_proposed_tensor_degree_is_legal(changes: dict[str, Any], largest: int) -> None:
+    shape = {"layers": 8, "hidden": 512, "heads": 8, "ffn_hidden": 2048, "vocab_size": 50257, "sequence_length": 1024}
+    model = ModelConfig(**{**shape, **changes})
+    layouts = enumerate_layouts(model, 8, 64, 8, {"recompute": "none", "micro_batch": 1})
+    assert max(layouts.tp) == largest
+    for index in range(len(layouts)):
+        keys = run_keys(layouts.row(index))
+        batch = {"global_batch": 64, "micro_batch": 1}
+        assert plan_problems(build(RunConfig, {"model": model.model_dump(), **keys, "batch": batch}), 8) == []

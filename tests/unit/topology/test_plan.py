@@ -159,6 +159,23 @@ def test_every_tensor_rank_needs_a_real_vocabulary_row() -> None:
     assert "set parallel.tensor to one of [1, 2]" in both[0].fix
 
 
+EXPERTS = {"bias": False, "moe": {"experts": 4, "top_k": 2, "expert_hidden": 64}}
+
+
+def test_tensor_ranks_split_the_shared_expert() -> None:
+    moe = {**EXPERTS["moe"], "shared_hidden": 102}
+    problem = only(config({**EXPERTS, "moe": moe}, tensor=4), 4, "model.moe.shared_hidden")
+    assert "the shared expert's width, 102, is not divisible by tensor 4" in problem.what
+    assert problem.fix == "set parallel.tensor to one of [1, 2]"
+
+
+def test_tensor_ranks_route_equal_parts_of_a_context_ranks_sequence() -> None:
+    """Otherwise each tp rank would route all positions, and the gradients of router and experts would be too large."""
+    problem = only(config({**EXPERTS, "sequence_length": 24}, tensor=4, context=4), 16, "model.sequence_length")
+    assert "24 / context 4 = 6 is not divisible by tensor 4" in problem.what
+    assert plan_problems(config({**EXPERTS, "sequence_length": 32}, tensor=4, context=4), 16) == []
+
+
 def test_suggested_tensor_degrees_are_legal() -> None:
     """Each value that the fix proposes must be legal."""
     problem = plan_problems(config(tensor=8), 8)[0]
