@@ -52,7 +52,7 @@ def read_subject(args: argparse.Namespace) -> PlanSubject:
     model = base.model if base else _model(args, settings)
     if problems := list(model_problems(model)):
         raise ConfigError(problems)
-    args.machine = args.machine or _machine_of_run(run)
+    args.machine = args.machine or machine_of_run(run)
     machine = load_machine(args.machine)
     stack = args.stack or own_stack(machine)
     numbers = rates(machine, stack)
@@ -94,7 +94,7 @@ def _longest_phase(run: RunConfig) -> RunConfig:
     return longest.config
 
 
-def _machine_of_run(run: RunConfig | None) -> str:
+def machine_of_run(run: RunConfig | None) -> str:
     """Return the machine that the run file names. frontier without a run, or if the file names none."""
     if run is not None and "machine" in run.model_fields_set:
         return run.machine

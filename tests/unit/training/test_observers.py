@@ -128,12 +128,12 @@ def test_an_error_of_a_tracker_does_not_end_the_run(
 ) -> None:
     class Server(Tracker):
         name = "Server"
-        _open = _record = _close = lambda *_: None
 
     def unreachable(*_: object) -> None:
         raise LookupError("no answer")
 
-    monkeypatch.setattr(Server, failing, unreachable)
+    for method in ("_open", "_record", "_close"):
+        monkeypatch.setattr(Server, method, unreachable if method == failing else lambda *_: None)
     server = Server(load_run(run_file(tmp_path), []))
     server.record("step", 1, {})
     server.record("step", 2, {})
