@@ -70,7 +70,7 @@ def test_a_rank_holds_one_part_of_weights_gradients_and_state() -> None:
 
 
 def test_the_gradients_of_a_large_vocabulary_are_summed_after_the_activations_are_freed() -> None:
-    """The fp32 gradients of 128,256 x 4096 embeddings and heads need more memory than a short sequence's activations."""
+    """The fp32 gradients of embedding and head need more memory than the activations of a short sequence."""
     model = load_model("llama-3-8b", {"sequence_length": 256})
     numbers = replace(FRONTIER, fragmentation=1.0)
     full = layout(recompute="full")
