@@ -51,7 +51,7 @@ def push(args: argparse.Namespace) -> int:
     copied.
     """
     from frontier_llm.checkpoint import remote, remote_writer
-    from frontier_llm.checkpoint.directory import checkpoints_at
+    from frontier_llm.checkpoint.directory import DeletedCheckpoint, checkpoints_at, unless_deleted
     from frontier_llm.checkpoint.manifest import DamagedCheckpoint
     from frontier_llm.data.remote_folder import RemoteFolder
     from frontier_llm.run.holder import living_holder
@@ -80,7 +80,11 @@ def push(args: argparse.Namespace) -> int:
     for path in checkpoints:
         line = ProgressBar()
         try:
-            result = remote.push(path, place, writer, limit, _gib(line, path.name))
+            with unless_deleted(path):
+                result = remote.push(path, place, writer, limit, _gib(line, path.name))
+        except DeletedCheckpoint:
+            rows.append({"path": str(path), "deleted": True})
+            text = "was deleted by its run meanwhile, not sent"
         except DamagedCheckpoint as error:
             damages.append(str(error))
             rows.append({"path": str(path), "damaged": str(error)})
