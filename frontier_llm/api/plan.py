@@ -21,8 +21,8 @@ from frontier_llm.planner.candidates import parse_fixed
 from frontier_llm.planner.emit import recipe, run_content
 from frontier_llm.planner.figures import pipeline_chart, write_figures
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, campaign
-from frontier_llm.planner.refusal import check_found, too_big
-from frontier_llm.planner.search import Search, default_global_batch, search, smallest_machine
+from frontier_llm.planner.refusal import check_found, default_nodes
+from frontier_llm.planner.search import Search, default_global_batch, search
 from frontier_llm.schedule import timeline_svg
 from frontier_llm.units import GIB
 
@@ -151,16 +151,15 @@ def plan(
     described = load_machine(machine)
     stack = own_stack(described)
     numbers = rates(described, stack)
+    values = parse_fixed([f"{key}={value}" for key, value in (fixed or {}).items()])
     if nodes is None:
-        nodes = smallest_machine(model, numbers)
-        if nodes is None:
-            raise too_big(model, described, numbers)
+        nodes = default_nodes(model, described, numbers, values, **shared)
     outcome = search(
         model,
         numbers,
         nodes,
         global_batch or batch or default_global_batch(model, nodes, numbers.node_devices),
-        parse_fixed([f"{key}={value}" for key, value in (fixed or {}).items()]),
+        values,
         **shared,
     )
     check_found(outcome, described, numbers)
