@@ -77,7 +77,7 @@ def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: N
     The function checks each digest and size, and finds files that are missing, not in the manifest, or links.
     `progress` receives the number of shards that have been read and their total number.
 
-    Raises DeletedCheckpoint if the run deletes the checkpoint meanwhile.
+    Raises DeletedCheckpoint if its run deletes the checkpoint while it is read.
     """
     with folder.unless_deleted(path):
         problems = _damage(path, progress)

@@ -123,7 +123,7 @@ def _verify(args: argparse.Namespace) -> int:
         try:
             problems = found.verify(line.on(name, "shards"))
         except DeletedCheckpoint:
-            print(f"{printable(name)}  was deleted by its run meanwhile", file=sys.stderr)
+            print(f"{printable(name)}  was deleted by its run while it was read", file=sys.stderr)
             continue
         finally:
             line.close()

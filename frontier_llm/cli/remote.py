@@ -84,7 +84,7 @@ def push(args: argparse.Namespace) -> int:
                 result = remote.push(path, place, writer, limit, _gib(line, path.name))
         except DeletedCheckpoint:
             rows.append({"path": str(path), "deleted": True})
-            text = "was deleted by its run meanwhile, not sent"
+            text = "was deleted by its run while it was read"
         except DamagedCheckpoint as error:
             damages.append(str(error))
             rows.append({"path": str(path), "damaged": str(error)})

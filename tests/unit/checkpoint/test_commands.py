@@ -57,7 +57,7 @@ def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[st
     assert "step_00000004  DAMAGED" in said.out and "MiB read in" in said.out and "it contains" in said.err
 
 
-def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_damaged(
+def test_a_checkpoint_that_its_run_deletes_is_not_damaged(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: on the directory of a running job, `verify` reported damage after each save."""
@@ -76,11 +76,11 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_damaged(
         run.save(2)
         with monkeypatch.context() as patch:
             patch.setattr(folder, "read_manifest", deletes_step_2)
-            assert main(["checkpoint", name, str(directory), *([url] if name == "push" else [])]) == 0
+            assert main(["checkpoint", name, str(directory)] + [url] * (name == "push")) == 0
         assert folder.named_steps(directory) == [4]
         said = capsys.readouterr()
         assert "DAMAGED" not in said.out and "step_00000004" in said.out
-        assert ("step_00000002  was deleted by its run meanwhile" in said.out + said.err) is (name != "list")
+        assert ("step_00000002  was deleted by its run while it was read" in said.out + said.err) is (name != "list")
     assert main(["checkpoint", "verify", str(directory / "step_00000002")]) == 2
     assert "contains no complete checkpoint" in capsys.readouterr().err
 
