@@ -419,7 +419,7 @@ class Checkpoints:
         for newer in folder.named_steps(self.directory):
             if newer > progress.step:
                 self.check_lock()
-                folder.delete_checkpoint(self.directory, newer, self.facts.incarnation)
+                folder.withdraw_checkpoint(self.directory, newer, self.facts.incarnation)
 
     def _point_at(self, progress: Progress) -> None:
         """On rank 0, make LATEST name the loaded checkpoint, and also BEST if it is the best checkpoint.

@@ -41,6 +41,23 @@ class CannotWrite(CheckpointError):
     """The file system does not accept a checkpoint: the disk is full, or a file cannot be created."""
 
 
+class DeletedCheckpoint(CheckpointError):
+    """A checkpoint does not exist any more, because its run deleted it while a command was reading it."""
+
+
+@contextlib.contextmanager
+def unless_deleted(path: Path) -> Iterator[None]:
+    """Context for reading a checkpoint of a run that may be training. Raises DeletedCheckpoint in place of an error if
+    the checkpoint does not exist any more.
+    """
+    try:
+        yield
+    except (DamagedCheckpoint, OSError) as error:
+        if path.exists():
+            raise
+        raise DeletedCheckpoint("was deleted while it was read", where=str(path)) from error
+
+
 def step_of(path: Path) -> int:
     """Return the step in the folder name of a complete checkpoint. Raises CheckpointError for any other name."""
     step = named_step(path.name)
@@ -122,6 +139,26 @@ def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
         raise PermissionError(errno.EACCES, "it is write-protected", str(path))
     path.rename(doomed)
     _deleted(doomed)
+
+
+def withdraw_checkpoint(directory: Path, step: int, incarnation: int) -> None:
+    """Remove a checkpoint that no start may load any more, because the run went back to an older step.
+
+    If it cannot be deleted, for example because it is write-protected, it is renamed to step_….rewound.…. Renaming
+    needs write access to `directory` only. Failures are logged as warnings.
+    """
+    try:
+        delete_checkpoint(directory, step, incarnation)
+    except OSError as error:
+        path = directory / step_name(step)
+        count = len(list(directory.glob(f"{path.name}.rewound.*")))
+        aside = directory / f"{path.name}.rewound.{incarnation}.{count}"
+        try:
+            path.rename(aside)
+        except OSError as second:
+            log.warn(f"cannot delete or rename {path.name}: {second.strerror}; remove it, or the next start loads it")
+            return
+        log.warn(f"cannot delete {path.name}: {error.strerror}; it is now {aside.name}, which no start loads")
 
 
 def temporary(directory: Path, step: int, incarnation: int) -> Path:
