@@ -205,7 +205,7 @@ def _gathered_weights_bytes(
     backward.
 
     torch gathers the weights outside the layers (embedding, final norm, head) in forward and frees them at the end of
-    backward. The head's gradient is kept meanwhile. The gradients of all these weights are summed at the end of
+    backward. The head's gradient is kept until then too. The gradients of all these weights are summed at the end of
     backward, after the activations are freed.
     """
     size = DTYPE_BYTES[layouts.dtype]
