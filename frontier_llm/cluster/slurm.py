@@ -227,8 +227,11 @@ class Maintenance:
     starts_unix_s: float
 
 
-def next_maintenance(now_unix_s: float) -> Maintenance | None:
-    """Return the next maintenance that has not begun. None if there is none or Slurm does not respond."""
+def next_maintenance(now_unix_s: float, nodes: int, partition: str | None) -> Maintenance | None:
+    """Return the next maintenance that has not begun and leaves fewer than `nodes` nodes of the partition.
+
+    None if there is none or Slurm does not respond.
+    """
     try:
         text = call(["scontrol", "show", "reservation", "--oneliner"], timeout_s=20.0)
     except FrontierError:
@@ -236,13 +239,25 @@ def next_maintenance(now_unix_s: float) -> Maintenance | None:
     coming: list[Maintenance] = []
     for line in text.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if "MAINT" not in fields.get("Flags", "").split(","):
+        flags = fields.get("Flags", "").split(",")
+        if "MAINT" not in flags:
+            continue
+        if "ALL_NODES" not in flags and _nodes_left(fields.get("Nodes", ""), partition) >= nodes:
             continue
         with suppress(ValueError, KeyError):
             starts_unix_s = datetime.fromisoformat(fields["StartTime"]).timestamp()  # Slurm writes local time
             coming.append(Maintenance(fields["ReservationName"], starts_unix_s))
     later = [each for each in coming if each.starts_unix_s > now_unix_s]
     return min(later, key=lambda each: each.starts_unix_s, default=None)
+
+
+def _nodes_left(reserved: str, partition: str | None) -> float:
+    """Return the number of the partition's nodes that a reservation of the nodes `reserved` leaves. 0 if unknown."""
+    command = ["sinfo", "--noheader", "--Node", "--format=%N", *([f"--partition={partition}"] if partition else [])]
+    try:
+        return len({*call(command, timeout_s=20.0).split()} - {*hostlist.expand(reserved)})
+    except FrontierError:
+        return 0
 
 
 def cluster_name() -> str | None:

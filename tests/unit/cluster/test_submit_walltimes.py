@@ -118,13 +118,20 @@ def test_a_job_ends_before_a_maintenance(tmp_path: Path, hours_until: float, min
     assert shortened.shortened_minutes == minutes
     assert before_maintenance(replace(request, minutes=600), 0.0, maintenance).shortened_minutes is None
     assert before_maintenance(request, 0.0, None) == request
+    alone = replace(request, job=replace(request.job, continuation="never"))
+    assert before_maintenance(alone, 0.0, maintenance) == alone
+    train = request.config.train.model_copy(update={"save_interval": 0, "save_final": False})
+    unsaved = replace(request, config=request.config.model_copy(update={"train": train}))
+    assert before_maintenance(unsaved, 0.0, maintenance) == unsaved
 
 
 @pytest.mark.thorough
 def test_the_first_job_alone_is_shortened_and_a_successor_follows(
     fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slurm, "next_maintenance", lambda now: slurm.Maintenance("maint_1", now + 3600 * 6))
+    monkeypatch.setattr(
+        slurm, "next_maintenance", lambda now, nodes, partition: slurm.Maintenance("maint_1", now + 3600 * 6)
+    )
     words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", "--json", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 0
     shown = capsys.readouterr()
