@@ -28,6 +28,7 @@ from frontier_llm.cluster.decide import (
     Start,
     Successor,
     decide,
+    has_ended_job,
     reason_to_end,
 )
 from frontier_llm.cluster.doctor import preflight
@@ -114,16 +115,16 @@ def look_and_decide(run: BatchRun, earlier: int, failed_preflight: tuple[str, ..
     history = read_history(run, earlier)
     stop_requested = (run.directory / run_dir.STOP_FILE).exists()
     now = Now(unix_s=time.time(), nodes=run.allocation.nodes, stop_requested=stop_requested)
-    if not reason_to_end(run.job, history, stop_requested):  # Slurm is not needed to end a finished run
-        health = slurm.node_health(run.allocation.nodes)
-        now = replace(
-            now,
-            unhealthy=health.failed,
-            draining=health.draining,
-            slow_hosts=too_slow(run),
-            time_left_s=slurm.time_left_s(run.allocation.job_id),
-            failed_preflight=failed_preflight,
-        )
+    if not reason_to_end(run.job, history, stop_requested):
+        now = replace(now, slow_hosts=too_slow(run), failed_preflight=failed_preflight)
+        if not has_ended_job(history):  # near the walltime there is no time for commands whose answers are not needed
+            health = slurm.node_health(run.allocation.nodes)
+            now = replace(
+                now,
+                unhealthy=health.failed,
+                draining=health.draining,
+                time_left_s=slurm.time_left_s(run.allocation.job_id),
+            )
     return decide(run.job, history, now)
 
 
@@ -156,9 +157,9 @@ def _started_unix_s(job_id: str, now: float) -> float:
     return now
 
 
-def used_node_hours(directory: Path) -> float:
-    """Return the node-hours of all jobs of the run, reconciled with Slurm's accounting if there is one."""
-    job_ids = [allocated.job_id for allocated in allocations.allocations(directory)]
+def used_node_hours(directory: Path, *, accounting: bool) -> float:
+    """Return the node-hours of all jobs of the run. With `accounting`, they are reconciled with Slurm's accounting."""
+    job_ids = [allocated.job_id for allocated in allocations.allocations(directory)] if accounting else []
     return allocations.node_hours(directory, slurm.billed_node_hours(job_ids))
 
 
@@ -173,10 +174,12 @@ def read_history(run: BatchRun, earlier: int) -> History:
     saved_step = run_dir.latest_step(run.directory)
     for number, made in enumerate(run_dir.attempts(run.directory)):
         history = history.after(made, saved_step, is_own=number >= earlier)
+    # sacct can take 20 s, which are missing at the walltime
+    accounting = run.job.max_node_hours is not None and not has_ended_job(history)
     return replace(
         history,
         saved_step=saved_step,
-        node_hours=used_node_hours(run.directory),
+        node_hours=used_node_hours(run.directory, accounting=accounting),
         allocated_nodes=len(run.allocation.nodes),
     )
 
