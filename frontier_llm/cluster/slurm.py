@@ -14,7 +14,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.errors import FrontierError
-from frontier_llm.run import hostlist
+from frontier_llm.run import allocations, hostlist
 from frontier_llm.run.rank_env import environ
 
 ACTIVE = frozenset(
@@ -217,6 +217,12 @@ def billed_node_hours(job_ids: Sequence[str], timeout_s: float = 20.0) -> dict[s
             nodes, seconds = map(int, counts)
             hours[job_id] = hours.get(job_id, 0.0) + nodes * seconds / 3600
     return hours
+
+
+def used_node_hours(directory: Path) -> float:
+    """Return the node-hours of all jobs of a run, reconciled with Slurm's accounting if there is one."""
+    job_ids = [allocated.job_id for allocated in allocations.allocations(directory)]
+    return allocations.node_hours(directory, billed_node_hours(job_ids))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
@@ -157,12 +156,6 @@ def _started_unix_s(job_id: str, now: float) -> float:
     return now
 
 
-def used_node_hours(directory: Path, *, accounting: bool) -> float:
-    """Return the node-hours of all jobs of the run. With `accounting`, they are reconciled with Slurm's accounting."""
-    job_ids = [allocated.job_id for allocated in allocations.allocations(directory)] if accounting else []
-    return allocations.node_hours(directory, slurm.billed_node_hours(job_ids))
-
-
 def read_history(run: BatchRun, earlier: int) -> History:
     """Return the history that the run directory records."""
     history = History(
@@ -174,12 +167,14 @@ def read_history(run: BatchRun, earlier: int) -> History:
     saved_step = run_dir.latest_step(run.directory)
     for number, made in enumerate(run_dir.attempts(run.directory)):
         history = history.after(made, saved_step, is_own=number >= earlier)
-    # sacct can take 20 s, which are missing at the walltime
-    accounting = run.job.max_node_hours is not None and not has_ended_job(history)
+    if run.job.max_node_hours is None or has_ended_job(history):
+        node_hours = allocations.node_hours(run.directory, {})
+    else:
+        node_hours = slurm.used_node_hours(run.directory)  # sacct can take 20 s, which are missing at the walltime
     return replace(
         history,
         saved_step=saved_step,
-        node_hours=used_node_hours(run.directory, accounting=accounting),
+        node_hours=node_hours,
         allocated_nodes=len(run.allocation.nodes),
     )
 

@@ -10,11 +10,15 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import slurm
+from frontier_llm.cluster.admission import cost_problems
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.cluster.submit import JobRequest, before_maintenance, wanted_job
 from frontier_llm.cluster.warning_time import next_warning_s, save_seconds
 from frontier_llm.config import load_run
 from frontier_llm.planner.predict import START_S, PointPrediction, walltime_minutes
+from frontier_llm.run import allocations
+from frontier_llm.run.allocations import Allocated
+from tests.harness.checkpoints import save_only
 from tests.harness.submissions import PRETRAIN_1T, SMALL
 
 
@@ -104,6 +108,30 @@ def test_the_walltime_is_what_the_run_needs(tmp_path: Path) -> None:
     assert replace(request, job_s=1e6).slice_minutes == 12 * 60
     assert replace(request, minutes=75).slice_minutes == 75
     assert replace(request, job_s=0.0).slice_minutes == walltime_minutes(2 * warning_s)
+
+
+def test_a_job_that_would_end_at_its_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start, a step of 400 s and a save take 384 nodes 256 node-hours (predicted)."""
+    request = replace(request_of_10_hours(tmp_path), account="ABC123")
+    assert list(cost_problems(request)) == []
+    used = Allocated("7", 0, nodes=384, started_unix_s=0.0, seen_unix_s=3600 * 900 / 384)
+    allocations.record(tmp_path, used)
+    monkeypatch.setattr(slurm, "billed_node_hours", lambda job_ids: {})
+    few = replace(request, job=replace(request.job, max_node_hours=1000.0))
+    (problem,) = cost_problems(few)
+    assert "a job would end at its start, because the run is stopped at step 0: 900.0 of 1,000.0" in problem.what
+    some = replace(request, job=replace(request.job, max_node_hours=1100.0))
+    (problem,) = cost_problems(some)
+    assert "200 of 1100 node-hours are left, which are too few" in problem.what
+    assert list(cost_problems(replace(request, job=replace(request.job, max_node_hours=2000.0)))) == []
+    (tmp_path / "STOP").touch()
+    (problem,) = cost_problems(request)
+    assert "STOP; delete the file to continue" in problem.what
+    assert list(cost_problems(replace(request, job_tasks_per_node=8))) == []  # its supervisor has decided
+    (tmp_path / "STOP").unlink()
+    save_only(tmp_path, 60)
+    (problem,) = cost_problems(request)
+    assert "finished: step 60 of 60" in problem.what and "larger train.steps" in problem.fix
 
 
 @pytest.mark.parametrize(
