@@ -64,6 +64,12 @@ def first_of(problems: Sequence[Problem]) -> list[Problem]:
     return shown
 
 
+def in_one_line(error: Exception) -> str:
+    """Return the type and the first line of an exception of any package. The message can be empty."""
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
 class FrontierError(Exception):
     """An error that the user can repair. The command line prints it without a traceback and exits with `exit_code`.
 

@@ -12,6 +12,7 @@ if [[ "$branch" != "release/1.$minor."* ]]; then
   echo "  fix: APEX_BRANCH=release/1.$minor.0 $0" >&2
   exit 1
 fi
-cd "$(fetch https://github.com/ROCm/apex.git "$branch")"
+folder="$(fetch https://github.com/ROCm/apex.git "$branch")"
+cd "$folder"
 APEX_BUILD_AMP_C=1 APEX_BUILD_FUSED_LAYER_NORM=1 "$python" -m pip install --no-build-isolation --no-deps .
 "$python" -c 'import torch, amp_C, fused_layer_norm_cuda; print("apex is built")'

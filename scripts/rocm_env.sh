@@ -21,14 +21,17 @@ export PYTORCH_ROCM_ARCH="${PYTORCH_ROCM_ARCH:-gfx90a}" GPU_ARCHS="${GPU_ARCHS:-
 export MAX_JOBS="${MAX_JOBS:-16}"  # a composable-kernel translation unit takes up to 4 GB
 export CC="${CC:-gcc}" CXX="${CXX:-g++}"
 
-# fetch URL TAG: a clean checkout of one tag or branch, in $sources/<name>
+# fetch URL TAG: prints the folder of a checkout of one tag or branch, $sources/<name>-<tag>. Call it in an assignment:
+# elsewhere bash ignores the exit status of $( ).
 sources="${FRONTIER_LLM_SOURCES:-$PWD/build/third_party}"
 fetch() {
   local folder
-  folder="$sources/$(basename "$1" .git)"
+  folder="$sources/$(basename "$1" .git)-${2//\//-}"
   mkdir -p "$sources"
   if [[ ! -d "$folder" ]]; then
-    git clone --depth 1 --recurse-submodules --shallow-submodules --branch "$2" "$1" "$folder" >&2
+    rm -rf "$folder.tmp"
+    git clone --depth 1 --recurse-submodules --shallow-submodules --branch "$2" "$1" "$folder.tmp" >&2 || return 1
+    mv "$folder.tmp" "$folder"
   fi
   echo "$folder"
 }

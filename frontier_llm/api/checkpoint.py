@@ -12,7 +12,7 @@ from torch import Tensor
 from frontier_llm.api.run import Run
 from frontier_llm.config import ModelConfig, OpsConfig
 from frontier_llm.data.tokenizer import Tokenizer
-from frontier_llm.errors import ConfigError, DataError
+from frontier_llm.errors import CheckpointError, ConfigError, DataError
 from frontier_llm.inference.evaluate import encode_pair
 from frontier_llm.inference.heldout import HeldOut, held_out
 from frontier_llm.inference.model import InferenceModel, build_inference_model, inference_run
@@ -62,14 +62,15 @@ class Model(torch.nn.Module):
         assert x_SBH is not None
         return self._inference.whole_logits(x_SBH).transpose(0, 1)
 
-    def generate(self, prompts: str | Sequence[str], *, stops: Sequence[str] = (), **sampling: Any) -> Any:
+    def generate(self, prompts: str | Sequence[str], *, stops: str | Sequence[str] = (), **sampling: Any) -> Any:
         """Continue one prompt, or several at once. Returns the new text, or a list of texts.
 
         `sampling` has the fields of `inference.sampling.Sampling`: max_new_tokens, temperature, top_k, top_p, min_p,
         repetition_penalty, seed, stop_tokens. Raises FrontierError for invalid values and for too long prompts.
         """
         several = [prompts] if isinstance(prompts, str) else list(prompts)
-        done = complete(self._inference, self.tokenizer, several, Sampling(**sampling), stops)
+        ends = [stops] if isinstance(stops, str) else stops
+        done = complete(self._inference, self.tokenizer, several, Sampling(**sampling), ends)
         return done[0].text if isinstance(prompts, str) else [one.text for one in done]
 
     def state_dict(self, *args: Any, names: Literal["module", "run", "huggingface"] = "module", **more: Any) -> Any:
@@ -88,7 +89,14 @@ class Model(torch.nn.Module):
         weights: dict[str, Tensor] = {}
         for rule in family_for(self.config).names.rules(self.config):
             shape = rule.parameter.shape
-            ours = source.rectangle(rule.parameter.name, (0,) * len(shape), shape)
+            try:
+                ours = source.rectangle(rule.parameter.name, (0,) * len(shape), shape)
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    "was deleted after it had been opened; the run keeps its newest checkpoints",
+                    where=str(self.path),
+                    fix="open the newest checkpoint",
+                ) from error
             weights.update(zip(rule.theirs, rule.cut(ours), strict=True))
         return weights
 
@@ -120,7 +128,7 @@ def open_checkpoint(
 
 def evaluate(
     model: Model | Run | str | Path,
-    data: str | Sequence[str] | None = None,
+    data: str | Path | Sequence[str | Path] | None = None,
     *,
     windows: int = 0,
     batch_size: int = 8,
@@ -130,11 +138,22 @@ def evaluate(
     `data` is the prefix of one dataset, or several prefixes. By default they are the run's held-out sets. `windows`
     limits the number of scored windows (0: all). Raises FrontierError if there is no data or it does not fit the model.
     """
+    _at_least(0, windows, "windows")
+    _at_least(1, batch_size, "batch_size")
     model = model if isinstance(model, Model) else open_checkpoint(model)
-    prefixes = [data] if isinstance(data, str) else list(data or _held_out_sets(model))
+    prefixes = [data] if isinstance(data, str | Path) else list(data or _held_out_sets(model))
     if not prefixes:
         raise DataError("there is nothing to evaluate", "give the prefix of a token dataset", str(model.path))
-    return [held_out(model._inference, prefix, windows, batch_size) for prefix in prefixes]
+    return [held_out(model._inference, str(prefix), windows, batch_size) for prefix in prefixes]
+
+
+def _at_least(least: int, value: int, name: str) -> None:
+    if value < least:
+        raise ConfigError(
+            f"is {value}, expected at least {least}",
+            where=name,
+            fix=f"give {name}={least} or more",
+        )
 
 
 def _held_out_sets(model: Model) -> list[str]:
@@ -151,6 +170,7 @@ def score(model: Model, pairs: Sequence[tuple[Text, Text]], *, batch_size: int =
     Two texts are encoded together, as in `frontier-llm evaluate --task`. Raises FrontierError if a continuation is
     empty or too long.
     """
+    _at_least(1, batch_size, "batch_size")
     requests = []
     for number, (context, continuation) in enumerate(pairs):
         if isinstance(context, str) and isinstance(continuation, str):

@@ -9,6 +9,7 @@ from typing import Any
 
 from frontier_llm.api.run import Run, load_run
 from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.cli.plan_subject import machine_of_run
 from frontier_llm.config import ModelConfig, load_model, phases_of, planned_tokens
 from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.machine.precision import resolve_precision
@@ -20,8 +21,8 @@ from frontier_llm.planner.candidates import parse_fixed
 from frontier_llm.planner.emit import recipe, run_content
 from frontier_llm.planner.figures import pipeline_chart, write_figures
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, campaign
-from frontier_llm.planner.refusal import check_found, too_big
-from frontier_llm.planner.search import Search, default_global_batch, search, smallest_machine
+from frontier_llm.planner.refusal import check_found, default_nodes
+from frontier_llm.planner.search import Search, default_global_batch, search
 from frontier_llm.schedule import timeline_svg
 from frontier_llm.units import GIB
 
@@ -72,15 +73,23 @@ class Plan:
     def to_run(self, overrides: Mapping[str, Any] | None = None, /) -> Run:
         """Return a run with this layout. `overrides` has keys as in `load_run`.
 
-        If a model was planned, the run trains on synthetic tokens unless `overrides` names `data.train`. Its learning
-        rate and number of steps are those of `frontier-llm plan --emit`.
+        A planned run keeps its directory and its number of tokens. If a model was planned, the run trains on synthetic
+        tokens unless `overrides` names `data.train`. Its learning rate and number of steps are those of `frontier-llm
+        plan --emit`.
         """
         choice = run_content(self.machine_name, self.machine, self.outcome, self.rates, self.outcome.model.name)
+        needs = recipe(self.outcome.best, self.tokens, None)
         if self.run is not None:
             content = self.run.to_dict()
-            content["train"] = {**content["train"], **choice["train"]}
+            own = {"run_dir": content["train"]["run_dir"]}
+            if not self.run.config.train.phases:  # each phase states its own number of steps
+                own["steps"] = needs["train"]["steps"]
+            content["train"] = {
+                **content["train"],
+                **choice["train"],
+                **own,
+            }
         else:
-            needs = recipe(self.outcome.best, self.tokens, None)
             model = self.outcome.model.model_dump(mode="json")
             content = {"model": model, **needs, "data": {"train": "synthetic"}}
             content["train"] = {**choice["train"], **needs["train"]}
@@ -114,7 +123,7 @@ class Plan:
 def plan(
     model_or_run: str | Path | Mapping[str, Any] | Run,
     *,
-    machine: str = "frontier",
+    machine: str | None = None,
     nodes: int | None = None,
     global_batch: int | None = None,
     fixed: Mapping[str, Any] | None = None,
@@ -123,9 +132,10 @@ def plan(
     """Search the fastest layout of a model or run on a machine, as `frontier-llm plan` does. Imports no torch.
 
     `model_or_run` is the name of a shipped model, the path of a model file, a `Run`, or a dictionary with the keys of a
-    run file. `nodes` is by default the smallest power of two on which the model fits. `global_batch` counts sequences
-    per step. `fixed` holds layout keys that the search keeps, for example `{"tensor": 8}`. `tokens` is the length of
-    the training (default: the run's own, or 20 per parameter).
+    run file. `machine` is by default the run's, or "frontier" if the run names none. `nodes` is by default the smallest
+    power of two on which the model fits. `global_batch` counts sequences per step. `fixed` holds layout keys that the
+    search keeps, for example `{"tensor": 8}`. `tokens` is the length of the training (default: the run's own, or 20 per
+    parameter).
 
     Raises FrontierError if nothing fits, and for unknown names.
     """
@@ -137,19 +147,19 @@ def plan(
     else:
         run = Run(resolve_precision(load_run(model_or_run).config))
         model, batch, shared = _longest_phase(run)
+    machine = machine or machine_of_run(None if run is None else run.config)
     described = load_machine(machine)
     stack = own_stack(described)
     numbers = rates(described, stack)
+    values = parse_fixed([f"{key}={value}" for key, value in (fixed or {}).items()])
     if nodes is None:
-        nodes = smallest_machine(model, numbers)
-        if nodes is None:
-            raise too_big(model, described, numbers)
+        nodes = default_nodes(model, described, numbers, values, **shared)
     outcome = search(
         model,
         numbers,
         nodes,
         global_batch or batch or default_global_batch(model, nodes, numbers.node_devices),
-        parse_fixed([f"{key}={value}" for key, value in (fixed or {}).items()]),
+        values,
         **shared,
     )
     check_found(outcome, described, numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Any
 
 import yaml
 
+from frontier_llm import log
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.config import load_run as read_run
-from frontier_llm.errors import ConfigError
+from frontier_llm.config.load import read_yaml
+from frontier_llm.errors import ConfigError, FrontierError
 from frontier_llm.files import write_atomically
 from frontier_llm.run import run_dir as records
 from frontier_llm.units import strict_json
@@ -32,7 +35,7 @@ class Run:
 
     def with_(self, overrides: Mapping[str, Any]) -> Run:
         """Return the run with other values, for example `run.with_({"train.steps": 5})`. Raises FrontierError."""
-        return load_run(self.to_dict(), overrides)
+        return load_run(self, overrides)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration with the keys of a run file."""
@@ -63,44 +66,77 @@ def load_run(
     Raises FrontierError with every unknown key and wrong value. The error's `.what`, `.why` and `.fix` describe the
     first problem.
     """
-    words = [f"{key}={strict_json(value, indent=None)}" for key, value in {**(overrides or {}), **more}.items()]
+    words = [
+        f"{key}={strict_json(_plain(value, key), indent=None, ensure_ascii=False)}"
+        for key, value in {**(overrides or {}), **more}.items()
+    ]
     if isinstance(source, Run):
+        is_named = "machine" in source.config.model_fields_set  # `plan` uses the machine only if the run names it
         source = source.to_dict()
+        if not is_named:
+            del source["machine"]
     if isinstance(source, Mapping):
         # Relative paths in a dictionary are relative to the working directory, not to the temporary folder of this
         # file.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "dictionary.yaml"
-            write_atomically(path, yaml.safe_dump(dict(source), sort_keys=False))
+            write_atomically(path, yaml.safe_dump(_plain(source), sort_keys=False))
             return Run(read_run(str(path), words, "overrides"))
     return Run(read_run(str(source), words, "overrides"))
+
+
+def _plain(value: Any, where: str = "") -> Any:
+    """Return a value with only types of YAML: paths become text, NumPy's numbers and arrays become Python's.
+
+    Raises ConfigError for other types.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}" if where else str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist(), where)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ConfigError(
+        f"has the type {type(value).__name__}",
+        where=where,
+        fix="give text, a number, a list or a dictionary",
+    )
 
 
 def list_runs(folder: str | Path = "runs") -> list[dict[str, Any]]:
     """Return the runs in `folder`, sorted by name.
 
     Each run is a dictionary with these keys: `path`, `model`, `steps` (planned), `step` (newest complete checkpoint),
-    `logged_step` and `loss` (last row of the metrics; None before the first). Raises FrontierError if `folder` does not
-    exist.
+    `logged_step` and `loss` (last row of the metrics; None before the first). Other directories are left out with a
+    warning. Raises FrontierError if `folder` does not exist.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError("is not a directory", "give the folder that holds the run directories", str(folder))
     found = []
     for path in sorted(file.parent for file in folder.glob("*/config.yaml")):
-        content = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-        rows = records.steps(path)
-        found.append(
-            {
-                "path": path,
-                "model": content["model"]["name"],
-                "steps": content["train"]["steps"],
-                "step": records.latest_step(path),
-                "logged_step": rows[-1]["step"] if rows else None,
-                "loss": rows[-1]["loss"] if rows else None,
-            }
-        )
+        try:
+            found.append(_described(path))
+        except (FrontierError, KeyError, TypeError) as error:
+            log.warn(f"{path} is left out: its config.yaml or its records are not those of a run ({error})")
     return found
+
+
+def _described(path: Path) -> dict[str, Any]:
+    content = read_yaml(path / "config.yaml")
+    rows = records.steps(path)
+    return {
+        "path": path,
+        "model": content["model"]["name"],
+        "steps": content["train"]["steps"],
+        "step": records.latest_step(path),
+        "logged_step": rows[-1]["step"] if rows else None,
+        "loss": rows[-1]["loss"] if rows else None,
+    }
 
 
 def read_metrics(run: str | Path | Run) -> Any:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from signal import SIGINT, SIGKILL, Signals
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ from frontier_llm.errors import FrontierError, Problem, RankFailure
 from frontier_llm.run import run_dir as records
 from frontier_llm.run.failure import forget_failure, read_failure
 from frontier_llm.run.rank_env import environment, with_this_package
+from frontier_llm.run.records import json_row
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 
 POLL_S = 0.1  # time between two reads of the child's metrics
@@ -139,7 +141,10 @@ class _Child:
         if failed is not None:
             raise failed
         code = self.process.returncode
-        return 128 - code if code < 0 else code
+        if code < 0:
+            code = 128 - code
+        # a process that has not installed its signal handlers yet is ended by SIGINT itself
+        return EXIT_INTERRUPTED if interrupted and code == 128 + SIGINT else code
 
     def error(self, code: int) -> FrontierError:
         """Return the exception for an exit code that is not 0: the refusal, or the first failed rank."""
@@ -166,16 +171,20 @@ class _Rows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.offset = path.stat().st_size if path.is_file() else 0
+        self.offset = 0
+        with suppress(FileNotFoundError), FileIO(path) as file:
+            self.offset = records.end_of_lines(file)  # the run removes an incomplete last line
 
     def new(self) -> list[Step]:
         """Return the training rows since the last call. A line that is not complete yet is left for the next call."""
         with suppress(FileNotFoundError), self.path.open("rb") as file:
+            if self.offset > os.fstat(file.fileno()).st_size:
+                self.offset = 0  # another file has replaced it
             file.seek(self.offset)
             text = file.read()
             complete = text[: text.rfind(b"\n") + 1]
             self.offset += len(complete)
-            rows = [json.loads(line) for line in complete.splitlines()]
+            rows = filter(records.is_row, filter(None, map(json_row, complete.splitlines())))
             return [row for row in rows if row.get("kind", "step") == "step" and "loss" in row]
         return []
 

@@ -128,6 +128,11 @@ def mode_shares(model: ModelConfig, layout: Layout, layers: int | None = None) -
     return shares(layer_modes(layout.recompute, layers or -(-model.layers // (layout.pp * layout.chunks))))
 
 
+def fullest_stage(model: ModelConfig, layout: Layout) -> range:
+    """Return the layers of a virtual stage with the most layers of an even split, and with the most experts."""
+    return range(model.layers - -(-model.layers // (layout.pp * layout.chunks)), model.layers)
+
+
 def shares(modes: Sequence[str]) -> dict[str, float]:
     """Return recomputation mode → fraction of the layers with this mode, from the modes of all layers."""
     return {mode: modes.count(mode) / len(modes) for mode in dict.fromkeys(modes)}
@@ -206,8 +211,12 @@ def context_way(model: ModelConfig, tp: int, cp: int, wanted: str = "auto") -> s
     return "gather"
 
 
-def layer_kinds(model: ModelConfig) -> list[tuple[int, int]]:
-    """Return (index of the first layer, number of layers) of each kind: dense layers, then layers with experts."""
-    experts = len(model.routed_layers)
-    kinds = ((0, model.layers - experts), (model.routed_layers.start, experts))
+def layer_kinds(model: ModelConfig, layers: range | None = None) -> list[tuple[int, int]]:
+    """Return (index of the first layer, number of layers) of each kind: dense layers, then layers with experts.
+
+    Only the layers in `layers` are counted, or all layers.
+    """
+    layers = range(model.layers) if layers is None else layers
+    experts = len(range(max(layers.start, model.routed_layers.start), layers.stop))
+    kinds = ((0, len(layers) - experts), (model.routed_layers.start, experts))
     return [(layer, count) for layer, count in kinds if count]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from frontier_llm.cluster.admission import Cost, cost_of
 from frontier_llm.cluster.readiness import why_not_here
-from frontier_llm.cluster.recorded import recorded_position
 from frontier_llm.cluster.submit import JobRequest, whole_node_problems
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.data.position import START, Position
+from frontier_llm.data.recorded import recorded_position
 from frontier_llm.errors import Problem
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates

@@ -359,7 +359,7 @@ class Checkpoints:
         drift.allowed_changes(manifest, self.facts, self._allow_changes, str(source))
         self.check_lock()
         log.info(f"copying {source}, {format_bytes(manifest.total_bytes)}")
-        pull(source, self.directory, self.facts.incarnation, on_bytes)
+        pull(source, self.directory, self.facts.incarnation, on_bytes, before_commit=self.check_lock)
 
     def _transferred(self, work: Callable[[OnBytes], Any], if_not_possible: Callable[[FrontierError], Any]) -> Any:
         """Return the result of `ranks.transferred` for `train.remote`. Collective."""
@@ -419,7 +419,7 @@ class Checkpoints:
         for newer in folder.named_steps(self.directory):
             if newer > progress.step:
                 self.check_lock()
-                folder.delete_checkpoint(self.directory, newer, self.facts.incarnation)
+                folder.withdraw_checkpoint(self.directory, newer, self.facts.incarnation)
 
     def _point_at(self, progress: Progress) -> None:
         """On rank 0, make LATEST name the loaded checkpoint, and also BEST if it is the best checkpoint.

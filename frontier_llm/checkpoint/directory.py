@@ -124,6 +124,26 @@ def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
     _deleted(doomed)
 
 
+def withdraw_checkpoint(directory: Path, step: int, incarnation: int) -> None:
+    """Remove a checkpoint that no start may load any more, because the run went back to an older step.
+
+    If it cannot be deleted, for example because it is write-protected, it is renamed to step_….rewound.…. Renaming
+    needs write access to `directory` only. Failures are logged as warnings.
+    """
+    try:
+        delete_checkpoint(directory, step, incarnation)
+    except OSError as error:
+        path = directory / step_name(step)
+        count = len(list(directory.glob(f"{path.name}.rewound.*")))
+        aside = directory / f"{path.name}.rewound.{incarnation}.{count}"
+        try:
+            path.rename(aside)
+        except OSError as second:
+            log.warn(f"cannot delete or rename {path.name}: {second.strerror}; remove it, or the next start loads it")
+            return
+        log.warn(f"cannot delete {path.name}: {error.strerror}; it is now {aside.name}, which no start loads")
+
+
 def temporary(directory: Path, step: int, incarnation: int) -> Path:
     """Return the path of the folder that a save writes into until the checkpoint is complete."""
     return directory / f"{step_name(step)}.tmp.{incarnation}"

@@ -39,8 +39,9 @@ POLL_S = 0.2
 # number of files that one process transfers at the same time; s3fs needs a buffer of 50 MiB for each file
 FILES_AT_ONCE = 4
 SENT_BYTES = 8 << 20  # bytes that are sent between two pauses of the rate limit.
-# Function that is called with the number of bytes that were sent or received since the last call. The number is 0 if a
-# local file was read and compared with its digest.
+# Function that is called with the number of bytes that were sent or received since the last call. The number is 0 after
+# a local file was read and compared with its digest, and before a copy is committed. An error of the function ends the
+# transfer.
 OnBytes = Callable[[int], object]
 
 
@@ -61,9 +62,12 @@ class RemoteTransfer:
         """Start `work`. It receives a function as its argument, and calls this function to report its progress."""
         self._url = without_secrets(url)
         self._moved_s = time.monotonic()
+        self._is_abandoned = False
         self._task = in_daemon(lambda: work(self._on_bytes), "remote")
 
     def _on_bytes(self, count: int) -> None:
+        if self._is_abandoned:  # the run has continued without the copy, so the thread must not commit it
+            raise self._stalled()
         self._moved_s = time.monotonic()
 
     def is_over(self) -> bool:
@@ -74,9 +78,13 @@ class RemoteTransfer:
     def result(self) -> Any:
         """Return the result of the work, or raise its error. Raises UnreachableError if it has not ended."""
         if not self._task.done():
-            what = f"sent nothing for {STALL_S:.0f} s"
-            raise UnreachableError(what, "check the store and the network, then try again", self._url)
+            self._is_abandoned = True
+            raise self._stalled()
         return self._task.result()
+
+    def _stalled(self) -> UnreachableError:
+        what = f"sent nothing for {STALL_S:.0f} s"
+        return UnreachableError(what, "check the store and the network, then try again", self._url)
 
 
 class RateLimit:
@@ -191,6 +199,14 @@ def uploaded_checkpoints(place: RemoteFolder) -> Iterator[RemoteCheckpoint]:
     return (one for one in remote_checkpoints(place) if one.is_uploaded())
 
 
+def delete_above(place: RemoteFolder, step: int, on_deleted: Callable[[], object] = lambda: None) -> None:
+    """Delete all remote checkpoints above `step`."""
+    for one in remote_checkpoints(place):
+        if one.step > step:
+            one.delete()
+            on_deleted()
+
+
 def at_url(url: str) -> list[RemoteCheckpoint]:
     """Return the checkpoints at the URL of a run or of one checkpoint, oldest first.
 
@@ -267,12 +283,18 @@ def push(
     )
 
 
-def pull(source: RemoteCheckpoint, directory: Path, incarnation: int, on_bytes: OnBytes = lambda count: None) -> Path:
+def pull(
+    source: RemoteCheckpoint,
+    directory: Path,
+    incarnation: int,
+    on_bytes: OnBytes = lambda count: None,
+    before_commit: Callable[[], object] = lambda: None,
+) -> Path:
     """Copy a remote checkpoint into a `checkpoints` folder, check every digest, and rename it to its place.
 
     A local checkpoint of this step is replaced. Raises DamagedCheckpoint if the remote files are damaged,
-    CheckpointError if the local files cannot be written, and UnreachableError. After an error no part of the copy is
-    left in the folder.
+    CheckpointError if the local files cannot be written, UnreachableError, and the errors of `before_commit`. After an
+    error no part of the copy is left in the folder.
     """
     manifest, content = source.read_manifest()
     needed_bytes = manifest.total_bytes + len(content)
@@ -295,6 +317,8 @@ def pull(source: RemoteCheckpoint, directory: Path, incarnation: int, on_bytes: 
                     source.read_shard(manifest, entry, keep)
 
             shard_file.on_threads(receive, len(manifest.shards), FILES_AT_ONCE)
+            before_commit()
+            on_bytes(0)
             return folder.commit(directory, manifest, content, incarnation)
     except BaseException:
         shutil.rmtree(folder.temporary(directory, source.step, incarnation), ignore_errors=True)

@@ -24,7 +24,7 @@ from frontier_llm.checkpoint.remote_writer import branched, claim, foreign_steps
 from frontier_llm.checkpoint.upload_process import DAMAGED, TAKEN, UNREACHABLE, answer_of
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.run.complete import MANIFEST_DIGEST, step_name
-from frontier_llm.run.uploads import UploadRecord, uploads_to, write_uploads
+from frontier_llm.run.uploads import UploadRecord, after_discard, uploads_to, write_uploads
 
 FIRST_PAUSE_S = 2.0  # pause after a failed upload, doubled after each further failure
 LONGEST_PAUSE_S = 300.0
@@ -236,11 +236,7 @@ class Uploads:
                 self._write(replace(self._record, branched_at=None))
                 return
             if step is None:
-                left = self._record.uploaded_step
-                above = self._record.discard_above
-                if left is not None and above is not None:
-                    left = min(left, above)
-                self._write(replace(self._record, uploaded_step=left, discard_above=None, problem=""))
+                self._write(after_discard(self._record))
                 return
             self._finished[step] = digest
             log.info(f"uploaded {step_name(step)} to {self.url}")

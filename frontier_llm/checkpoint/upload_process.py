@@ -20,7 +20,7 @@ from typing import Any
 
 from frontier_llm.checkpoint import remote
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
-from frontier_llm.checkpoint.remote import POLL_S, RateLimit, push, remote_checkpoints, uploaded_checkpoints
+from frontier_llm.checkpoint.remote import POLL_S, RateLimit, delete_above, push, uploaded_checkpoints
 from frontier_llm.checkpoint.remote_writer import TakenUrl, branched, claim, foreign_steps, release, renew, this_writer
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import FrontierError
@@ -147,10 +147,7 @@ def _serve(request: dict[str, Any]) -> None:
         return
     renew(place, writer)
     if request["task"] == "discard":
-        for one in remote_checkpoints(place):
-            if one.step > request["step"]:
-                one.delete()
-                _mark()
+        delete_above(place, request["step"], _mark)
         return
     limit = RateLimit(request["mib_per_s"] * 2**20)
     push(Path(request["checkpoint"]), place, writer, limit, lambda _: _mark())

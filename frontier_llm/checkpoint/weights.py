@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -209,13 +209,19 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
         raise CheckpointError(what, where=str(directory), fix="import into a new train.run_dir")
     dtype: DtypeName = "F64" if config.precision.dtype == "fp64" else "F32"
     rule = optimizer_rule(config.optimizer.name)
-    parameters = list(model_parameters(config.model).values())
-    tensors = [(parameter, rule.kinds(parameter)) for parameter in parameters]
-    tensors += [(one, (STATISTIC,)) for parameter in parameters for one in rule.statistics(parameter)]
+    parameters = model_parameters(config.model)
+    tensors = [(parameter, rule.kinds(parameter)) for parameter in parameters.values()]
+    tensors += [(one, (STATISTIC,)) for parameter in parameters.values() for one in rule.statistics(parameter)]
     everything = [SavedPiece(one.name, (0,) * len(one.shape), one.shape, kinds, one.shape) for one, kinds in tensors]
 
     def state_bytes(piece: SavedPiece) -> int:
         return prod(piece.shape) * len(piece.kinds) * ITEM_BYTES[dtype]
+
+    def master_of(piece: SavedPiece) -> Tensor:
+        parameter = parameters[piece.name]
+        if parameter.of_training:  # other formats do not have it
+            return torch.full(piece.shape, parameter.init_value)
+        return source.rectangle(piece.name, piece.offset, piece.shape)
 
     held = list(packed(everything, state_bytes, shard_bytes))
     facts = JobFacts(
@@ -241,7 +247,7 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
             for number, pieces in enumerate(held):
                 name = shard_name(number)
                 layout = shard_layout(pieces, dtype, 0, name)
-                digest = _write_shard(building / name, source, pieces, layout, DTYPES[dtype])
+                digest = _write_shard(building / name, master_of, pieces, layout, DTYPES[dtype])
                 files.append({"file": name, "bytes": layout.total_bytes, "sha256": digest})
             manifest = build_manifest(progress, facts, contents_of(held, dtype), files)
             return folder.commit(directory, manifest, manifest.to_bytes(), manifest.incarnation)
@@ -250,18 +256,21 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
         raise
 
 
+_OF_TRAINING = ("balance", "balance_weight", "z_weight", "bias_rate")  # fields of MoeConfig without effect on outputs
 _OF_POSITION = {"rope": {"rope_theta", "rope_fraction", "rope_scaling"}, "alibi": {"alibi_max_bias"}}
 
 
 def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
     """Return a Problem for every field in which the run's model computes another function than the imported model."""
-    free = {"name", "vocab_multiple", "init_std"}
+    free = {"name", "vocab_multiple", "init_std", "dropout"}
     if run.position != "learned":
         free.add("sequence_length")  # training may continue with another sequence length
     for position, fields in _OF_POSITION.items():  # fields of unused position encodings have no effect
         free |= fields if imported.position != position else set()
     ours = _resolved(run)
     theirs = _resolved(imported)
+    if run.moe is not None and imported.moe is not None:
+        theirs["moe"] = {**theirs["moe"], **{field: getattr(run.moe, field) for field in _OF_TRAINING}}
 
     def written(value: object) -> str:  # returns `value` in the syntax of a run file
         return value if isinstance(value, str) else json.dumps(value)
@@ -277,9 +286,10 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
     ]
 
 
-def _resolved(model: ModelConfig) -> dict[str, object]:
+def _resolved(model: ModelConfig) -> dict[str, Any]:
     return {
         **model.model_dump(),
+        "moe": None if model.moe is None else {**model.moe.model_dump(), "expert_hidden": model.expert_hidden},
         "kv_heads": model.num_kv_heads,
         "head_dim": model.dim_per_head,
         "qkv_bias": model.has_qkv_bias,
@@ -287,21 +297,22 @@ def _resolved(model: ModelConfig) -> dict[str, object]:
 
 
 def _write_shard(
-    path: Path, source: WeightSource, pieces: Sequence[SavedPiece], layout: ShardLayout, dtype: np.dtype[Any]
+    path: Path,
+    master_of: Callable[[SavedPiece], Tensor],
+    pieces: Sequence[SavedPiece],
+    layout: ShardLayout,
+    dtype: np.dtype[Any],
 ) -> str:
     """Write a shard and return its digest.
 
-    The masters come from the source. The optimizer states are zero: they are holes of a sparse file.
+    The optimizer states are zero: they are holes of a sparse file.
     """
     with created(path) as descriptor:
         os.ftruncate(descriptor, layout.total_bytes)
         write_all(descriptor, memoryview(layout.head), 0)
         for entry in layout.entries:
             if entry.kind == MASTER:
-                piece = pieces[entry.piece]
-                values = source.rectangle(piece.name, piece.offset, piece.shape).to(
-                    torch.from_numpy(np.empty(0, dtype)).dtype
-                )
+                values = master_of(pieces[entry.piece]).to(torch.from_numpy(np.empty(0, dtype)).dtype)
                 write_all(descriptor, values.reshape(-1).view(torch.uint8).numpy().data, entry.start)
     with opened(path, layout.total_bytes, layout.head) as descriptor:
         return read_and_hash(descriptor, path, layout, BLOCK_BYTES)

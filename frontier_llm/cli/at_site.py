@@ -36,7 +36,7 @@ RUN_JOB = (
 
 def load_current(run: str, words: Sequence[str]) -> RunConfig:
     """Return the configuration that a job would use now: with the run directory's changes and a known precision."""
-    from frontier_llm.cluster.recorded import as_it_stands
+    from frontier_llm.data.recorded import as_it_stands
     from frontier_llm.machine.precision import load_resolved
 
     return as_it_stands(load_resolved(run, words))

@@ -72,8 +72,8 @@ def subject_of(args: argparse.Namespace) -> Subject:
 def on_this_computer(config: RunConfig, world_size: int, allowed_changes: Sequence[str]) -> Subject:
     """Return a run on ranks of this computer. The keys in `allowed_changes` may differ from the checkpoint's."""
     from frontier_llm.certificate.subject import Subject
-    from frontier_llm.cluster.recorded import recorded_position
     from frontier_llm.data.position import START
+    from frontier_llm.data.recorded import recorded_position
 
     return Subject(
         config=config,

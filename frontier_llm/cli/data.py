@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli.arguments import (
@@ -84,12 +85,15 @@ def _import(args: argparse.Namespace) -> int:
 def _index(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.data.loader import data_problems, prepare_indices
+    from frontier_llm.data.position import START
+    from frontier_llm.data.recorded import as_it_stands, recorded_position
     from frontier_llm.errors import DataError
 
-    run_config = load_run(args.run, args.overrides)
-    if problems := data_problems(run_config):
+    config = as_it_stands(load_run(args.run, args.overrides))
+    position = recorded_position(Path(config.train.run_dir)) or START
+    if problems := data_problems(config, position):
         raise DataError(problems)
-    prepare_indices(run_config)
+    prepare_indices(config, position)
     print("the sample indices are ready")
     return 0
 

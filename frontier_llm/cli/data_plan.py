@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 )
 def show_step(args: argparse.Namespace) -> int:
     """Print the samples of one step."""
-    from frontier_llm.cluster.recorded import before_step
     from frontier_llm.cluster.status import require_run_dir
     from frontier_llm.config import RunConfig, build
     from frontier_llm.config.load import read_yaml
     from frontier_llm.data.inspect import samples_of_step
+    from frontier_llm.data.recorded import before_step
 
     directory = Path(args.run)
     require_run_dir(directory)
@@ -110,10 +110,10 @@ def _plan_row(source: PlannedSource) -> tuple[object, ...]:
 )
 def plan(args: argparse.Namespace) -> int:
     """Print the data that each phase of a run reads."""
-    from frontier_llm.cluster.recorded import as_it_stands, recorded_position
     from frontier_llm.config import load_run
     from frontier_llm.data.plan import data_plan
     from frontier_llm.data.position import START
+    from frontier_llm.data.recorded import as_it_stands, recorded_position
 
     config = as_it_stands(load_run(args.run, args.overrides))
     planned = data_plan(config, recorded_position(Path(config.train.run_dir)) or START)

@@ -24,7 +24,7 @@ BOUND = option(
     metavar="N",
     help="largest accepted line or unpacked MDS shard, in MiB (default: 128)",
 )
-OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
+OVERWRITE = option("--overwrite", action="store_true", help="replace an existing dataset")
 TEXT_OPTIONS = (
     option(
         "--text-key",

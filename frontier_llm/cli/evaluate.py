@@ -117,15 +117,36 @@ def evaluate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.tasks import requests
 
     # every file is checked here in one process before ranks start, including the output, which is written last
-    if args.output and not args.follow and not os.access(Path(args.output).absolute().parent, os.W_OK):
-        raise ConfigError(
-            f"{args.output} cannot be written",
-            where="--output",
-            fix="give a file in a directory that exists and is writable",
-        )
+    if args.output and not args.follow:
+        _check_writable(args.output, "--output")
+    if args.figures:
+        _check_writable(args.figures, "--figures")
+        _check_ending(args.figures)
     for _, task, pool in _tasks(args):
         requests(task, args.shots, pool)
     return _follow(args) if args.follow else on_ranks(args, _evaluate)
+
+
+def _check_writable(path: str, flag: str) -> None:
+    if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
+        raise ConfigError(
+            f"{path} cannot be written",
+            where=flag,
+            fix="give a file in a directory that exists and is writable",
+        )
+
+
+def _check_ending(path: str) -> None:
+    """Raise ConfigError if matplotlib writes no file with this ending."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    endings = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in endings:
+        raise ConfigError(
+            f"{path} has no ending of a figure",
+            where="--figures",
+            fix=f"valid: .{', .'.join(sorted(endings))}",
+        )
 
 
 def _follow(args: argparse.Namespace) -> int:
@@ -257,8 +278,6 @@ def _report(
         "needles": [vars(entry) for entry in recalls],
         "tasks": [{**vars(entry), "stderr": entry.stderr} for entry in results],
     }
-    if args.output:
-        write_atomically(Path(args.output), strict_json(content) + "\n")
     notes = [f"{opened.path}: {verification(args, opened)}"] if args.no_verify else []
     if losses and opened.run is not None and opened.run.data.validation and not (args.windows or args.data):
         notes.append(
@@ -266,6 +285,8 @@ def _report(
             "(train.eval_samples), so its held-out loss differs"
         )
     show(args, content, lambda: "\n".join([*_tables(losses, recalls, results, args.positions > 1), *notes]))
+    if args.output:  # after the results are printed, so that an error of the disk does not lose them
+        write_atomically(Path(args.output), strict_json(content) + "\n")
 
 
 def _tables(

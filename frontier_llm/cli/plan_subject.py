@@ -52,22 +52,21 @@ def read_subject(args: argparse.Namespace) -> PlanSubject:
     model = base.model if base else _model(args, settings)
     if problems := list(model_problems(model)):
         raise ConfigError(problems)
-    args.machine = args.machine or _machine_of_run(run)
+    args.machine = args.machine or machine_of_run(run)
     machine = load_machine(args.machine)
     stack = args.stack or own_stack(machine)
     numbers = rates(machine, stack)
     if note := base and fp16_note(base.precision, machine.device.flushes_fp16):
         print(f"note: {note}", file=sys.stderr)
     fixed = parse_fixed(args.fix)
-    nodes = args.nodes or _smallest(model, machine, numbers)
+    shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else _state_choices(settings)
+    nodes = args.nodes or _smallest(model, machine, numbers, fixed, shared)
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; the plan assumes {nodes}", file=sys.stderr)
     if base:
         batch = base.batch.global_batch
-        shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name}
     else:
         batch = _global_batch(settings) or default_global_batch(model, nodes, numbers.node_devices)
-        shared = _state_choices(settings)
     return PlanSubject(
         model=model,
         machine=machine,
@@ -95,20 +94,19 @@ def _longest_phase(run: RunConfig) -> RunConfig:
     return longest.config
 
 
-def _machine_of_run(run: RunConfig | None) -> str:
+def machine_of_run(run: RunConfig | None) -> str:
     """Return the machine that the run file names. frontier without a run, or if the file names none."""
     if run is not None and "machine" in run.model_fields_set:
         return run.machine
     return _DEFAULT_MACHINE
 
 
-def _smallest(model: ModelConfig, machine: Machine, numbers: Rates) -> int:
-    from frontier_llm.planner.refusal import too_big
-    from frontier_llm.planner.search import smallest_machine
+def _smallest(
+    model: ModelConfig, machine: Machine, numbers: Rates, fixed: Mapping[str, Any], shared: Mapping[str, str]
+) -> int:
+    from frontier_llm.planner.refusal import default_nodes
 
-    nodes = smallest_machine(model, numbers)
-    if nodes is None:
-        raise too_big(model, machine, numbers)
+    nodes = default_nodes(model, machine, numbers, fixed, **shared)
     print(f"note: --nodes not given; {nodes} is the smallest power of two on which {model.name} fits", file=sys.stderr)
     return nodes
 

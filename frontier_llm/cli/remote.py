@@ -55,7 +55,7 @@ def push(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.manifest import DamagedCheckpoint
     from frontier_llm.data.remote_folder import RemoteFolder
     from frontier_llm.run.holder import living_holder
-    from frontier_llm.run.uploads import uploads_to, write_uploads
+    from frontier_llm.run.uploads import after_discard, read_uploads, uploads_to, write_uploads
 
     checkpoints = checkpoints_at(args.run)
     if not checkpoints:
@@ -63,9 +63,16 @@ def push(args: argparse.Namespace) -> int:
     url = args.url.rstrip("/")
     place = RemoteFolder(url)
     run_dir = _run_dir(checkpoints[0])
-    record = uploads_to(run_dir, url)
+    record = read_uploads(run_dir)
+    is_of_url = record is None or record.url == url  # the record of another URL belongs to train.remote and stays
+    if record is None:
+        record = uploads_to(run_dir, url)
     writer = remote_writer.this_writer(record.writer, run_dir)
     remote_writer.claim(place, writer, args.take_over)
+    if is_of_url and record.discard_above is not None and living_holder(run_dir) is None:
+        remote.delete_above(place, record.discard_above)
+        record = after_discard(record)
+        write_uploads(run_dir, record)
     limit = remote.RateLimit(args.mib_per_s * 2**20)
     pushed: list[remote.Pushed] = []
     rows: list[dict[str, Any]] = []
@@ -87,10 +94,13 @@ def push(args: argparse.Namespace) -> int:
             line.close()
         if not args.json:
             print(f"{path.name}  {text}", flush=True)
-    if living_holder(run_dir) is None:  # if a job is running, it writes the record of uploads itself
+    if not is_of_url:
+        remote_writer.release(place, writer)
+    elif living_holder(run_dir) is None:  # if a job is running, it writes the record of uploads itself
         remote_writer.release(place, writer)
         if pushed:
-            record = replace(record, uploaded_step=pushed[0].step, uploaded_unix_s=time.time())
+            newest = max(pushed[0].step, record.uploaded_step or 0)
+            record = replace(record, uploaded_step=newest, uploaded_unix_s=time.time())
         write_uploads(run_dir, replace(record, pending=(), problem=damages[0] if damages else ""))
     if args.json:
         show(args, rows, str)

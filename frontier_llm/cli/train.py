@@ -67,9 +67,9 @@ def _run(args: argparse.Namespace) -> int:
     from frontier_llm.certificate.named_code import resume_problems
     from frontier_llm.cli.checks import check, check_start
     from frontier_llm.cli.ranks import local_world_size, read_run, start_local_ranks
-    from frontier_llm.cluster.recorded import as_it_stands, recorded_position
     from frontier_llm.config.keys import check_allowable
     from frontier_llm.data.position import START
+    from frontier_llm.data.recorded import as_it_stands, recorded_position
     from frontier_llm.machine.cores import set_own_threads
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.rank_env import discover

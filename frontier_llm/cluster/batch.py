@@ -19,9 +19,9 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
-from frontier_llm.cluster.recorded import as_it_stands
 from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.config import RunConfig, saves_nothing
+from frontier_llm.data.recorded import as_it_stands
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
 from frontier_llm.machine.precision import load_resolved
 from frontier_llm.run.job import CONTINUATIONS, EXAMINED_NODES, FILE, Job, read_job

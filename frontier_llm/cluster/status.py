@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.decide import plan_in_use, plans_out_of_memory
-from frontier_llm.cluster.recorded import epochs_read, steps_done
 from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.config import in_steps
 from frontier_llm.config.fields import TokenSteps
 from frontier_llm.config.load import read_yaml
+from frontier_llm.data.recorded import epochs_read, steps_done
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.planner.predict import START_S
 from frontier_llm.run import allocations, run_dir

@@ -89,6 +89,8 @@ class Ledger:
     waits: list[Span] | None = field(default=None, repr=False)
     in_flight: int = 0  # number of communications that have begun and whose wait() has not ended
     most_in_flight: int = 0
+    # number of pipeline actions that have begun; a rank without collectives makes progress by them
+    actions: int = 0
     not_counted: str = ""  # engine whose own collectives are missing in these statistics; "" = nothing is missing
     memory: GroupMemory | None = field(default=None, repr=False)  # device memory of the groups; None without groups
     _depth: int = field(default=0, repr=False)

@@ -21,22 +21,29 @@ from frontier_llm.units import format_count
 def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> DatasetMeta | None:
     """Return the record of the dataset at `prefix` if it was made from the plan with this digest, otherwise None.
 
-    Raises DataError for a dataset of another plan, unless `overwrite` is set.
+    With `overwrite`, and for a damaged dataset of the same plan, the result is None. Raises DataError for a dataset of
+    another plan.
     """
-    if not idx_path(prefix).exists():
+    if overwrite or not idx_path(prefix).exists():
         return None
     meta = read_meta(prefix)
-    if meta is not None and meta.inputs_digest == digest and IndexedDataset(prefix).token_count == meta.tokens:
-        log.info(f"{prefix}: already exists with {format_count(meta.tokens)} tokens from these inputs; nothing to do")
-        return meta
-    if not overwrite:
+    if meta is None or meta.inputs_digest != digest:
         fix = "choose another --output, or add --overwrite to replace it"
         raise DataError(
             "already exists, and was made from other inputs or with another tokenizer or other options",
             where=str(prefix),
             fix=fix,
         )
-    return None
+    try:
+        tokens = IndexedDataset(prefix).token_count
+    except DataError as error:
+        log.warn(f"{prefix}: is damaged and will be made again: {error}")
+        return None
+    if tokens != meta.tokens:
+        log.warn(f"{prefix}: has {tokens} tokens instead of the recorded {meta.tokens} and will be made again")
+        return None
+    log.info(f"{prefix}: already exists with {format_count(tokens)} tokens from these inputs; nothing to do")
+    return meta
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def import_tokens(
     codec = load_tokenizer(tokenizer)
     known = f"known endings: {', '.join(SUFFIXES)}; for text, use `frontier-llm data tokenize`"
     files = find_inputs(inputs, lambda path: path.name.endswith(SUFFIXES), "token", known)
-    plan = [codec.digest, dtype, column, [identity_of(path) for path in files]]
+    plan = [codec.digest, codec.eod, dtype, column, [identity_of(path) for path in files]]
     digest = hashlib.sha256(strict_json(plan).encode()).hexdigest()
     if (before := existing_dataset(prefix, digest, overwrite)) is not None:
         return before

@@ -173,7 +173,7 @@ def open_samples(run: RunConfig, split: str = "train") -> BlendedSamples:
     # held-out sets are never packed best-fit, so that losses of runs with different packings are comparable
     packing = run.data.packing if split == "train" else "concatenate"
     streams = [
-        _open_dataset(run, source.path, packing, order_key(packing, seed, place))
+        _open_dataset(run, source.path, run.model.sequence_length, packing, order_key(packing, seed, place))
         for place, source in enumerate(sources)
     ]
     weights = whole_weights([source.weight for source in sources])
@@ -193,13 +193,13 @@ def open_stream(run: RunConfig, stream: Stream) -> SampleStream:
     """Return the samples of one stream."""
     if stream.dataset == SYNTHETIC:
         return SyntheticSamples(stream.sequence_length, run.data.seed, run.model.vocab_size, stream.key)
-    return _open_dataset(run, stream.path, stream.packing, stream.key)
+    return _open_dataset(run, stream.path, stream.sequence_length, stream.packing, stream.key)
 
 
-def _open_dataset(run: RunConfig, path: str, packing: Packing, key: int) -> DatasetSamples:
+def _open_dataset(run: RunConfig, path: str, sequence_length: int, packing: Packing, key: int) -> DatasetSamples:
     cache_dir = Path(run.data.cache_dir) if run.data.cache_dir else None
     samples = PackedSamples if packing == "best-fit" else DocumentSamples
-    return samples(IndexedDataset(path), run.model.sequence_length, key, cache_dir)
+    return samples(IndexedDataset(path), sequence_length, key, cache_dir)
 
 
 def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", read_ahead: int = 4) -> Batches:
@@ -237,14 +237,14 @@ def _batches(
     )
 
 
-def prepare_indices(run: RunConfig) -> None:
-    """Build the sample indices for all steps, before the ranks start.
+def prepare_indices(run: RunConfig, position: Position = START) -> None:
+    """Build the sample indices for all steps after `position`, before the ranks start.
 
     The ranks then only map the index files.
 
     One process on any node does this.
     """
-    for phase, after in course(run, START, datasets_of([run])):
+    for phase, after in course(run, position, datasets_of([run])):
         for stream in after.current:
             _prepare(open_stream(phase.config, stream), stream.taken)
         count = run.train.eval_samples + phase.config.batch.global_batch

@@ -66,7 +66,7 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
             f"has {format_bytes(path.stat().st_size)}, more than the limit of {format_bytes(MAXIMUM_BYTES)} for "
             f"the record of a dataset",
             where=str(path),
-            fix="tokenize the text again",
+            fix="tokenize the text again with --overwrite",
         )
     from pydantic import TypeAdapter, ValidationError  # imported here, so that tokenization workers start without it
 
@@ -75,5 +75,5 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
     try:
         return TypeAdapter(DatasetMeta).validate_json(path.read_bytes())
     except ValidationError as error:
-        fix = "tokenize the text again, or delete the file to use the data without checks"
+        fix = "tokenize the text again with --overwrite, or delete the file to use the data without checks"
         raise DataError(f"is damaged: {first_fault(error)}", where=str(path), fix=fix) from None

@@ -204,10 +204,13 @@ def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options
     """
     paths = sorted({piece.path for shard in shards for piece in shard})
     stats = [identity_of(located(path)) for path in paths]
-    deciding = {name: value for name, value in asdict(options).items() if name != "max_bytes" and value is not None}
+    deciding = {name: value for name, value in asdict(options).items() if value is not None}
+    if not options.skip_damaged:
+        del deciding["max_bytes"]  # A line above the limit ends the run, so that the limit has no effect on the result.
     plan = [
         VERSION,
         codec.digest,
+        codec.eod,
         deciding,
         stats,
         [[asdict(piece) | {"path": without_secrets(piece.path)} for piece in shard] for shard in shards],

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.errors import ConfigError, FrontierError, Problem
 
 # number of tokens that are sorted first; while a filter keeps all sorted tokens, 16 times as many are sorted
 CANDIDATES = 1024
+LOWEST_TEMPERATURE = 1e-6  # logits divided by a much lower temperature overflow
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,11 @@ class Sampling:
     def __post_init__(self) -> None:
         rules = [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            (
+                "temperature",
+                self.temperature == 0 or self.temperature >= LOWEST_TEMPERATURE,
+                f"0 (greedy), or {LOWEST_TEMPERATURE} or more",
+            ),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
@@ -55,7 +60,15 @@ class Sampler:
         self._generators = [torch.Generator().manual_seed(int.from_bytes(digest, "little")) for digest in digests]
 
     def choose(self, logits_BV: Tensor, seen_BV: Tensor) -> Tensor:
-        """Return the next tokens (B), int64. `seen_BV` marks the tokens in each row's context."""
+        """Return the next tokens (B), int64. `seen_BV` marks the tokens in each row's context.
+
+        Raises FrontierError if the logits are not finite, for example because a weight is NaN.
+        """
+        if not bool(logits_BV.amax(-1).isfinite().all()):
+            raise FrontierError(
+                "the model's logits are not finite",
+                fix="use --dtype fp32, or an earlier checkpoint",
+            )
         sampling = self._sampling
         logits_BV = penalise(logits_BV, seen_BV, sampling.repetition_penalty)
         if sampling.temperature == 0:

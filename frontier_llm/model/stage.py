@@ -106,8 +106,11 @@ class Stage(nn.Module):
         """
         x, routed = self._blocks(x, batch)
         context = self.context
-        of_x = {name: term for name, term in self._terms.items() if not term.of_logits}
-        further = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in of_x.items()}
+        further = {
+            name: term.value(x, batch, context.tp, context.sequence_parallel)
+            for name, term in self._terms.items()
+            if not term.of_logits
+        }
         if routed:
             sequence_shards = context.cp.size * (context.tp.size if context.sequence_parallel else 1)
             tokens = x.shape[0] * sequence_shards * batch.global_sequences
@@ -119,8 +122,11 @@ class Stage(nn.Module):
             if batch.text_losses is not None:
                 sums_T, texts_SB = batch.text_losses
                 sums_T.index_add_(0, texts_SB.flatten(), loss_SB.flatten().to(sums_T.dtype))
-            of_logits = self._terms.keys() - of_x.keys()
-            further |= {name: self._terms[name].value(logsumexp_SB, batch, context.tp, False) for name in of_logits}
+            further |= {
+                name: term.value(logsumexp_SB, batch, context.tp, False)
+                for name, term in self._terms.items()
+                if term.of_logits
+            }
         return StageOutput(output, further) if further else output
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:

@@ -8,11 +8,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.machinery import PathFinder
 from typing import Literal, NamedTuple
 
 import torch
 
-from frontier_llm.errors import BackendError
+from frontier_llm.errors import BackendError, in_one_line
 from frontier_llm.libraries import BUILD_COMMAND
 from frontier_llm.ops import native, reference, sdpa
 from frontier_llm.ops.manifest import build_command
@@ -192,8 +193,8 @@ def _flash_attn_missing() -> str:
         return "the flash-attn package is not installed"
     try:
         package = importlib.import_module("flash_attn")
-    except (ImportError, OSError) as error:
-        return f"flash-attn cannot be imported: {error}"
+    except Exception as error:  # the Triton build raises RuntimeError on a node without a GPU
+        return f"flash-attn cannot be imported: {in_one_line(error)}"
     interface = getattr(package, "flash_attn_interface", None)  # None: another package has the same name
     if getattr(interface, "USE_TRITON_ROCM", False):
         return (
@@ -214,9 +215,11 @@ def apex_missing() -> str:
 
     NVIDIA's and ROCm's apex have compiled extensions. The PyPI project named apex is another package, a web toolkit.
     """
-    if importlib.util.find_spec("apex") is None:
+    found = importlib.util.find_spec("apex")
+    if found is None:
         return "apex is not installed"
-    if importlib.util.find_spec("apex.multi_tensor_apply") is None:
+    # Without an import: that of PyPI's project can fail, and ROCm's apex compiles its extensions at its import.
+    if PathFinder.find_spec("multi_tensor_apply", found.submodule_search_locations or []) is None:
         return "the installed apex is another project of that name from PyPI, not NVIDIA's: run pip uninstall apex"
     missing = [name for name in ("amp_C", "fused_layer_norm_cuda") if importlib.util.find_spec(name) is None]
     if missing:

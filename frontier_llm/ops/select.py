@@ -33,9 +33,6 @@ PREFERENCE: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu", "sdpa", "reference"),
     "cuda": ("flash_attn", "triton", "torch", "sdpa", "reference"),
 }
-# Order of attention back-ends if documents are masked. flash_attn comes later, because it reads the lengths of the
-# documents on the host in every layer, so the host waits for the GPU.
-_WITH_DOCUMENTS = ("triton", "flash_attn", "torch", "sdpa", "reference")
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,13 @@ def _choose_auto(group: str, conditions: Conditions, first: tuple[str, ...]) -> 
     """
     on_gpu = conditions.device_type == "cuda"
     passed_over: list[str] = []
-    usual = _WITH_DOCUMENTS if conditions.needs.documents and on_gpu else PREFERENCE[conditions.device_type]
-    for provider in (PROVIDERS[name] for name in dict.fromkeys([*first, *usual])):
+    order = list(dict.fromkeys([*first, *PREFERENCE[conditions.device_type]]))
+    if conditions.needs.documents and on_gpu:
+        # flash_attn reads the lengths of the documents on the host in every layer, so the host waits for the GPU. The
+        # rows of the attention table do not show this: they are measured with ALiBi.
+        order.remove("flash_attn")
+        order.insert(order.index("triton") + 1, "flash_attn")
+    for provider in (PROVIDERS[name] for name in order):
         if group not in provider.groups:
             continue
         refusal = conditions.refusal(provider, group)

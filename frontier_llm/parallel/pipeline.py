@@ -83,6 +83,7 @@ class Engine:
         self._placement = schedule.placement
         self._stages = dict(zip(positions, stages, strict=True))
         self._channels = mesh.channels
+        self._ledger = mesh.ledger
         actions: Sequence[Action] = schedule.actions[rank]
         if overlap:
             actions = posted_ahead(actions, schedule.pairs)
@@ -131,6 +132,7 @@ class Engine:
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
         """Run one action, or a pair of a forward and a backward whose collectives overlap."""
+        self._ledger.actions += len(unit)
         if len(unit) > 1 and self._interleaving is not None:
             # The backward runs first, because its first operation sends rows to experts, whereas the forward begins
             # with attention.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
@@ -72,13 +72,10 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     busiest = max(range(layout.pp), key=lambda rank: simulated.busy_s[rank])
     placement = rule(layout.schedule).placement(layout.pp, layout.chunks)
     held = [plan.stages[position] for position in placement.positions_of(busiest)]
-    layers = sum(stage.num_layers for stage in held)
-    block = times(model, layout, rates, layers // layout.chunks).block
-    modes = mode_shares(model, layout, layers // layout.chunks)
     split = float(split_share(layout.schedule, layout.pp, m))
     parts: dict[str, float] = {}
 
-    def add(items: Sequence[Item], number: float, adding: str) -> None:
+    def add(items: Sequence[Item], number: float, adding: str, modes: Mapping[str, float]) -> None:
         """Add the times of `items`, multiplied by `number`. Accumulation of gradients counts as the cause `adding`."""
         if not number:
             return
@@ -90,16 +87,20 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
                 seconds = float(added_share(m) * sum(both))
             parts[name] = parts.get(name, 0.0) + m * number * seconds
 
-    for layer, count in layer_kinds(model):
-        add(block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS)
-    add(embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING)
-    add(head_work(model, layout, rates), sum(stage.head for stage in held), HEAD)
-    computed = sum(block.both(m, rates))
+    parts[LAUNCHES] = 0.0
+    parts[SHARDS] = 0.0
+    for stage in held:
+        modes = mode_shares(model, layout, stage.num_layers)
+        for layer, count in layer_kinds(model, stage.layers):
+            add(block_work(model, layout, rates, layer), count, PRODUCTS, modes)
+        add(embedding_work(model, layout), stage.embedding, EMBEDDING, modes)
+        add(head_work(model, layout, rates), stage.head, HEAD, modes)
+        block = times(model, layout, rates, stage.layers).block
+        computed = sum(block.both(m, rates))
+        launches = computed - block.forward_s - block.backward_s - block.adding_s * added_share(m)
+        parts[LAUNCHES] += m * stage.num_layers * float(launches)
+        parts[SHARDS] += m * stage.num_layers * float(sum(layer_s(block, layout, rates)) - computed)
     parts[DISPATCH] = parts.get(DISPATCH, 0.0) - simulated.hidden_s[busiest]
-    parts[LAUNCHES] = (
-        m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
-    )
-    parts[SHARDS] = m * layers * float(sum(layer_s(block, layout, rates)) - computed)
     parts["host per microbatch"] = m * float(between_microbatches_s(layout, rates))
     parts[BUBBLE] = simulated.pipeline_s - simulated.busy_s[busiest]
     parts["gradient reduction"] = simulated.reduce_s

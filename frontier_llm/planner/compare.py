@@ -31,8 +31,10 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
     if "sharding" in changes:
         follows.add("data_shard")
     same = {name: value for name, value in chosen.items() if name not in follows}
-    exact = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **same, **changes})
-    free = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **changes})
+    exact, free = (
+        search(outcome.model, numbers, outcome.nodes, outcome.global_batch, values, **outcome.shared)
+        for values in ({**fixed, **same, **changes}, {**fixed, **changes})
+    )
     lines = [f"what if {' '.join(words)}"]
     for title, other in (("all other values as in the chosen layout", exact), ("all other values chosen again", free)):
         if not other.legal:

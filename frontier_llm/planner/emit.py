@@ -171,15 +171,19 @@ def emit(
 
 
 def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[str, Any]:
-    """Return the file's content with the number of steps for the requested tokens or the base run's tokens."""
+    """Return the file's content with the number of steps for the requested tokens or the base run's tokens, and with
+    the layout's microbatch in phases that set one.
+    """
     base = load_run(str(request.run))
     tokens = request.tokens or planned_tokens(phases_of(base))
     # each phase of a run states its own number of steps
     steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
-    is_typed = "steps" in request.settings.get("train", {})
-    if is_typed or steps == base.train.steps:
-        return choice
-    return {**choice, "train": {**choice["train"], "steps": steps}}
+    train = dict(choice["train"])
+    if "steps" not in request.settings.get("train", {}) and steps != base.train.steps:
+        train["steps"] = steps
+    if _sets_microbatch(base):
+        train["phases"] = _phases_with(outcome.best.layout, base)
+    return {**choice, "train": train}
 
 
 def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devices: int) -> None:
@@ -297,13 +301,18 @@ def plan_overrides(config: RunConfig, roomier: Plan) -> tuple[tuple[str, ...], t
     keys = layout_keys(roomier, machine, rates(machine))
     keys["comm"].setdefault("algorithms", CommConfig().algorithms)
     keys["parallel"].setdefault("cross_node_tensor", False)
-    if any(phase.batch.micro_batch is not None for phase in config.train.phases):
+    if _sets_microbatch(config):
         keys["train"]["phases"] = _phases_with(roomier.layout, config)
     own: Mapping[str, Mapping[str, Any]] = config.model_dump(mode="json", exclude={"train": {"phases"}})
     own_keys = {section: {key: own[section].get(key) for key in values} for section, values in keys.items()}
     if "phases" in keys["train"]:
         own_keys["train"]["phases"] = [_as_written(phase) for phase in config.train.phases]
     return as_overrides(own_keys), as_overrides(keys)
+
+
+def _sets_microbatch(config: RunConfig) -> bool:
+    """Return True if a phase of the run sets its own microbatch."""
+    return any(phase.batch.micro_batch is not None for phase in config.train.phases)
 
 
 def _phases_with(layout: Layout, config: RunConfig) -> list[dict[str, Any]]:

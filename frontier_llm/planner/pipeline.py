@@ -17,7 +17,7 @@ from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
-from frontier_llm.planner.costs.seconds import times
+from frontier_llm.planner.costs.seconds import Times, of_stages, times
 from frontier_llm.planner.costs.time import (
     StepTail,
     between_microbatches_s,
@@ -91,38 +91,33 @@ def stage_times(
     stages: tuple[StageSpec, ...],
 ) -> tuple[StageTimes, ...]:
     """Return the times of every virtual stage: its layers, and the embedding or the head if the stage has them."""
-    parts = times(model, layout, rates)
+    of_each = of_stages(model, stages, lambda layers: times(model, layout, rates, layers))
+    parts = of_each[0]
     m = layout.microbatches
-    blocks = {stage.num_layers: parts.block for stage in stages}
-    if "," in layout.recompute:  # the shares of the modes depend on a stage's number of layers
-        blocks = {length: times(model, layout, rates, length).block for length in blocks}
-    layer = {length: layer_s(block, layout, rates) for length, block in blocks.items()}
-    weight = float(parts.block.weights(m))
     embedding = parts.embedding.both(m, rates)
     head = parts.head.both(m, rates)
     host = float(between_microbatches_s(layout, rates)) / 2 / layout.chunks + (
         float(p2p_s(model, layout, rates)) if rates.blocking_messages else 0.0
     )
 
-    def seconds(stage: StageSpec, side: int) -> float:
+    def seconds(stage: StageSpec, block: Times, side: int) -> float:
         return (
             float(
-                stage.num_layers * layer[stage.num_layers][side]
+                stage.num_layers * layer_s(block, layout, rates)[side]
                 + stage.embedding * embedding[side]
                 + stage.head * head[side]
             )
             + host
         )
 
-    hidden_s = {length: float(pair_s(block, layout, rates)) for length, block in blocks.items()}
     return tuple(
         StageTimes(
-            seconds(stage, 0),
-            seconds(stage, 1),
-            stage.num_layers * weight,
-            stage.num_layers * hidden_s[stage.num_layers],
+            seconds(stage, block, 0),
+            seconds(stage, block, 1),
+            stage.num_layers * float(block.weights(m)),
+            stage.num_layers * float(pair_s(block, layout, rates)),
         )
-        for stage in stages
+        for stage, block in zip(stages, (each.block for each in of_each), strict=True)
     )
 
 
@@ -233,16 +228,16 @@ def _after_pipeline(
     times: tuple[StageTimes, ...],
 ) -> StepTail:
     """Return the seconds of gradient sum, update and weight gather on each pipeline rank."""
-    layers, embeds, heads = stage_columns(stages)
-    parameters = stage_numel(model, layout.tp, layers, embeds > 0, heads > 0)
+    layers, routed, embeds, heads = stage_columns(model, stages)
+    parameters = stage_numel(model, layout.tp, layers, embeds > 0, heads > 0, routed=routed)
     return tail(
         layouts=layout,
         rates=rates,
         parameters=by_rank(parameters, layout),
         last_backward_s=by_rank(np.array([stage.backward_s for stage in times]), layout),
         first_forward_s=by_rank(np.array([stage.forward_s for stage in times]), layout),
-        experts=by_rank(expert_numel(model, layout, layers), layout),
-        whole=whole_update(model, layout, rates, by_rank(layers, layout)),
+        experts=by_rank(expert_numel(model, layout, layers, routed=routed), layout),
+        whole=whole_update(model, layout, rates, by_rank(layers, layout), by_rank(routed, layout)),
     )
 
 

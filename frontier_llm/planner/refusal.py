@@ -41,9 +41,9 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
             f"device, which has {has}"
         )
         raise LayoutError(what, "fix fewer choices, or use more nodes", "plan --fix")
-    nodes = smallest_machine(outcome.model, numbers)
+    nodes = smallest_machine(outcome.model, numbers, **outcome.shared)
     if nodes is None:
-        raise too_big(outcome.model, machine, numbers)
+        raise too_big(outcome.model, machine, numbers, **outcome.shared)
     raise LayoutError(
         f"{outcome.model.name} does not fit on {plural(outcome.nodes, 'node')} of {machine.name}: of {outcome.legal} "
         f"legal layouts the smallest needs "
@@ -51,6 +51,17 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
         f"use at least {nodes} nodes",
         "plan",
     )
+
+
+def default_nodes(model: ModelConfig, machine: Machine, numbers: Rates, fixed: Mapping[str, Any], **shared: Any) -> int:
+    """Return the smallest power of two of nodes on which the model fits, with the values in `fixed` if possible.
+
+    Raises LayoutError if the model does not fit on the machine. `fixed` and `shared` are used as in `search`.
+    """
+    nodes = smallest_machine(model, numbers, fixed, **shared) or smallest_machine(model, numbers, **shared)
+    if nodes is None:
+        raise too_big(model, machine, numbers, **shared)
+    return nodes
 
 
 def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
@@ -120,15 +131,15 @@ def _plainest(fixed: Mapping[str, Any]) -> Layout:
     return Layout(**needed)
 
 
-def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError:
+def too_big(model: ModelConfig, machine: Machine, numbers: Rates, **shared: Any) -> LayoutError:
     """Return the error for a model that does not fit on this machine, even on all of its nodes.
 
-    The error names the smallest other machine on which the model fits.
+    The error names the smallest other machine on which the model fits. `shared` is used as in `search`.
     """
     homes = []
     for name in machine_names():
         other = load_machine(name)
-        nodes = smallest_machine(model, rates(other, own_stack(other)))
+        nodes = smallest_machine(model, rates(other, own_stack(other)), **shared)
         if nodes is not None:
             homes.append((nodes * other.devices_per_node * other.device.memory_gib.value, nodes, name))
     fix = "no machine in configs/machines has enough memory; use a smaller model"

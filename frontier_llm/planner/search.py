@@ -110,6 +110,7 @@ class Search:
     across: Plan | None = None  # best layout whose tensor-parallel groups span nodes, if requested
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that the user has fixed, with their values
     finalists: int = 0  # number of simulated plans; `plans` may be cut to the plans of the report.
+    shared: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the search: dtype and optimizer
     # Best plan that needs at most `safe_bytes`; None if the choice is such a plan, or if there is none
     safe: Plan | None = None
 
@@ -189,6 +190,7 @@ def search(
         plans=(),
         smallest_bytes=0.0,
         fixed=fixed,
+        shared=shared,
     )
     if len(layouts) == 0:
         return nothing
@@ -398,11 +400,14 @@ def memory_summary(plan: Plan) -> tuple[int, dict[str, float]]:
     return rank, plan.memory[rank]
 
 
-def smallest_machine(model: ModelConfig, rates: Rates) -> int | None:
+def smallest_machine(
+    model: ModelConfig, rates: Rates, fixed: Mapping[str, Any] | None = None, **shared: Any
+) -> int | None:
     """Return the smallest number of nodes on which a layout fits into memory, or None if none fits.
 
-    Powers of two up to the size of the machine are tried.
+    Powers of two up to the size of the machine are tried. `fixed` and `shared` are used as in `search`.
     """
+    fixed = {"recompute": "full", "sharding": "optimizer", **(fixed or {})}
     for number in (2**power for power in range(15) if 2**power <= rates.nodes):
         batch = default_global_batch(model, number, rates.node_devices)
         layouts = enumerate_layouts(
@@ -410,7 +415,9 @@ def smallest_machine(model: ModelConfig, rates: Rates) -> int | None:
             number * rates.node_devices,
             batch,
             rates.node_devices,
-            {"recompute": "full", "sharding": "optimizer"},
+            fixed,
+            tp_max=max(rates.node_devices, fixed.get("tp", 1)),
+            **shared,
         )
         if len(layouts) and np.any(peak_memory(model, layouts, rates) <= rates.memory_bytes):
             return number

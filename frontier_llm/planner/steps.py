@@ -140,8 +140,15 @@ def adapted(fields: Mapping[str, Any], plan: Plan) -> Layout | None:
 
 def _best_step(outcome: Search, numbers: Rates, changes: Mapping[str, Any]) -> Layout | None:
     """Return the best layout that has the values `changes`, or None if none fits."""
-    plans = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**outcome.fixed, **changes}).plans
-    return plans[0].layout if plans else None
+    found = search(
+        outcome.model,
+        numbers,
+        outcome.nodes,
+        outcome.global_batch,
+        {**outcome.fixed, **changes},
+        **outcome.shared,
+    )
+    return found.best.layout if found.plans else None
 
 
 def _fits(model: ModelConfig, layout: Layout, numbers: Rates) -> bool:

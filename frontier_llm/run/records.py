@@ -111,7 +111,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
                 raise DamagedRecord(f"cannot be read: {error.strerror}", "check its disk", str(path)) from None
             if not line:
                 return
-            row = _object(line)
+            row = json_row(line)
             if row is not None or line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                 yield number, row
 
@@ -129,7 +129,8 @@ def damaged_lines(path: Path, is_sound: Callable[[dict[str, Any]], bool]) -> str
     return f"{len(bad)} lines are damaged and ignored, the first is line {bad[0]}"
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def json_row(line: bytes) -> dict[str, Any] | None:
+    """Return the object of one line. None if the line holds no JSON object."""
     try:
         value = _parse(line)
     except (ValueError, RecursionError):

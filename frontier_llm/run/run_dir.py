@@ -148,10 +148,16 @@ def open_lines(path: Path) -> FileIO:
     Raises FrontierError for a link.
     """
     lines = FileIO(open_below(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
-    size = os.fstat(lines.fileno()).st_size
-    lines.seek(max(0, size - MAX_LINE_BYTES))
-    lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
+    lines.truncate(end_of_lines(lines))
     return lines
+
+
+def end_of_lines(file: FileIO) -> int:
+    """Return the number of bytes up to the end of the last complete line."""
+    size = os.fstat(file.fileno()).st_size
+    start = max(0, size - MAX_LINE_BYTES)
+    file.seek(start)
+    return start + file.read().rfind(b"\n") + 1
 
 
 def make_log_dir(log_dir: Path, run_dir: Path | None) -> None:

@@ -70,8 +70,16 @@ def write_uploads(run_dir: Path, record: UploadRecord) -> None:
     write_atomically(run_dir / FILE, strict_json(asdict(record)) + "\n")
 
 
+def after_discard(record: UploadRecord) -> UploadRecord:
+    """Return the record after all steps above `record.discard_above` have been deleted at the URL."""
+    left = record.uploaded_step
+    if left is not None and record.discard_above is not None:
+        left = min(left, record.discard_above)
+    return replace(record, uploaded_step=left, discard_above=None, problem="")
+
+
 def uploads_to(run_dir: Path, url: str) -> UploadRecord:
-    """Return the record for copies at `url`.
+    """Return the record for copies at `url`, the URL of the run from now on.
 
     A missing record is created. The record of another URL is replaced by a new record.
 

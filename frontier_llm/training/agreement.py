@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import NoReturn
@@ -105,10 +105,15 @@ def judge(reports: Sequence[RankReport]) -> Failure | None:
     The expected facts are the facts of most hosts. Only hosts whose ranks all report the same facts are counted. In a
     tie, the facts of the lower rank are expected. If fewer than half of the hosts differ, the failure is a fault of
     these nodes, and `excluded_hosts` names them. Otherwise the failure is a refusal.
+
+    Different numbers of ranks on the hosts are a refusal, too.
     """
     by_host: dict[str, list[RankReport]] = {}
     for report in reports:
         by_host.setdefault(report.host, []).append(report)
+    sizes = Counter(len(own) for own in by_host.values())
+    if len(sizes) > 1:
+        return _uneven(reports, by_host, usual=max(sizes, key=sizes.__getitem__))
     uniform = [own[0] for own in by_host.values() if all(_identity(report) == _identity(own[0]) for report in own)]
     counts = Counter(_identity(report) for report in uniform)
     expected = max(counts, key=counts.__getitem__) if counts else _identity(reports[0])
@@ -137,6 +142,26 @@ def judge(reports: Sequence[RankReport]) -> Failure | None:
         host_suspect=is_node_fault,
         message=tuple(str(problem).splitlines()),
         excluded_hosts=tuple(differing) if is_node_fault else (),
+    )
+
+
+def _uneven(reports: Sequence[RankReport], by_host: Mapping[str, Sequence[RankReport]], usual: int) -> Failure:
+    """Return the refusal of hosts with different numbers of ranks.
+
+    Each rank derives the ranks of all nodes from the number of ranks on its own node.
+    """
+    host = next(host for host, own in by_host.items() if len(own) != usual)
+    what = f"the nodes have different numbers of ranks: {len(by_host[host])} on {host}, and {usual} on most nodes"
+    problem = Problem("", what, "start the same number of ranks on each node (srun --ntasks-per-node)")
+    return Failure(
+        what,
+        Evidence.COMPARISON,
+        fix=problem.fix,
+        cause=REFUSED_CAUSE,
+        rank=next(rank for rank, report in enumerate(reports) if report.host == host),
+        host=host,
+        section="start",
+        message=tuple(str(problem).splitlines()),
     )
 
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from frontier_llm.errors import BackendError, Problem
+from frontier_llm.errors import BackendError, Problem, in_one_line
 from frontier_llm.files import package_digest
 from frontier_llm.libraries import LIBRARIES, TORCH_OPS, load_library
 from frontier_llm.run.installation import InputFacts, Installation, KernelFacts, TorchFacts, storage
@@ -120,7 +120,15 @@ def provider_facts() -> dict[str, str]:
     """
     from frontier_llm.ops.providers import PROVIDERS
 
-    return {name: str(provider.missing()) for name, provider in PROVIDERS.items() if name != "triton"}
+    facts = {}
+    for name, provider in PROVIDERS.items():
+        if name == "triton":
+            continue
+        try:
+            facts[name] = str(provider.missing())
+        except Exception as error:  # a broken package concerns only a run that uses it
+            facts[name] = f"{name} cannot be examined: {in_one_line(error)}"
+    return facts
 
 
 def input_facts(run_text: str) -> InputFacts | None:
@@ -131,15 +139,18 @@ def input_facts(run_text: str) -> InputFacts | None:
     """
     from frontier_llm.config import load_run
     from frontier_llm.data.loader import data_problems
+    from frontier_llm.data.position import START
+    from frontier_llm.data.recorded import as_it_stands, recorded_position
 
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(run_text)
         file.flush()
-        config = load_run(file.name)
+        config = as_it_stands(load_run(file.name))
     directory = Path(config.train.run_dir).resolve()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     error, free_bytes, _ = storage(existing, node_name())
-    return InputFacts(problems=tuple(data_problems(config)), run_dir_error=error, run_dir_free_bytes=free_bytes)
+    problems = data_problems(config, recorded_position(directory) or START)
+    return InputFacts(problems=tuple(problems), run_dir_error=error, run_dir_free_bytes=free_bytes)
 
 
 def _import_error(name: str) -> str:
@@ -150,8 +161,7 @@ def _import_error(name: str) -> str:
     try:
         importlib.import_module(name)
     except Exception as error:
-        lines = str(error).splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"
+        return in_one_line(error)
     return ""
 
 

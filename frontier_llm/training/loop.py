@@ -81,7 +81,7 @@ def train(
     draws = not is_there(checkpoints_folder(config.train))
     try:
         with joined_state(config, place, draws) as state:
-            watchdog = Watchdog(config.train, state.mesh)
+            watchdog = Watchdog(config.train, state.mesh, config.comm.timeouts_s)
             with watchdog.guarding():  # replaces the timer set above
                 session = _Session(config, state, resume, watchdog, signals, drawn=draws, predict=predict)
                 return session.run()

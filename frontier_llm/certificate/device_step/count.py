@@ -21,7 +21,7 @@ from frontier_llm.certificate.device_step.run import (
     run_device_step,
 )
 from frontier_llm.config import RunConfig
-from frontier_llm.errors import Problem
+from frontier_llm.errors import Problem, in_one_line
 from frontier_llm.machine.load import load_machine
 from frontier_llm.ops.kernel_table import ARCHITECTURES
 from frontier_llm.ops.prebuilt import Kernels
@@ -142,7 +142,7 @@ def _often(found: tuple[tuple[str, str], int], microbatches: int) -> str:
 def _failed(error: Exception) -> DeviceCounts:
     """Refuse arguments that torch.distributed refuses. Any other error only means that the step was not counted."""
     frames: Site = tuple((frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__))[::-1]
-    message = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    message = in_one_line(error)
     own = innermost(frames)
     if own is not None and package_path(own[0].co_filename).startswith("comm/"):
         line = text_of(visible(tuple(filter(is_own, frames))) or own)

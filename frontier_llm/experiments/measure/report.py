@@ -10,8 +10,8 @@ from typing import Any
 
 from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.blueprint.work import matrix_parameters
-from frontier_llm.cluster.recorded import epochs_read, tokens_read
 from frontier_llm.config import RunConfig, dump
+from frontier_llm.data.recorded import epochs_read, tokens_read
 from frontier_llm.experiments.measure.predicted import beside_prediction
 from frontier_llm.experiments.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
 from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page

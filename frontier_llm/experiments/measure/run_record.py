@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from frontier_llm.cluster.recorded import position_of
 from frontier_llm.config import RunConfig, build, own_plugins
 from frontier_llm.config.load import read_yaml
 from frontier_llm.config.plugins import import_recorded, recorded_names
+from frontier_llm.data.recorded import position_of
 from frontier_llm.errors import DataError
 from frontier_llm.run import run_dir
 from frontier_llm.run.evaluations import Evaluated, all_results

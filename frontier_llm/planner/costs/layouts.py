@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.blueprint.layout import SHARDING, Layout
+from frontier_llm.blueprint.layout import SHARDING, Layout, layer_kinds
+from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Number as Number
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import rule
@@ -114,14 +115,17 @@ def distinct(column: Any) -> list[Any]:
     return values
 
 
-def stage_length(layers: int, layouts: Layout) -> Number:
-    """Return the number of layers of the fullest virtual stage if layouts of a table alternate recomputation modes.
+def stage_length(model: ModelConfig, layouts: Layout) -> Number:
+    """Return the number of layers of the fullest virtual stage, if the work of an average layer depends on it.
 
-    Otherwise the work of an average layer does not depend on the number of layers, and the result is 0.
+    It does if layouts of a table alternate recomputation modes, or if only some layers have experts. Otherwise the
+    result is 0.
     """
-    if not isinstance(layouts, Layouts) or not any("," in modes for modes in distinct(layouts.recompute)):
+    if not isinstance(layouts, Layouts):
         return 0 * layouts.pp
-    return np.ceil(layers / (layouts.pp * layouts.chunks))
+    if len(layer_kinds(model)) == 1 and not any("," in modes for modes in distinct(layouts.recompute)):
+        return 0 * layouts.pp
+    return np.ceil(model.layers / (layouts.pp * layouts.chunks))
 
 
 def split(layouts: Layout) -> Any:

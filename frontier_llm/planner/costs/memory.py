@@ -6,7 +6,6 @@ pipeline rank, which holds `chunks` virtual stages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, reduce
@@ -15,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from frontier_llm.blueprint.items import EXCHANGE, Collective, Item, Keep, Phase
-from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, layer_kinds, mode_shares, statistics_bytes
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, fullest_stage, layer_kinds, mode_shares, statistics_bytes
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, StageSpec, block_parameters
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.layouts import Layouts, Number, by_schedule, cut, over_layouts, stage_length
+from frontier_llm.planner.costs.layouts import Number, by_schedule, cut, over_layouts, stage_length
 from frontier_llm.planner.costs.parameters import Size, by_rank, expert_numel, stage_columns, stage_numel
-from frontier_llm.planner.costs.seconds import mean_of_layers
+from frontier_llm.planner.costs.seconds import mean_of_layers, of_stages
 from frontier_llm.planner.costs.time import p2p_bytes, stage_layers
 from frontier_llm.planner.costs.update import BUCKET_ELEMENTS, whole_update
 from frontier_llm.schedule import one_end, peak_bytes, peak_in_flight, peak_waiting, peak_waiting_in_backward
@@ -61,8 +60,9 @@ class Held(NamedTuple):
     exchanged: Number  # gathered keys and values of the complete sequence (context parallelism)
 
 
-def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Held:
-    """Return the bytes that a block and the head keep per microbatch. `layers` is passed to `mode_shares`.
+def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: range | None = None) -> Held:
+    """Return the bytes that a block and the head keep per microbatch. A block's bytes are the mean over `layers`, the
+    layers of a virtual stage. None means `fullest_stage`.
 
     The bytes agree with Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) bytes per block, with the two masks of
     dropout.
@@ -72,7 +72,7 @@ def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None =
     def lists(layer: int, part: Layout) -> tuple[list[Item], list[Item]]:
         return block_work(model, part, rates, layer=layer), head_work(model, part, rates)
 
-    def of_layer(layer: int, layout: Layout) -> Held:
+    def of_layer(layer: int, layout: Layout, stage: range) -> Held:
         fields = (
             "tp",
             "cp",
@@ -86,7 +86,7 @@ def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None =
         )
         part = Layout(**{name: getattr(layout, name) for name in fields}, dtype=layouts.dtype)
         block, head = lists(layer, part)
-        modes = mode_shares(model, layout, layers)
+        modes = mode_shares(model, layout, len(stage))
         return Held(
             block=sum(share * kept_bytes(block, mode) for mode, share in modes.items()),
             block_waiting=kept_bytes(block, "selective"),
@@ -102,9 +102,10 @@ def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None =
         )
 
     def fold(layout: Layout) -> Held:
-        return mean_of_layers(model, lambda layer: of_layer(layer, layout))
+        stage = layers or fullest_stage(model, layout)
+        return mean_of_layers(model, stage, lambda layer: of_layer(layer, layout, stage))
 
-    parts: Held = over_layouts(layouts, fold, stage_length(model.layers, layouts))
+    parts: Held = over_layouts(layouts, fold, stage_length(model, layouts))
     return parts
 
 
@@ -116,15 +117,17 @@ def stage_memory(
     layers: Number,
     embedding: Number,
     head: Number,
+    routed: Number | None = None,
 ) -> Lines:
     """Return purpose → bytes of one pipeline rank, or of several ranks as arrays.
 
-    A rank holds `layers` layers in all its chunks, and the embedding or the head if the flags are true.
+    A rank holds `layers` layers in all its chunks, and the embedding or the head if the flags are true. `routed` is the
+    number of the layers that have experts; None means the mean of all layers.
     """
-    contents = _Contents(layers, embedding, head)
+    contents = _Contents(layers, embedding, head, routed)
     parameters = sum(_dense_and_experts(model, layouts, contents))
     statistics = _statistics_bytes(model, layouts, contents)
-    parts = _held_by_stage(model, layouts, rates, layers)
+    parts = held(model, layouts, rates)
     size = DTYPE_BYTES[layouts.dtype]
     in_flight, waiting, waiting_in_backward = (
         by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage)
@@ -156,7 +159,7 @@ def stage_memory(
         "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),
         "communication buffers": np.where(cut(layouts, 3), _gathered_weights_bytes(model, layouts, rates), bucket),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
-    } | _update_lines(model, layouts, rates, layers, parameters, bool(np.any(statistics > 0)))
+    } | _update_lines(model, layouts, rates, contents, parameters, bool(np.any(statistics > 0)))
 
 
 def _beside_recomputation(logits: Number, parts: Held, working: Number) -> Number:
@@ -172,24 +175,16 @@ class _Contents(NamedTuple):
     layers: Number
     embedding: Number
     head: Number
+    routed: Number | None  # number of the layers that have experts
 
 
 def _dense_and_experts(
     model: ModelConfig, layouts: Layout, contents: _Contents, size: Size = Parameter.rank_numel
 ) -> tuple[Number, Number]:
     """Return the sums of `size` over the dense parameters of a rank, and over its experts."""
-    layers, embedding, head = contents
-    dense = stage_numel(model, layouts.tp, layers, embedding, head, size)
-    return dense, expert_numel(model, layouts, layers, size)
-
-
-def _held_by_stage(model: ModelConfig, layouts: Layout, rates: Rates, layers: Number) -> Held:
-    """Return `held`. If a layout mixes recompute modes, their shares depend on the number of layers of each stage."""
-    parts = held(model, layouts, rates)
-    if isinstance(layouts, Layouts) or "," not in layouts.recompute:
-        return parts
-    of_stages = [held(model, layouts, rates, math.ceil(number / layouts.chunks)).block for number in np.ravel(layers)]
-    return parts._replace(block=np.reshape(of_stages, np.shape(layers)))
+    layers, embedding, head, routed = contents
+    dense = stage_numel(model, layouts.tp, layers, embedding, head, size, routed)
+    return dense, expert_numel(model, layouts, layers, size, routed)
 
 
 def _gradient_element_bytes(layouts: Layout, rates: Rates) -> Number:
@@ -236,7 +231,7 @@ def _statistics_bytes(model: ModelConfig, layouts: Layout, contents: _Contents) 
 
 
 def _update_lines(
-    model: ModelConfig, layouts: Layout, rates: Rates, layers: Number, parameters: Number, has_statistics: bool
+    model: ModelConfig, layouts: Layout, rates: Rates, contents: _Contents, parameters: Number, has_statistics: bool
 ) -> Lines:
     """Return purpose → bytes of the buffers of an optimizer whose update needs more than one element at a time."""
     lines: Lines = {}
@@ -250,7 +245,7 @@ def _update_lines(
         bucket = np.minimum(np.maximum(_largest_block_numel(model, layouts), BUCKET_ELEMENTS), parameters)
         lines["update of a bucket"] = 2 * wide * bucket / owners
     if rule.gathers:
-        update = whole_update(model, layouts, rates, layers)
+        update = whole_update(model, layouts, rates, contents.layers, contents.routed)
         # Padding of buckets needs memory for weights, gradients and state too. In addition, one bucket at a time has
         # its gathered 16-bit tensors and its update direction in 32 bits.
         padded = update.padding * (size + rates.gradient_bytes + 2 * wide / owners)
@@ -276,7 +271,7 @@ def memory_by_rank(
 ) -> tuple[dict[str, float], ...]:
     """Return purpose → bytes for every pipeline rank of one layout with these virtual stages."""
     ranks = np.arange(layout.pp)
-    layers, embeds, ends = (by_rank(column, layout) for column in stage_columns(stages))
+    layers, routed, embeds, ends = (by_rank(column, layout) for column in stage_columns(model, stages))
     lines = stage_memory(
         model=model,
         layouts=layout,
@@ -285,6 +280,7 @@ def memory_by_rank(
         layers=layers,
         embedding=embeds > 0,
         head=ends > 0,
+        routed=routed,
     )
     lines |= _activation_lines(model, layout, rates, stages, lines["recompute working set"])
     lines = {name: np.broadcast_to(values, ranks.shape) for name, values in lines.items()}
@@ -298,13 +294,12 @@ def _activation_lines(
 
     The sums contain the real number of layers of each virtual stage, which may differ between the stages of a rank.
     """
-    parts = {length: held(model, layout, rates, length) for length in {stage.num_layers for stage in stages}}
-    of_stages = [(stage, parts[stage.num_layers]) for stage in stages]
+    parts = of_stages(model, stages, lambda layers: held(model, layout, rates, layers))
 
     def peaks(logits: bool) -> Number:
         kept = []
         waiting = []
-        for stage, part in of_stages:
+        for stage, part in zip(stages, parts, strict=True):
             layers = stage.num_layers * rates.fragmentation
             has_logits = stage.head and logits
             kept.append(layers * part.block + has_logits * part.logits)
@@ -313,7 +308,7 @@ def _activation_lines(
 
     activations = peaks(logits=False)
     logits = peaks(logits=True) - activations
-    return {"activations": activations, "logits": _beside_recomputation(logits, of_stages[-1][1], working)}
+    return {"activations": activations, "logits": _beside_recomputation(logits, parts[-1], working)}
 
 
 def total(lines: Lines) -> Number:
@@ -324,7 +319,8 @@ def total(lines: Lines) -> Number:
 def peak_memory(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """Return the bytes of the fullest rank if layers are spread evenly.
 
-    The fullest is the first rank (embedding, most microbatches in flight) or the last rank (head, logits).
+    The fullest is the first rank (embedding, most microbatches in flight) or the last rank (head, logits). Both are
+    assumed to have as many layers with experts as a rank can have, because a rank between them may have.
     """
     layers = np.stack(stage_layers(model, layouts))
     alone = layouts.pp == 1
@@ -341,5 +337,6 @@ def peak_memory(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
             layers=layers,
             embedding=embedding,
             head=head,
+            routed=np.minimum(layers, len(model.routed_layers)),
         )
     ).max(axis=0)

@@ -28,7 +28,8 @@ from frontier_llm.blueprint.items import (
     Under,
     Work,
 )
-from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, layer_kinds, mode_shares, shares
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, fullest_stage, layer_kinds, mode_shares, shares
+from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates, fabric_bandwidth
@@ -289,20 +290,23 @@ def added_share(microbatches: Number) -> Number:
     return 1 - 1 / np.maximum(microbatches, 1)
 
 
-def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Parts:
-    """Return the times of block, embedding and head for one layout, or as columns for a table. `layers` is passed to
-    `mode_shares`.
+def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: range | None = None) -> Parts:
+    """Return the times of block, embedding and head for one layout, or as columns for a table.
+
+    A block's times are the mean over `layers`, the layers of a virtual stage. None means `fullest_stage`.
     """
     prices: Prices = {}
 
     def fold(layout: Layout) -> Parts:
-        modes = mode_shares(model, layout, layers)
+        stage = layers or fullest_stage(model, layout)
+        modes = mode_shares(model, layout, len(stage))
         again = sum(share * RECOMPUTED_OPS[mode] for mode, share in modes.items())
         host = FORWARD_OPS * rates.launch_s, (BACKWARD_OPS + again) * rates.launch_s
 
         def block(split: float) -> Times:
             return mean_of_layers(
                 model,
+                stage,
                 lambda layer: part(
                     items=block_work(model, layout, rates, layer),
                     layout=layout,
@@ -326,7 +330,7 @@ def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None 
         fold,
         layouts.devices,
         experts_inside(layouts, rates),
-        stage_length(model.layers, layouts),
+        stage_length(model, layouts),
         *sharded,
     )
     share = by_schedule(layouts, split_share, "pp", "microbatches")
@@ -339,13 +343,23 @@ def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None 
 Result = TypeVar("Result", bound="NamedTuple")
 
 
-def mean_of_layers(model: ModelConfig, of_layer: Callable[[int], Result]) -> Result:
-    """Return the mean of `of_layer`, a named tuple of numbers, over all layers of the model."""
-    kinds = [(of_layer(layer), count / model.layers) for layer, count in layer_kinds(model)]
+def mean_of_layers(model: ModelConfig, layers: range, of_layer: Callable[[int], Result]) -> Result:
+    """Return the mean of `of_layer`, a named tuple of numbers, over some layers of the model."""
+    kinds = [(of_layer(layer), count / len(layers)) for layer, count in layer_kinds(model, layers)]
     first = kinds[0][0]
     if len(kinds) == 1:
         return first
     return type(first)(*(sum(share * values[place] for values, share in kinds) for place in range(len(first))))
+
+
+def of_stages(model: ModelConfig, stages: Sequence[StageSpec], of: Callable[[range], Result]) -> list[Result]:
+    """Return `of(layers)` of each virtual stage. It is called once for stages with equal numbers of layers of each
+    kind.
+    """
+    kinds = [tuple(layer_kinds(model, stage.layers)) for stage in stages]
+    alike = {kind: stage.layers for kind, stage in zip(kinds, stages, strict=True)}
+    results = {kind: of(layers) for kind, layers in alike.items()}
+    return [results[kind] for kind in kinds]
 
 
 def part(

@@ -352,15 +352,16 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     deferred = 3 * (1 - idle) * (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0)) / 2
     ramp = np.where(split(layouts), ramp - np.minimum(deferred, ramp), ramp * idle)
     pipeline = m * busiest + np.maximum(ramp, 0.0) * (pp > 1)
-    parameters = stage_numel(model, layouts.tp, most, True, pp == 1)
-    whole = whole_update(model, layouts, rates, most)
+    routed = np.minimum(most, len(model.routed_layers))
+    parameters = stage_numel(model, layouts.tp, most, True, pp == 1, routed=routed)
+    whole = whole_update(model, layouts, rates, most, routed)
     end = tail(
         layouts=layouts,
         rates=rates,
         parameters=parameters,
         last_backward_s=most * per_layer[1],
         first_forward_s=most * per_layer[0],
-        experts=expert_numel(model, layouts, most),
+        experts=expert_numel(model, layouts, most, routed=routed),
         whole=whole,
     )
     return pipeline + end.reduce_s + tied_sum_s(model, layouts, rates) + end.optimizer_s + end.gather_s

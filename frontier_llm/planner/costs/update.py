@@ -21,6 +21,7 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.collectives import collective_s, node_s
 from frontier_llm.planner.costs.kernels import product_s
 from frontier_llm.planner.costs.layouts import Number, cut, ranks_per_node
+from frontier_llm.planner.costs.parameters import layers_by_kind
 from frontier_llm.topology.buckets import plan_buckets
 
 BUCKET_ELEMENTS = CommConfig().bucket_elements  # the default of a run file
@@ -36,8 +37,13 @@ class WholeUpdate(NamedTuple):
     largest: Number  # elements of the largest bucket
 
 
-def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Number) -> WholeUpdate:
-    """Return the costs for a rank that holds `layers` layers. All are 0 if the optimizer gathers nothing."""
+def whole_update(
+    model: ModelConfig, layouts: Layout, rates: Rates, layers: Number, routed: Number | None = None
+) -> WholeUpdate:
+    """Return the costs for a rank that holds `layers` layers, of which `routed` have experts (`layers_by_kind`).
+
+    All are 0 if the optimizer gathers nothing.
+    """
     rule = optimizer_rule(layouts.optimizer)
     if not rule.gathers:
         return WholeUpdate(*[0.0 * np.asarray(layers)] * len(WholeUpdate._fields))
@@ -48,11 +54,21 @@ def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Numb
         layouts.etp,
         owners,
         expert_owners,
-        np.asarray(layers),
+        *(np.round(number) for _, number in layers_by_kind(model, layers, routed)),
     )
     cases, each = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
     bytes_each = DTYPE_BYTES[layouts.dtype]
-    rows = [_one(model, rule, rates, bytes_each, _Ranks(*map(int, case))) for case in cases.T]
+    rows = []
+    for case in cases.T.astype(int).tolist():
+        ranks = _Ranks(
+            tp=case[0],
+            ep=case[1],
+            etp=case[2],
+            owners=case[3],
+            expert_owners=case[4],
+            layers=tuple(case[5:]),
+        )
+        rows.append(_one(model, rule, rates, bytes_each, ranks))
     values = WholeUpdate(*(np.array(column)[each].reshape(columns[0].shape) for column in zip(*rows, strict=True)))
     place = ranks_per_node(layouts, rates)
     gather_s = collective_s(
@@ -74,7 +90,7 @@ class _Ranks(NamedTuple):
     etp: int
     owners: int
     expert_owners: int
-    layers: int
+    layers: tuple[int, ...]  # number of layers of each kind
 
     def degrees(self) -> dict[str, int]:
         return {"tp": self.tp, "ep": self.ep, "etp": self.etp}
@@ -82,10 +98,8 @@ class _Ranks(NamedTuple):
 
 def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int, ranks: _Ranks) -> WholeUpdate:
     held: list[Parameter] = []
-    for layer, count in layer_kinds(model):
-        held += [one for one in block_parameters(model, layer) if rule.whole(one)] * round(
-            ranks.layers * count / model.layers
-        )
+    for (layer, _), count in zip(layer_kinds(model), ranks.layers, strict=True):
+        held += [one for one in block_parameters(model, layer) if rule.whole(one)] * count
     degrees = ranks.degrees()
     each_once = {one.name: one for one in held}
     costs = {

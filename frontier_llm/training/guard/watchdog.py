@@ -23,6 +23,7 @@ from frontier_llm.comm import Mesh, dump_flight_record
 from frontier_llm.comm.heartbeat_store import HeartbeatStore
 from frontier_llm.comm.rendezvous import has_joined
 from frontier_llm.config import TrainConfig
+from frontier_llm.config.schema import TimeoutConfig
 from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.files import open_below
 from frontier_llm.run.failure import SECONDARY, STUCK, Evidence, Failure, forget_failure, write_failure
@@ -48,16 +49,20 @@ SHORTEST_S = 0.05  # shortest time between two heartbeats, if steps are shorter
 class Watchdog:
     """Sends heartbeats of this rank and watches its progress while the body of `guarding` runs."""
 
-    def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
-        """A rank counts as stuck if it makes no progress for FIRES_AT × train.timeout_s."""
-        self._period_s = min(period_s(mesh.world.size), FIRES_AT * train.timeout_s / 10)
+    def __init__(self, train: TrainConfig, mesh: Mesh, timeouts: TimeoutConfig) -> None:
+        """A rank counts as stuck if it makes no progress for FIRES_AT × the longest timeout.
+
+        Progress is a new step, a collective, a pipeline action, or a call of `moved`.
+        """
+        longest_s = max([train.timeout_s, *filter(None, timeouts.model_dump().values())])
+        self._timeout_s = FIRES_AT * longest_s
+        self._period_s = min(period_s(mesh.world.size), self._timeout_s / 10)
         heartbeat_store = HeartbeatStore(period_s=self._period_s) if has_joined() else None
         self._mesh = mesh
         self._run_dir = Path(train.run_dir)
         self._logs = Path(train.run_dir) / "logs"
         self._rank = mesh.world.rank
         self._ledger = mesh.ledger
-        self._timeout_s = FIRES_AT * train.timeout_s
         self._inquiry = Inquiry(heartbeat_store, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
         self._step = 0
         self._section = "start"
@@ -163,6 +168,10 @@ class Watchdog:
     def _collectives(self) -> int:
         return sum(list(self._ledger.calls.values()))
 
+    def _place(self) -> tuple[float, int, int]:
+        """Return numbers of which one changes whenever the main thread makes progress."""
+        return self._moved_s, self._collectives(), self._ledger.actions
+
     def _here(self, what: str) -> Failure:
         return Failure(
             what,
@@ -190,7 +199,7 @@ class Watchdog:
             self._wake.wait(self._period_s)
             self._wake.clear()
             heartbeat = self._heartbeat()
-            place = (self._moved_s, heartbeat["collectives"])
+            place = self._place()
             if place != seen:
                 seen = place
                 changed_s = time.monotonic()

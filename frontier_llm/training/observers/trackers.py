@@ -27,7 +27,7 @@ from frontier_llm.files import folder_below, write_atomically
 from frontier_llm.run.rank_env import environ
 from frontier_llm.training.observers import Observer, scalars
 
-MLFLOW_MAX_VALUE = 6000  # characters of a parameter's value; MLflow refuses longer values
+MLFLOW_MAX_VALUE = 6000  # characters of a parameter's value; an MLflow server may refuse longer values
 
 
 class Tracker(Observer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,15 +10,19 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 import frontier_llm
 from frontier_llm import FrontierError, RankFailure, Result, load_run, open_checkpoint, plan, score, train
+from frontier_llm.api.train import _Child, _Rows
 from frontier_llm.data.tokenizer import load_tokenizer
+from frontier_llm.run.signals import EXIT_INTERRUPTED
 
 ROOT = Path(__file__).parents[3]
 TINY = {
@@ -103,6 +108,24 @@ def test_overrides_have_the_keys_of_yaml_and_errors_have_three_parts() -> None:
     assert caught.value.fix.startswith("did you mean 'steps'?")
 
 
+def test_values_of_numpy_and_paths_are_values_of_a_run() -> None:
+    run = load_run("quickstart", {"train.run_dir": "runs/\N{GRINNING FACE}", "train.steps": np.int64(5)})
+    assert (run.config.train.run_dir, run.config.train.steps) == ("runs/\N{GRINNING FACE}", 5)
+    content = {**TINY, "train": {"run_dir": Path("runs") / "mine", "steps": np.int64(7)}}
+    assert load_run(content).config.train.run_dir == "runs/mine"
+    with pytest.raises(FrontierError, match="has the type object") as caught:
+        load_run({**TINY, "train": {"steps": object()}})
+    assert caught.value.why == "train.steps"
+
+
+def test_directories_without_a_run_are_left_out_of_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in (("a", ""), ("b", "model: other\ntrain: {}\n"), ("c", "model: {name: m}\ntrain: {steps: 4}\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text)
+    assert [found["path"].name for found in frontier_llm.list_runs(tmp_path)] == ["c"]
+    assert capsys.readouterr().err.count("is left out") == 2
+
+
 def test_a_plan_becomes_a_run_and_a_notebook_shows_it() -> None:
     chosen = plan(tiny(Path("runs/x")), machine="frontier", nodes=1, fixed={"tensor": 2})
     run = chosen.to_run({"train.steps": 3})
@@ -117,6 +140,17 @@ def test_a_plan_becomes_a_run_and_a_notebook_shows_it() -> None:
     assert "<script" not in html
     assert html.count("forward, microbatch") >= chosen.as_dict()["plans"][0]["microbatches"]
     assert chosen.as_dict()["promise"]
+
+
+def test_a_planned_run_keeps_its_machine_its_directory_and_its_tokens() -> None:
+    run = tiny(Path("runs/x"))
+    chosen = plan(run, nodes=1, global_batch=8)
+    planned = chosen.to_run().config
+    assert chosen.machine_name == planned.machine == "local"
+    assert planned.train.run_dir == run.config.train.run_dir
+    assert (planned.batch.global_batch, planned.train.steps) == (8, 3)  # the run has 6 steps of 4 sequences
+    unnamed = load_run({name: value for name, value in TINY.items() if name != "machine"}).with_({"train.steps": 5})
+    assert plan(unnamed, nodes=1).machine_name == "frontier"
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +186,14 @@ def test_a_checkpoint_is_a_module(trained: tuple[Result, list[int]]) -> None:
     with pytest.raises(FrontierError, match="has no tokens") as caught:
         score(model, [("ab", "c"), ("ab", "")])
     assert caught.value.why == "pairs[1]"
+    text = model.generate("ab", max_new_tokens=12)
+    assert len(text) > 3 and model.generate("ab", stops=text[2] + "\0", max_new_tokens=12) == text
+    for faulty, name in (({"windows": -1}, "windows"), ({"batch_size": 0}, "batch_size")):
+        with pytest.raises(FrontierError, match="expected at least") as caught:
+            frontier_llm.evaluate(model, **faulty)
+        assert caught.value.why == name
+    with pytest.raises(FrontierError, match="missing"):
+        frontier_llm.evaluate(model, Path("missing"))
     with pytest.raises(FrontierError, match="17 tokens are more than the model's sequence length 16"):
         model(torch.zeros(1, 17, dtype=torch.int64))
     ours = model.state_dict(names="run")
@@ -171,7 +213,30 @@ def test_a_damaged_checkpoint_is_refused_unless_it_is_not_verified(
     shard.write_bytes(content)
     with pytest.raises(FrontierError, match=shard.name):
         open_checkpoint(copy)
-    assert open_checkpoint(copy, verify=False).config.name == "tiny"
+    opened = open_checkpoint(copy, verify=False)
+    assert opened.config.name == "tiny"
+    shutil.rmtree(copy)  # as a run deletes its old checkpoints
+    with pytest.raises(FrontierError, match="was deleted"):
+        opened.state_dict(names="huggingface")
+
+
+def test_ctrl_c_before_the_run_has_begun_is_no_failure() -> None:
+    for interruption, code in (([KeyboardInterrupt], EXIT_INTERRUPTED), ([], 130)):
+        child = object.__new__(_Child)
+        child.process = Mock(returncode=-SIGINT)
+        assert child.wait(Mock(new=Mock(side_effect=[*interruption, []])), None, None) == code
+
+
+def test_new_rows_begin_after_the_last_complete_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"kind": "step", "step": step, "loss": 1.0}) + "\n" for step in range(1, 6)]
+    path.write_text(lines[0] + lines[1][:-9])
+    rows = _Rows(path)
+    assert rows.new() == []
+    path.write_text(lines[0] + "no JSON\n" + lines[2] + lines[3][:-2])  # the run has removed the incomplete line
+    assert [row["step"] for row in rows.new()] == [3]
+    path.write_text(lines[4])  # the file is another one
+    assert [row["step"] for row in rows.new()] == [5] and rows.new() == []
 
 
 @pytest.mark.thorough

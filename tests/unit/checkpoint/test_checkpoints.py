@@ -116,6 +116,26 @@ def test_write_protected_checkpoints_stay(
     assert "cannot delete step_00000001: it is write-protected; it stays" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("is_protected", [True, False])
+def test_a_rewind_renames_a_checkpoint_that_it_cannot_delete(
+    is_protected: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the rewind failed, and each restart loaded the newer checkpoint again."""
+    run = Run(tmp_path)
+    directory = run.checkpoints.directory
+    if is_protected:
+        monkeypatch.setattr(folder.os, "access", lambda path, mode: path.name != "step_00000004")
+    else:  # an earlier deletion could not be completed
+        (directory / "step_00000004.deleted.1" / "file").mkdir(parents=True)
+    for number in range(2):
+        run.save(3, 4)
+        assert run.checkpoints.rewind(3).step == 3
+        assert folder.named_steps(directory) == [3]
+        renamed = f"step_00000004.rewound.1.{number}"
+        assert (directory / renamed / folder.MANIFEST).is_file()
+        assert f"it is now {renamed}, which no start loads" in capfd.readouterr().err
+
+
 def test_a_checkpoint_that_latest_names_is_missed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path)
     run.save(1, 2)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import remote, upload_process
+from frontier_llm.checkpoint.lock import Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.remote import RateLimit, RemoteCheckpoint, at_url, uploaded_checkpoints
 from frontier_llm.checkpoint.remote_writer import (
@@ -166,6 +169,50 @@ def test_a_damaged_copy_is_found_and_leaves_nothing_here(run: Run, url: str, tmp
     with pytest.raises(DamagedCheckpoint, match="is damaged"):
         remote.pull(RemoteCheckpoint(place, 4), target, 0)
     assert list(target.iterdir()) == []
+
+
+def test_a_copy_that_was_given_up_is_not_committed(run: Run, url: str, tmp_path: Path) -> None:
+    """Regression: a store that answered after the time limit gave a running job a newer checkpoint than its own."""
+    place, writer = claimed(run, url)
+    remote.push(newest(run), place, writer, NO_LIMIT)
+    has_received = threading.Event()
+    answers = threading.Event()
+    has_ended = threading.Event()
+
+    def wait() -> None:
+        has_received.set()
+        answers.wait()
+
+    def work(on_bytes: remote.OnBytes) -> None:
+        try:
+            remote.pull(RemoteCheckpoint(place, 4), tmp_path / "here", 1, on_bytes, before_commit=wait)
+        finally:
+            has_ended.set()
+
+    transfer = remote.RemoteTransfer(work, url)
+    has_received.wait()
+    with pytest.raises(UnreachableError, match="sent nothing"):
+        transfer.result()
+    answers.set()
+    has_ended.wait()
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_copy_is_not_committed_by_a_job_that_has_lost_the_lock(
+    run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["checkpoint", "push", str(run.checkpoints.directory), url]) == 0
+    checkpoints = Run(tmp_path / "other", remote=url).checkpoints
+    answers = iter([None, Superseded("another start has taken the lock")])
+
+    def check_lock() -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    monkeypatch.setattr(checkpoints, "check_lock", check_lock)
+    with pytest.raises(Superseded):
+        checkpoints.newest()
+    assert folder.named_steps(checkpoints.directory) == []
 
 
 def test_a_full_disk(run: Run, url: str, tmp_path: Path) -> None:

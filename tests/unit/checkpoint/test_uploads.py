@@ -225,7 +225,7 @@ def test_a_rank_that_waits_for_the_store_reports_progress(
     reports.clear()
     three_reports.clear()
     pull = checkpoints.pull
-    monkeypatch.setattr(checkpoints, "pull", lambda *arguments: (slow(), pull(*arguments)))
+    monkeypatch.setattr(checkpoints, "pull", lambda *given, **named: (slow(), pull(*given, **named)))
     moved = started(tmp_path / "moved", copied, report)
     assert moved.loaded.step == 2 and len(reports) >= 3
     moved.checkpoints.close()

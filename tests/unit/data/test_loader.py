@@ -18,7 +18,15 @@ from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.identity import datasets_of, wanted
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.data.loader import Batches, SampleBatch, data_problems, open_batches, open_run_batches, open_samples
+from frontier_llm.data.loader import (
+    Batches,
+    SampleBatch,
+    data_problems,
+    open_batches,
+    open_run_batches,
+    open_samples,
+    open_stream,
+)
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.position import START, order_key
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SyntheticSamples
@@ -277,6 +285,8 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(cor
     # sample numbers count over the run, so that dropout's masks do not repeat
     assert batches[2].sample_ids(5, 0)[0] == 28
     assert [stream.taken for stream in position.streams] == [28, 8]
+    # `data show` opens the streams of every phase with the configuration of the complete run
+    assert [open_stream(run, stream).sequence_length for stream in position.streams] == [run.model.sequence_length, 64]
     other = SyntheticSamples(8, 3, 50, key=7)
     assert (
         other._cycle.tolist() == SyntheticSamples(8, 3, 50)._cycle.tolist()

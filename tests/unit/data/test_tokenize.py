@@ -20,7 +20,7 @@ from frontier_llm.data import tokenize as tokenize_module
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.tokenize import TokenizeOptions, make_share, missing_dataset, plan_dataset, shares_of, tokenize
-from frontier_llm.data.tokenizer import load_tokenizer, train_sentencepiece
+from frontier_llm.data.tokenizer import ByteTokenizer, load_tokenizer, train_sentencepiece
 from frontier_llm.errors import DataError
 
 SMALL = TokenizeOptions(shard_bytes=2000)
@@ -84,6 +84,36 @@ def test_nothing_is_done_twice_but_a_change_is_noticed(
     assert tokenize([corpus], tmp_path / "out", "bytes", SMALL, workers=1, overwrite=True).tokens == first.tokens + 4
     by_line = dataclasses.replace(SMALL, documents="line")
     assert tokenize([corpus], tmp_path / "out", "bytes", by_line, workers=1, overwrite=True).documents == 246
+
+
+def test_a_larger_limit_of_lines_and_another_end_of_document_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "a" * 5000}) + "\n" + json.dumps({"text": "b"}) + "\n")
+    short = TokenizeOptions(skip_damaged=True, max_bytes=1000)
+    assert tokenize([tmp_path / "in.jsonl"], tmp_path / "out", "bytes", short, workers=1).damaged == 1
+    long = dataclasses.replace(short, max_bytes=10_000)
+    with pytest.raises(DataError, match="--overwrite"):
+        tokenize([tmp_path / "in.jsonl"], tmp_path / "out", "bytes", long, workers=1)
+    assert tokenize([tmp_path / "in.jsonl"], tmp_path / "out", "bytes", long, workers=1, overwrite=True).damaged == 0
+
+    monkeypatch.setattr(ByteTokenizer, "eod", 0)
+    with pytest.raises(DataError, match="--overwrite"):
+        tokenize([tmp_path / "in.jsonl"], tmp_path / "out", "bytes", long, workers=1)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx", "meta.json"])
+def test_a_damaged_dataset_is_made_again(corpus: Path, tmp_path: Path, suffix: str) -> None:
+    """A damaged record needs --overwrite, because the dataset may come from other inputs."""
+    tokenize([corpus], tmp_path / "out", "bytes", SMALL, workers=1)
+    whole = content(tmp_path / "out")
+    damaged = tmp_path / f"out.{suffix}"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    tokenize([corpus], tmp_path / "out", "bytes", SMALL, workers=1, overwrite=suffix == "meta.json")
+    assert content(tmp_path / "out") == whole
+    damaged.unlink()
+    tokenize([corpus], tmp_path / "out", "bytes", SMALL, workers=1, overwrite=suffix == "meta.json")
+    assert content(tmp_path / "out") == whole
 
 
 def test_resume_makes_only_what_is_missing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

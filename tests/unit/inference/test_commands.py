@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,33 @@ def test_what_cannot_be_is_refused_with_a_way_out(
     assert main([word.replace("{room}", str(room)) for word in words]) == 2
     message = capfd.readouterr().err
     assert said in message and "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", "{tmp}"], "--output: {tmp} cannot be written"),
+        (["--figures", "{tmp}/none/f.png"], "--figures: {tmp}/none/f.png cannot be written"),
+        (["--figures", "{tmp}/f.xyz"], "--figures: {tmp}/f.xyz has no ending of a figure"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_opened(
+    tmp_path: Path, words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(tmp_path / "no-model"), *(word.format(tmp=tmp_path) for word in words)]) == 2
+    message = capfd.readouterr().err
+    assert said.format(tmp=tmp_path) in message and "no-model" not in message
+
+
+def test_results_are_printed_before_they_are_written(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("frontier_llm.cli.evaluate.write_atomically", full)
+    assert main(["evaluate", str(room / "run"), "--windows=1", f"--output={tmp_path / 'o.json'}"]) != 0
+    assert "perplexity" in capfd.readouterr().out
 
 
 def test_a_tokenizer_of_another_size_is_refused(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

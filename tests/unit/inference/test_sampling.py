@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontier_llm.errors import ConfigError
+from frontier_llm.errors import ConfigError, FrontierError
 from frontier_llm.inference.sampling import Sampler, Sampling, keep_likely, penalise
 
 V = 23
@@ -107,6 +107,16 @@ def test_temperature_zero_is_greedy_and_low_temperature_nearly() -> None:
     x_BV = logits(9)
     assert torch.equal(Sampler(Sampling(temperature=0), range(3)).choose(x_BV, unseen(3)), x_BV.argmax(-1))
     assert torch.equal(Sampler(Sampling(temperature=1e-4), range(3)).choose(x_BV, unseen(3)), x_BV.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_refused(temperature: float) -> None:
+    x_BV = logits(2)
+    x_BV[1, 3] = torch.nan
+    with pytest.raises(FrontierError, match="logits are not finite"):
+        Sampler(Sampling(temperature=temperature), range(3)).choose(x_BV, unseen(3))
+    with pytest.raises(ConfigError, match="1e-40 is not 0"):
+        Sampling(temperature=1e-40)
 
 
 def test_the_penalty_can_change_the_greedy_choice() -> None:

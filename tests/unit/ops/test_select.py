@@ -265,10 +265,10 @@ def test_flash_attn_is_not_first_where_documents_are_masked(monkeypatch):
             providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: "")
         )
     for documents, expected in ((False, "flash_attn"), (True, "triton")):
-        outcome = select.choose(
-            "attention", "auto", select.Conditions("cuda", torch.bfloat16, AttentionNeeds(documents))
-        )
-        assert outcome.provider.name == expected
+        for first in ((), ("flash_attn", "triton", "cudnn", "sdpa")):  # shipped.yaml: sm_90 with extras
+            conditions = select.Conditions("cuda", torch.bfloat16, AttentionNeeds(documents))
+            outcome = select.choose("attention", "auto", conditions, first)
+            assert outcome.provider.name == expected
 
 
 def test_flash_attn_built_for_triton_is_refused_before_it_compiles(monkeypatch, tmp_path):
@@ -295,6 +295,8 @@ def test_apex_of_pypi_is_recognised_and_refused(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "apex", raising=False)
     assert "not NVIDIA's" in providers.apex_missing()
+    (tmp_path / "apex" / "__init__.py").write_text("import pyramid_mailer_of_pypi")  # fails if it is imported
+    assert "not NVIDIA's" in providers.apex_missing()
     (tmp_path / "apex" / "multi_tensor_apply.py").touch()
     assert "without its extensions amp_C, fused_layer_norm_cuda" in providers.apex_missing()
     for name in ("amp_C", "fused_layer_norm_cuda"):
@@ -302,11 +304,13 @@ def test_apex_of_pypi_is_recognised_and_refused(monkeypatch, tmp_path):
     assert providers.apex_missing() == ""
 
 
-def test_flash_attn_that_does_not_import_is_missing(monkeypatch, tmp_path):
-    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: hipFoo')")
+@pytest.mark.parametrize("error", ["ImportError('undefined symbol: hipFoo')", "RuntimeError('0 active drivers')"])
+def test_flash_attn_that_does_not_import_is_missing(monkeypatch, tmp_path, error):
+    (tmp_path / "flash_attn.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    assert "undefined symbol: hipFoo" in providers.PROVIDERS["flash_attn"].missing()
+    expected = error.replace("('", ": ").replace("')", "")
+    assert providers.PROVIDERS["flash_attn"].missing() == f"flash-attn cannot be imported: {expected}"
 
 
 def test_flash_attn_gets_documents_as_runs(monkeypatch):

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 
-from frontier_llm.config import configs_dir
+from frontier_llm.config import configs_dir, phases_of
 from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
 from frontier_llm.errors import ConfigError, LayoutError
@@ -99,6 +100,24 @@ def test_a_run_that_is_not_legal_does_not_replace_a_file(tmp_path: Path) -> None
             write_run(path, (), {"base": "quickstart", **content}, 1)
         assert list(tmp_path.iterdir()) == [path] and path.read_text() == "base: quickstart\n"
         assert str(tmp_path) not in str(raised.value) or str(path) in str(raised.value)
+
+
+def test_phases_with_a_microbatch_get_that_of_the_planned_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    phases = [
+        {"steps": 10, "batch": {"micro_batch": 1}},
+        {"steps": 10, "batch": {"micro_batch": 1, "global_batch": 72}},
+    ]
+    content = {"base": "quickstart", "machine": "frontier", "batch": {"global_batch": 64}, "train": {"phases": phases}}
+    path.write_text(yaml.safe_dump(content))
+    emitted = tmp_path / "planned.yaml"
+    fixed = ("--fix", "micro_batch=2", "--fix", "data=4")
+    assert run(capsys, "--run", str(path), "--nodes", "1", *fixed, "--emit", str(emitted))[0] == 0
+    config = load_run(str(emitted))
+    assert [phase.config.batch.micro_batch for phase in phases_of(config)] == [2, 2]
+    assert [phase.config.batch.global_batch for phase in phases_of(config)] == [64, 72]
 
 
 def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(

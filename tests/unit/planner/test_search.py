@@ -19,6 +19,7 @@ from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
+from frontier_llm.planner import compare, steps
 from frontier_llm.planner.breakdown import breakdown
 from frontier_llm.planner.candidates import enumerate_layouts, legal_node_counts, parse_fixed
 from frontier_llm.planner.choice import RESOLUTION, TIE, preference
@@ -26,8 +27,9 @@ from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.emit import Request, emit
+from frontier_llm.planner.refusal import default_nodes
 from frontier_llm.planner.report import layout_words
-from frontier_llm.planner.search import default_global_batch, search, simulate_layout, smallest_machine
+from frontier_llm.planner.search import Search, default_global_batch, search, simulate_layout, smallest_machine
 from frontier_llm.topology.plan import plan_problems, split_layers
 
 FRONTIER = rates(load_machine("frontier"))
@@ -333,3 +335,28 @@ def test_every_proposed_tensor_degree_is_legal(changes: dict[str, Any], largest:
         keys = run_keys(layouts.row(index))
         batch = {"global_batch": 64, "micro_batch": 1}
         assert plan_problems(build(RunConfig, {"model": model.model_dump(), **keys, "batch": batch}), 8) == []
+
+
+def test_alternatives_have_the_precision_and_the_optimizer_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[dict[str, Any]] = []
+
+    def recorded(*arguments: Any, **shared: Any) -> Search:
+        searched.append(shared)
+        return search(*arguments, **shared)
+
+    found = recorded(load_model("gpt-22b"), FRONTIER, 4, 512, dtype="fp32", optimizer="adafactor")
+    for module in (compare, steps):
+        monkeypatch.setattr(module, "search", recorded)
+    compare.what_if(found, FRONTIER, {}, ["zero=0"])
+    steps._best_step(found, FRONTIER, {})
+    assert searched == [{"dtype": "fp32", "optimizer": "adafactor"}] * 4
+    assert found.best.layout.dtype == "fp32"
+
+
+def test_the_default_number_of_nodes_depends_on_the_optimizer_and_on_fixed_values() -> None:
+    model = load_model("llama-2-70b")
+    machine = load_machine("frontier")
+    assert default_nodes(model, machine, FRONTIER, {}) == 4
+    assert default_nodes(model, machine, FRONTIER, {}, optimizer="adafactor") == 2
+    assert default_nodes(model, machine, FRONTIER, {"sharding": "none"}) == 8
+    assert default_nodes(model, machine, FRONTIER, {"tp": 5}) == 4  # no number of nodes has such a layout

@@ -75,6 +75,14 @@ def test_a_host_whose_own_ranks_differ_is_at_fault_as_a_whole() -> None:
     assert failure is not None and (failure.cause, failure.rank, failure.excluded_hosts) == ("node failure", 3, ("n1",))
 
 
+def test_nodes_with_different_numbers_of_ranks_are_refused() -> None:
+    """No node is excluded: every node works, and each rank would derive other groups of ranks."""
+    failure = judge([*reports(dict.fromkeys(["n0", "n1"], ROCM7), 8), *reports({"n2": ROCM7}, 4)])
+    assert failure is not None and failure.cause == "refused" and not failure.host_suspect
+    assert (failure.rank, failure.host, failure.excluded_hosts) == (16, "n2", ())
+    assert failure.what == "the nodes have different numbers of ranks: 4 on n2, and 8 on most nodes"
+
+
 @pytest.mark.parametrize("other", [ROCM6, DEAD])
 def test_ranks_of_one_host_that_differ_are_refused(other: str) -> None:
     failure = judge([*reports({"n0": ROCM7}, 3), *reports({"n0": other}, 1)])

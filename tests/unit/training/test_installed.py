@@ -16,9 +16,10 @@ import torch
 from frontier_llm.errors import FrontierError
 from frontier_llm.libraries import LIBRARIES, TORCH_OPS
 from frontier_llm.ops import torch_linear
+from frontier_llm.ops.providers import PROVIDERS
 from frontier_llm.run.installation import Installation, ask, of_this_interpreter
 from frontier_llm.run.rank_env import environment
-from frontier_llm.training.installed import REQUIREMENTS, installation, torch_facts
+from frontier_llm.training.installed import REQUIREMENTS, installation, provider_facts, torch_facts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -59,6 +60,16 @@ def test_the_method_of_adding_weight_gradients_is_tested_on_a_gpu(
     facts = installation(architecture)
     assert facts.weight_gradients == method
     assert Installation.from_json(facts.as_json()) == facts
+
+
+def test_a_broken_optional_package_is_one_fact_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise RuntimeError("0 active drivers\nmore lines")
+
+    monkeypatch.setitem(PROVIDERS, "apex", replace(PROVIDERS["apex"], missing=broken))
+    facts = provider_facts()
+    assert facts["apex"] == "apex cannot be examined: RuntimeError: 0 active drivers"
+    assert facts["cpu"] == ""
 
 
 def test_an_interpreter_without_torch_gives_the_other_facts(tmp_path: Path) -> None:

@@ -16,16 +16,19 @@ import numpy as np
 import pytest
 
 from frontier_llm.checkpoint.directory import digest_line, read_manifest
-from frontier_llm.cluster.recorded import as_it_stands
+from frontier_llm.cli.main import main
 from frontier_llm.cluster.status import read_status
-from frontier_llm.config import RunConfig, load_run
+from frontier_llm.config import RunConfig, dump, load_run
+from frontier_llm.data import samples
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.position import Position
+from frontier_llm.data.recorded import as_it_stands
 from frontier_llm.errors import CheckpointError, ConfigError
 from frontier_llm.run import run_dir
 from frontier_llm.run.signals import SignalWatcher
 from frontier_llm.training import loop
 from frontier_llm.training.guard.skips import SpikePolicy
+from frontier_llm.training.installed import input_facts
 from frontier_llm.training.loop import Resume
 
 RUN = (
@@ -252,6 +255,22 @@ def test_samples_are_left_out_and_recorded(tmp_path: Path) -> None:
     assert decisions(tmp_path / "run") == [{"step": 4, "action": "leave out", "samples": 5}]
     (stream,) = position(tmp_path / "run", 7).streams
     assert (stream.taken, stream.left_out, stream.tokens_read) == (12, ((4, 5),), 7 * 16)
+
+
+def test_checks_and_indices_before_a_job_begin_at_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first step on, the run would read more than one epoch of b, and b would have another order."""
+    monkeypatch.setattr(samples, "CACHE_FROM_DOCUMENTS", 1)
+    ten = ("batch.global_batch=10", "batch.micro_batch=10", "data.cache_dir=cache")
+    trained(tmp_path / "run", 4, "data.train=a", *ten)
+    words = ("data.train=[{path: b, max_epochs: 1}]", *ten)
+    overrides = [*RUN, *words, f"train.run_dir={tmp_path}/run", "train.steps=10"]
+    facts = input_facts(dump(load_run("bench", overrides)))
+    assert facts is not None and facts.problems == ()
+    assert main(["data", "index", "bench", *overrides]) == 0
+    monkeypatch.setattr(samples.EpochIndex, "_build", lambda *_: pytest.fail("was not built ahead"))
+    assert len(trained(tmp_path / "run", 10, *words, allow=["data.train"])) == 10
 
 
 def test_a_source_is_restarted_in_another_order(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frontier_llm.comm import StragglerWatch, build_mesh, serial_mesh
+from frontier_llm.comm import Axis, StragglerWatch, build_mesh, serial_mesh
+from frontier_llm.model import Microbatch, losses
+from frontier_llm.model.losses import LossTerm
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.guard import Requests
@@ -98,3 +100,25 @@ def test_the_squared_log_sum_exp_is_logged_without_its_weight() -> None:
     assert train_step(state).further_losses == {
         "output-z": pytest.approx(float(torch.stack(squares).mean()), rel=1e-12)
     }
+
+
+def test_further_losses_of_logits_are_evaluated_in_the_order_of_the_run_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may call collectives, so that all tp ranks need the same order."""
+    called: list[str] = []
+
+    def term(name: str) -> LossTerm:
+        def value(logsumexp_SB: torch.Tensor, batch: Microbatch, tp: Axis) -> torch.Tensor:
+            called.append(name)
+            return logsumexp_SB.mean() * 0
+
+        return LossTerm(value, of_logits=True)
+
+    names = [f"term-{number}" for number in range(8)]
+    for name in names:
+        monkeypatch.setitem(losses._TERMS, name, term(name))
+    weights = ", ".join(f"{name}: 1" for name in names)
+    case = Case("llama", settings=(f"train.loss_weights={{{weights}}}",))
+    config = case.config()
+    source = Source(case, 0)
+    train_step(build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), source))
+    assert called == names * source.microbatches

@@ -173,6 +173,25 @@ def test_every_field_in_which_a_run_differs_is_named() -> None:
     assert compare_models(load_model("gpt-tiny", {"sequence_length": 64}), load_model("gpt-tiny"))  # learned positions
 
 
+def test_a_run_may_train_an_imported_model_with_its_own_dropout_and_balancing(tmp_path: Path) -> None:
+    """Regression: the import was refused, and for `balance: global` no other settings made it possible."""
+    saved("mixtral", tmp_path / "hf")
+    source = HuggingFaceModel(tmp_path / "hf")
+    assert source.model.moe is not None
+    training = {"balance": "global", "balance_weight": 0.3, "z_weight": 0.1, "expert_hidden": source.model.ffn_hidden}
+    moe = source.model.moe.model_copy(update=training)
+    model = source.model.model_copy(update={"dropout": 0.1, "moe": moe})
+    assert compare_models(model, source.model) == []
+    path = write_checkpoint(source, run_config(model, tmp_path / "run"), 1 << 30)
+    weights = CheckpointWeights(path, verified=True)
+    assert torch.equal(weights.rectangle("layers.0.moe.router.load", (0,), (4,)), torch.ones(4))
+    other = model.model_copy(update={"moe": moe.model_copy(update={"top_k": 1})})
+    (problem,) = compare_models(other, source.model)
+    key, _, value = problem.fix.removeprefix("set ").partition("=")
+    advised = parse_overrides([f"{key}={value}"])["model"]["moe"]
+    assert (key, advised["top_k"], advised["balance"]) == ("model.moe", 2, "global")
+
+
 def test_damage_is_named(tmp_path: Path) -> None:
     saved("llama-gqa", tmp_path / "hf")
     source = HuggingFaceModel(tmp_path / "hf")

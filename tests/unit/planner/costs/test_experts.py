@@ -9,13 +9,18 @@ import pytest
 from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, even_rows, expert_work, nodes_of_a_token
 from frontier_llm.blueprint.items import Collective, HostWait, Software
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.parameters import model_parameters, total_parameters
+from frontier_llm.blueprint.parameters import model_parameters, stage_parameters, total_parameters
 from frontier_llm.blueprint.work import block_work, model_flops_per_token
 from frontier_llm.config import ModelConfig, load_model
 from frontier_llm.machine.load import load_machine, rates
-from frontier_llm.planner.costs.memory import kept_bytes, stage_memory
+from frontier_llm.planner.breakdown import breakdown
+from frontier_llm.planner.costs.memory import kept_bytes, memory_by_rank, peak_memory, stage_memory
 from frontier_llm.planner.costs.seconds import by_cause, times, work_s
+from frontier_llm.planner.costs.time import layer_s
+from frontier_llm.planner.pipeline import stage_times
+from frontier_llm.planner.search import simulate_layout
 from frontier_llm.topology.expert_nodes import experts_inside, over_nodes
+from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
 FRONTIER = rates(load_machine("frontier"))
@@ -175,3 +180,28 @@ def test_experts_products_use_the_fp8_rate() -> None:
         for numbers in (FRONTIER, replace(FRONTIER, linear_speedup=2.0))
     )
     assert all(1.5 < one / other <= 2.0 for one, other in zip(slow, fast, strict=True))
+
+
+def test_each_stage_has_the_memory_and_time_of_its_own_layers() -> None:
+    """The first 8 of 32 layers are dense, so the first of four stages has no experts and the others have only them."""
+    moe = {**load_model("mixtral-8x7b").model_dump()["moe"], "dense_layers": 8}
+    model = load_model("mixtral-8x7b", {"moe": moe})
+    layout = Layout(pp=4, ep=2, dp=2, microbatches=8)
+    stages = split_layers(model, 4)
+    degrees = {"tp": 1, "ep": 2, "etp": 1}
+    expected = [
+        sum(one.rank_numel(degrees) for one in stage_parameters(model, stage, tied_ranks=1)) for stage in stages
+    ]
+    memory = memory_by_rank(model, layout, FRONTIER, stages)
+    assert [lines["weights"] for lines in memory] == pytest.approx([2 * numel for numel in expected])
+    fullest = max(sum(lines.values()) for lines in memory)
+    assert fullest <= float(peak_memory(model, layout, FRONTIER)) <= 1.1 * fullest
+    seconds = stage_times(model, layout, FRONTIER, stages)
+    alone = [
+        float(layer_s(times(model, layout, FRONTIER, stage.layers).block, layout, FRONTIER)[0]) for stage in stages
+    ]
+    assert alone[1] > 1.2 * alone[0] and alone[1] == alone[2] == alone[3]
+    assert seconds[2].forward_s - seconds[0].forward_s > 7 * (alone[2] - alone[0])
+    plan = simulate_layout(model, layout, FRONTIER)
+    assert sum(breakdown(plan, FRONTIER).values()) == pytest.approx(plan.step_s)
+    assert plan.closed_form_s == pytest.approx(plan.step_s, rel=0.1)

@@ -1,0 +1,62 @@
+"""`checkpoint push` and `checkpoint pull` beside a run's own uploads and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.remote import uploaded_checkpoints
+from frontier_llm.checkpoint.remote_writer import read_writer
+from frontier_llm.cli.main import main
+from frontier_llm.data.remote_folder import RemoteFolder
+from frontier_llm.run.uploads import UploadRecord, read_uploads, write_uploads
+from tests.unit.checkpoint.serial import Run
+
+pytest.importorskip("fsspec")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.save(2, 4)
+    run.checkpoints.close()
+    return run
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return (tmp_path / "store" / "run").as_uri()
+
+
+def test_a_push_to_another_url_keeps_the_record_of_train_remote(run: Run, url: str) -> None:
+    """Regression: the record was replaced, and with it the abandoned steps that must not be loaded."""
+    run_dir = run.checkpoints.directory.parent
+    record = UploadRecord("me", "s3://bucket/run", uploaded_step=6, discard_above=4, branched_at=2)
+    write_uploads(run_dir, record)
+    assert main(["checkpoint", "push", str(run_dir), url]) == 0
+    assert read_uploads(run_dir) == record
+    writer = read_writer(RemoteFolder(url))
+    assert writer is not None and writer.name == "me" and writer.is_released
+
+
+def test_a_push_deletes_the_steps_that_a_rewind_has_abandoned(run: Run, url: str, tmp_path: Path) -> None:
+    """Regression: the next start of the run deleted the steps that the push had sent."""
+    run_dir = run.checkpoints.directory.parent
+    assert main(["checkpoint", "push", str(run_dir), url]) == 0
+    record = read_uploads(run_dir)
+    assert record is not None and record.uploaded_step == 4
+    write_uploads(run_dir, replace(record, discard_above=2))  # the store did not respond during the rewind
+    folder.delete_checkpoint(run.checkpoints.directory, 4, 1)
+    again = Run(run_dir)
+    again.save(3)
+    again.checkpoints.close()
+    assert main(["checkpoint", "push", str(run_dir), url]) == 0
+    record = read_uploads(run_dir)
+    assert record is not None and (record.uploaded_step, record.discard_above) == (3, None)
+    assert [one.step for one in uploaded_checkpoints(RemoteFolder(url))] == [3, 2]
+    assert main(["checkpoint", "push", str(run.checkpoints.directory / "step_00000002"), url]) == 0
+    record = read_uploads(run_dir)
+    assert record is not None and record.uploaded_step == 3
