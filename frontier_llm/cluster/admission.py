@@ -223,7 +223,8 @@ def cost_problems(request: submit.JobRequest) -> Iterator[Problem]:
     if request.step_s:
         cost = cost_of(request)
         yield from synthetic_problems(request.config, cost)
-        yield from end_problems(request) or budget_problems(request, cost)
+        yield from end_problems(request)
+        yield from budget_problems(request, cost)
 
 
 def saving_problems(request: submit.JobRequest) -> Iterator[Problem]:
@@ -236,30 +237,22 @@ def saving_problems(request: submit.JobRequest) -> Iterator[Problem]:
         yield from unfinished_problems(request, cost_of(request))
 
 
-def end_problems(request: submit.JobRequest) -> list[Problem]:
-    """Return a problem if the supervisor would end the job at its start: finished, STOP, or no budget is left."""
-    if request.is_running:  # the supervisor of this job has already decided
-        return []
-    job = request.job
+def end_problems(request: submit.JobRequest) -> Iterator[Problem]:
+    """Yield a problem if the supervisor would end the job at its start: the run is finished, or STOP exists."""
+    if request.is_running:  # the supervisor decides with the same function
+        return
+    job = replace(request.job, max_node_hours=None)  # see budget_problems
     history = History(
         target_step=request.config.train.steps,
         saves_final=request.config.train.save_final,
         saved_step=run_dir.latest_step(job.directory),
-        node_hours=_used_node_hours(request),
         last=run_dir.last_attempt(job.directory),
     )
-    reason = reason_to_end(job, history, stop_requested=(job.directory / run_dir.STOP_FILE).exists())
-    if not reason:
-        return []
-    fix = ""
-    if reason.startswith("finished"):
-        fix = "set a larger train.steps and --allow-change train.steps, or another train.run_dir"
-    return [Problem("train.run_dir", f"a job would end at its start, because the run is {reason}", fix)]
-
-
-def _used_node_hours(request: submit.JobRequest) -> float:
-    """Return the node-hours that earlier jobs have used of the budget. 0 if the run has no budget."""
-    return 0.0 if request.job.max_node_hours is None else slurm.used_node_hours(request.job.directory)
+    if reason := reason_to_end(job, history, stop_requested=(job.directory / run_dir.STOP_FILE).exists()):
+        fix = ""
+        if reason.startswith("finished"):
+            fix = "set a larger train.steps and --allow-change train.steps, or another train.run_dir"
+        yield Problem("train.run_dir", f"a job would end at its start, because the run is {reason}", fix)
 
 
 def budget_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Problem]:
@@ -267,7 +260,7 @@ def budget_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Problem]
     budget = request.job.max_node_hours
     if budget is None or not cost.steps:
         return
-    used = _used_node_hours(request)
+    used = 0.0 if request.is_running else slurm.used_node_hours(request.job.directory)
     least = (START_S + cost.step_s + cost.warning_s) / 3600 * cost.nodes
     if budget - used < least:
         left = f"{budget - used:g} of {budget:g} node-hours are left, which" if used else f"{budget:g} node-hours"

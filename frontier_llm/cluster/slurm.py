@@ -259,7 +259,9 @@ def next_maintenance(now_unix_s: float, nodes: int, partition: str | None) -> Ma
 
 def _nodes_left(reserved: str, partition: str | None) -> float:
     """Return the number of the partition's nodes that a reservation of the nodes `reserved` leaves. 0 if unknown."""
-    command = ["sinfo", "--noheader", "--Node", "--format=%N", *([f"--partition={partition}"] if partition else [])]
+    command = ["sinfo", "--noheader", "--Node", "--format=%N"]
+    if partition:
+        command.append(f"--partition={partition}")
     try:
         return len({*call(command, timeout_s=20.0).split()} - {*hostlist.expand(reserved)})
     except FrontierError:

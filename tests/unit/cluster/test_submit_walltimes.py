@@ -110,7 +110,9 @@ def test_the_walltime_is_what_the_run_needs(tmp_path: Path) -> None:
     assert replace(request, job_s=0.0).slice_minutes == walltime_minutes(2 * warning_s)
 
 
-def test_a_job_that_would_end_at_its_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_a_run_that_is_stopped_finished_or_out_of_budget_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A start, a step of 400 s and a save take 384 nodes 256 node-hours (predicted)."""
     request = replace(request_of_10_hours(tmp_path), account="ABC123")
     assert list(cost_problems(request)) == []
@@ -119,15 +121,12 @@ def test_a_job_that_would_end_at_its_start_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(slurm, "billed_node_hours", lambda job_ids: {})
     few = replace(request, job=replace(request.job, max_node_hours=1000.0))
     (problem,) = cost_problems(few)
-    assert "a job would end at its start, because the run is stopped at step 0: 900.0 of 1,000.0" in problem.what
-    some = replace(request, job=replace(request.job, max_node_hours=1100.0))
-    (problem,) = cost_problems(some)
-    assert "200 of 1100 node-hours are left, which are too few" in problem.what
+    assert "100 of 1000 node-hours are left, which are too few" in problem.what
     assert list(cost_problems(replace(request, job=replace(request.job, max_node_hours=2000.0)))) == []
     (tmp_path / "STOP").touch()
     (problem,) = cost_problems(request)
     assert "STOP; delete the file to continue" in problem.what
-    assert list(cost_problems(replace(request, job_tasks_per_node=8))) == []  # its supervisor has decided
+    assert list(cost_problems(replace(few, job_tasks_per_node=8))) == []  # the supervisor of a running job decides
     (tmp_path / "STOP").unlink()
     save_only(tmp_path, 60)
     (problem,) = cost_problems(request)
