@@ -14,7 +14,7 @@ from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelCon
 from frontier_llm.errors import ConfigError, divisors, nearest
 from frontier_llm.inference.cache import KeyValueCache, RememberingAttention
 from frontier_llm.model import Microbatch, Stage, build_stages
-from frontier_llm.ops import AttentionNeeds, select_ops, statistics_dtype, working_dtype
+from frontier_llm.ops import AttentionNeeds, select_ops, sizes_of, statistics_dtype, working_dtype
 from frontier_llm.parallel.tensor import LayerContext, WeightGradients, materialise
 from frontier_llm.topology.plan import ParallelPlan, make_plan
 
@@ -129,7 +129,7 @@ def build_inference_model(
         window=source.model.sliding_window is not None,
         softcap=source.model.score_softcap is not None,
     )
-    selected = select_ops(ops, device.type, working, needs)
+    selected = select_ops(ops, device.type, working, needs, sizes=sizes_of(source.model))
     attention = RememberingAttention(selected.attention)
     context = LayerContext(
         tp=mesh.tp,

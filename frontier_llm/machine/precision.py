@@ -20,6 +20,7 @@ from frontier_llm.run.complete import BrokenManifest, manifest_bytes, step_name
 from frontier_llm.run.run_dir import latest_step
 
 AUTO = "auto"
+LARGEST_HEAD_DIM = 256  # of flash-attn, torch's flash kernels and the prebuilt attention
 
 
 def load_resolved(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
@@ -89,7 +90,8 @@ def is_deterministic(config: RunConfig) -> bool:
 
 
 def problem_on_gpu(config: RunConfig) -> Problem | None:
-    """Return the problem of a run on a GPU whose attention only the reference can compute, in this working precision.
+    """Return the problem of a run on a GPU whose attention only the reference can compute, in this working precision
+    and with this head dim.
 
     `ops.attention` and `ops.allow_fallback` can accept the reference. The rules follow from the declarations of the
     back-ends (`ops/providers.py`). A test compares them with `ops.select.choose`.
@@ -101,7 +103,9 @@ def problem_on_gpu(config: RunConfig) -> Problem | None:
         return None
     way = context_way(model, parallel.tensor, parallel.context, parallel.context_attention)
     in_parts = parallel.context > 1 and way != "heads"
-    if dtype == "fp32":
+    large_heads = model.dim_per_head > LARGEST_HEAD_DIM
+    kind = f"head dim {model.dim_per_head}" if large_heads else dtype
+    if dtype == "fp32" or large_heads:
         needs = {
             "a soft cap of attention's scores (model.score_softcap)": model.score_softcap is not None,
             f"attention over parts of a sequence (parallel.context with {way})": in_parts,
@@ -113,14 +117,15 @@ def problem_on_gpu(config: RunConfig) -> Problem | None:
     lacking = [need for need, is_needed in needs.items() if is_needed]
     if not lacking:
         return None
-    where, fix = (
-        ("precision.dtype", "set precision.dtype=bf16")
-        if dtype == "fp32"
-        else ("parallel.context_attention", "set parallel.context_attention=heads")
-    )
+    if large_heads:
+        where, fix = "model.head_dim", f"set model.head_dim={LARGEST_HEAD_DIM} or lower"
+    elif dtype == "fp32":
+        where, fix = "precision.dtype", "set precision.dtype=bf16"
+    else:
+        where, fix = "parallel.context_attention", "set parallel.context_attention=heads"
     return Problem(
         where,
-        f"no fused attention on a GPU supports {dtype} with {' and '.join(lacking)}; only the reference does, and it "
+        f"no fused attention on a GPU supports {kind} with {' and '.join(lacking)}; only the reference does, and it "
         f"stores the complete matrix of scores",
         f"{fix}, or use the reference for a small model: ops.attention=reference",
     )

@@ -6,7 +6,7 @@ from .dtypes import statistics_dtype, working_dtype
 from .providers import AttentionNeeds
 from .reference import AdamWUpdate, Ops, Scores, merge, softcapped
 from .routing import Routing
-from .select import attention_needs, select_ops, select_run_ops
+from .select import attention_needs, select_ops, select_run_ops, sizes_of
 
 __all__ = [
     "AdamWUpdate",
@@ -21,6 +21,7 @@ __all__ = [
     "philox",
     "select_ops",
     "select_run_ops",
+    "sizes_of",
     "softcapped",
     "statistics_dtype",
     "stream_key",

@@ -15,7 +15,9 @@ import torch
 
 from frontier_llm.errors import BackendError, in_one_line
 from frontier_llm.libraries import BUILD_COMMAND
+from frontier_llm.machine.precision import LARGEST_HEAD_DIM
 from frontier_llm.ops import native, reference, sdpa
+from frontier_llm.ops.kernel_table import HEAD_DIMS, MOST_CHOICES, ROPE_BLOCKS, ROUTE_BLOCKS
 from frontier_llm.ops.manifest import build_command
 from frontier_llm.ops.prebuilt import kernels_of_this_gpu
 from frontier_llm.ops.reference import GROUPS, Op
@@ -43,6 +45,18 @@ class AttentionNeeds(NamedTuple):
     window: bool = False  # sliding window
     alibi: bool = False  # ALiBi
     softcap: bool = False  # soft cap of the scores
+
+
+class Sizes(NamedTuple):
+    """Sizes of a model that back-ends limit. As sizes 0 means that they are not known, and as limits that none is."""
+
+    head_dim: int = 0
+    rotated_dims: int = 0  # dims of each head that rope rotates
+    experts: int = 0
+    top_k: int = 0  # experts that process a token
+
+
+UNKNOWN_SIZES = Sizes()
 
 
 class Refusal(NamedTuple):
@@ -79,6 +93,8 @@ class Provider:
     required: bool = False  # True: if only its build is missing, `auto` reports an error and takes no slower back-end.
     # Group → its dtypes, for groups that support fewer dtypes than `dtypes`
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)
+    # Group → its largest sizes. "parts" is attention over part of a sequence.
+    largest: Mapping[str, Sizes] = field(default_factory=dict)
     on_gpu: Determinism = "always"  # determinism on a GPU; on a CPU it is "always".
     # Returns the deterministic functions. None: the functions of `load` are also used for deterministic runs.
     load_deterministic: Callable[[], Mapping[str, Op]] | None = None
@@ -87,12 +103,20 @@ class Provider:
         """Return whether two runs of this back-end on this type of device have bit-equal results."""
         return "always" if device_type == "cpu" else self.on_gpu
 
+    def _exceeded(self, limits: str, sizes: Sizes) -> str:
+        """Return the limit of a row of `largest` that a size exceeds, with the size, or ''."""
+        for name, size, limit in zip(Sizes._fields, sizes, self.largest.get(limits, Sizes()), strict=True):
+            if limit and size > limit:
+                return f"{name} up to {limit}, not {size}"
+        return ""
+
     def refusal(
         self,
         group: str,
         device_type: str,
         dtype: torch.dtype,
         needs: AttentionNeeds | None = None,
+        sizes: Sizes = UNKNOWN_SIZES,
     ) -> Refusal | None:
         """Return the reason why this provider cannot be used for `group` on this device and type, or None."""
         if group not in self.groups:
@@ -102,6 +126,8 @@ class Provider:
         if dtype not in self.group_dtypes.get(group, self.dtypes):
             return Refusal(f"{self.name} has no {str(dtype).removeprefix('torch.')} {group}")
         needs = needs if needs and group == "attention" else AttentionNeeds()
+        if exceeded := self._exceeded(group, sizes) or (needs.parts and self._exceeded("parts", sizes)):
+            return Refusal(f"{self.name} supports {exceeded}")
         if needs.window and not self.windows and not (needs.softcap and self.softcaps):
             return Refusal(f"{self.name} does not support a sliding window (model.sliding_window)")
         if needs.softcap and not self.softcaps:
@@ -255,6 +281,7 @@ PROVIDERS: dict[str, Provider] = {
             load=_module("sdpa"),
             on_gpu="never",  # torch picks a kernel by shape, and most sum the query gradient with atomics
             missing=lambda: sdpa.views_missing(),
+            largest={"parts": Sizes(head_dim=LARGEST_HEAD_DIM)},
             parts=_flash_parts_missing,
         ),
         Provider(
@@ -298,6 +325,11 @@ PROVIDERS: dict[str, Provider] = {
             missing=_triton_missing,
             required=True,
             group_dtypes={"attention": HALVES, "experts": HALVES},
+            largest={
+                "attention": Sizes(head_dim=HEAD_DIMS[-1]),
+                "rope": Sizes(rotated_dims=2 * ROPE_BLOCKS[-1]),
+                "experts": Sizes(experts=ROUTE_BLOCKS[-1], top_k=MOST_CHOICES),
+            },
             parts=_any_part,
             windows=False,
             softcaps=True,
@@ -308,6 +340,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=GPU,
             dtypes=HALVES,
             load=_module("flash_attn_provider"),
+            largest={"attention": Sizes(head_dim=LARGEST_HEAD_DIM)},
             on_gpu="on request",
             load_deterministic=_load_deterministic_flash_attn,
             version=lambda: _package_version("flash_attn"),

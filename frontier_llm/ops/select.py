@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from frontier_llm import log
+from frontier_llm.config.model import ModelConfig
 from frontier_llm.config.schema import OpsConfig, RunConfig
+from frontier_llm.config.validate import rotary_dim
 from frontier_llm.errors import BackendError, Problem
 from frontier_llm.machine.precision import is_deterministic
 from frontier_llm.ops import reference
@@ -21,7 +23,7 @@ from frontier_llm.ops.attention_table import AttentionShape, load_attention, rul
 from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.dtypes import working_dtype
 from frontier_llm.ops.no_jit import forbid_jit
-from frontier_llm.ops.providers import PROVIDERS, AttentionNeeds, Provider, Refusal
+from frontier_llm.ops.providers import PROVIDERS, UNKNOWN_SIZES, AttentionNeeds, Provider, Refusal, Sizes
 from frontier_llm.ops.reference import GROUPS, Op, Ops
 from frontier_llm.run.rank_env import environ, put
 
@@ -53,6 +55,7 @@ class Conditions:
     needs: AttentionNeeds = PLAIN
     allow_fallback: bool = False  # ops.allow_fallback
     deterministic: bool = False  # refuse a back-end if two runs of it may differ
+    sizes: Sizes = UNKNOWN_SIZES
 
     def refusal(self, provider: Provider, group: str) -> Refusal | None:
         """Return the reason why the provider cannot be used for the group."""
@@ -62,7 +65,7 @@ class Conditions:
             and provider.determinism(self.device_type) == "never"
         ):
             return Refusal(f"{provider.name} does not give equal bits in two runs (ops.deterministic)")
-        return provider.refusal(group, self.device_type, self.dtype, self.needs)
+        return provider.refusal(group, self.device_type, self.dtype, self.needs, self.sizes)
 
 
 def choose(group: str, wanted: str, conditions: Conditions, first: tuple[str, ...] = ()) -> ChosenBackend | Problem:
@@ -145,12 +148,14 @@ def select_ops(
     dtype: torch.dtype,
     needs: AttentionNeeds = PLAIN,
     *,
+    sizes: Sizes = UNKNOWN_SIZES,
     attention: AttentionShape | None = None,
     deterministic: bool | None = None,
 ) -> Ops:
     """Choose the ops for a device and a working type. Each choice is logged. ops.no_jit also sets the no-JIT guard.
 
     `needs` are the options of attention, and `attention` is its shape, for which ops.attention_table has an order.
+    `sizes` are compared with the limits of the back-ends.
     `deterministic`: two runs must have equal bits. By default the value of ops.deterministic is used, in which `auto`
     means no.
 
@@ -161,7 +166,7 @@ def select_ops(
         forbid_jit()
     if deterministic is None:
         deterministic = config.deterministic is True
-    conditions = Conditions(device_type, dtype, needs, config.allow_fallback, deterministic)
+    conditions = Conditions(device_type, dtype, needs, config.allow_fallback, deterministic, sizes)
     measurable = attention is not None and not (needs.parts or needs.window or needs.softcap)
     first = (
         {"attention": _measured_first(config.attention_table, device_type, attention)}
@@ -277,6 +282,16 @@ def attention_needs(config: RunConfig, attends_in_parts: bool) -> AttentionNeeds
     )
 
 
+def sizes_of(model: ModelConfig) -> Sizes:
+    """Return the sizes of a model that back-ends limit."""
+    return Sizes(
+        head_dim=model.dim_per_head,
+        rotated_dims=rotary_dim(model) if model.position == "rope" else 0,
+        experts=model.moe.experts if model.moe else 0,
+        top_k=model.moe.top_k if model.moe else 0,
+    )
+
+
 def select_run_ops(config: RunConfig, device_type: str, attends_in_parts: bool) -> Ops:
     """Return the ops of a training run.
 
@@ -289,6 +304,7 @@ def select_run_ops(config: RunConfig, device_type: str, attends_in_parts: bool) 
         device_type,
         working_dtype(config.precision.dtype),
         needs,
+        sizes=sizes_of(config.model),
         attention=shape,
         deterministic=is_deterministic(config),
     )

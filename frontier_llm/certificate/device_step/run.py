@@ -25,13 +25,14 @@ from frontier_llm.comm import Mesh, build_mesh, serial_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.model.experts import Routed, Router
-from frontier_llm.ops import AttentionNeeds, Ops, attention_needs, reference, working_dtype
+from frontier_llm.ops import Ops, attention_needs, reference, sizes_of, working_dtype
 from frontier_llm.ops.driver import Argument, Grid
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import all_kernels, variants
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.providers import PROVIDERS, Provider, functions_of
 from frontier_llm.ops.reference import GROUPS, Op
+from frontier_llm.ops.select import Conditions
 from frontier_llm.parallel.expert import Choices
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology.engine_rules import in_flight
@@ -211,24 +212,24 @@ def device_ops(config: RunConfig, kernels: Kernels, step: DeviceStep, in_parts: 
     `in_parts`: attention is computed over parts of the keys. Raises NotCountable.
     """
     dtype = working_dtype(config.precision.dtype)
-    needs = attention_needs(config, in_parts)
+    conditions = Conditions("cuda", dtype, attention_needs(config, in_parts), sizes=sizes_of(config.model))
     tables = {"triton": functions_of(GpuOps(_CountedKernels(kernels, step)))}
     functions: dict[str, Op] = {}
     for group, names in GROUPS.items():
-        provider = _provider(group, getattr(config.ops, group), dtype, needs)
+        provider = _provider(group, getattr(config.ops, group), conditions)
         table = tables.setdefault(provider.name, {}) or provider.load()
         functions |= {op: table.get(op, getattr(reference, op)) for op in names}
     return Ops(**functions)
 
 
-def _provider(group: str, wanted: str, dtype: torch.dtype, needs: AttentionNeeds) -> Provider:
+def _provider(group: str, wanted: str, conditions: Conditions) -> Provider:
     refusals = []
     for name in BACKENDS if wanted == "auto" else (wanted,):
         provider = PROVIDERS[name]
         if name == "triton":
             # the kernels need not be built, because this step does not load them
             provider = replace(provider, missing=lambda: "")
-        refusal = provider.refusal(group, "cuda", dtype, needs)
+        refusal = conditions.refusal(provider, group)
         if refusal is None:
             return provider
         refusals.append(f"{name}: {refusal}")

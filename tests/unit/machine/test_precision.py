@@ -15,7 +15,7 @@ from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine import precision
 from frontier_llm.machine.precision import problem_on_gpu, resolve_precision
-from frontier_llm.ops import AttentionNeeds, select, working_dtype
+from frontier_llm.ops import AttentionNeeds, select, sizes_of, working_dtype
 from frontier_llm.ops.providers import PROVIDERS
 from frontier_llm.run.complete import MANIFEST, MANIFEST_DIGEST, digest_line, step_name
 from frontier_llm.training import device
@@ -100,10 +100,12 @@ def test_a_type_without_attention_on_a_gpu_is_refused_as_the_selection_of_ops_re
     monkeypatch.setattr("frontier_llm.ops.sdpa.blocks_missing", lambda: "")
     flags = itertools.product((False, True), repeat=5)
     refusals = 0
-    for dtype, (softcap, window, alibi, documents, equal_bits) in itertools.product(("bf16", "fp16", "fp32"), flags):
+    cases = itertools.product(("bf16", "fp16", "fp32"), (64, 320), flags)
+    for dtype, head_dim, (softcap, window, alibi, documents, equal_bits) in cases:
         for context, way in ((1, "auto"), (2, "ring"), (2, "heads")):
             words = [
                 f"precision.dtype={dtype}",
+                f"model.head_dim={head_dim}",
                 f"model.score_softcap={50.0 if softcap else 'null'}",
                 f"model.sliding_window={64 if window else 'null'}",
                 f"model.position={'alibi' if alibi else 'rope'}",
@@ -114,7 +116,8 @@ def test_a_type_without_attention_on_a_gpu_is_refused_as_the_selection_of_ops_re
             ]
             config = load_run("quickstart", words)
             needs = AttentionNeeds(documents, parts=way == "ring", window=window, alibi=alibi, softcap=softcap)
-            conditions = select.Conditions("cuda", working_dtype(dtype), needs, deterministic=equal_bits)
+            sizes = sizes_of(config.model)
+            conditions = select.Conditions("cuda", working_dtype(dtype), needs, deterministic=equal_bits, sizes=sizes)
             chosen = select.choose("attention", "auto", conditions)
             problem = problem_on_gpu(config)
             assert (problem is None) == isinstance(chosen, select.ChosenBackend), words
@@ -122,9 +125,9 @@ def test_a_type_without_attention_on_a_gpu_is_refused_as_the_selection_of_ops_re
                 continue
             refusals += 1
             assert "only the reference does" in problem.what
-            key, _, value = problem.fix.partition(",")[0].removeprefix("set ").partition("=")
+            key, _, value = problem.fix.partition(",")[0].removeprefix("set ").removesuffix(" or lower").partition("=")
             repaired = load_run("quickstart", [*words, f"{key}={value}"])
-            assert problem_on_gpu(repaired) is None or dtype == "fp32", words
+            assert problem_on_gpu(repaired) != problem, words
     assert refusals > 20
     accepted = load_run("quickstart", ["precision.dtype=fp32", "model.score_softcap=50.0", "ops.attention=reference"])
     assert problem_on_gpu(accepted) is None

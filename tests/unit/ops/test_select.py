@@ -271,6 +271,27 @@ def test_flash_attn_is_not_first_where_documents_are_masked(monkeypatch):
             assert outcome.provider.name == expected
 
 
+@pytest.mark.parametrize(
+    ("group", "key", "limit", "instead"),
+    [
+        ("attention", "head_dim", 256, "sdpa"),
+        ("rope", "rotated_dims", 256, "reference"),
+        ("experts", "experts", 1024, "reference"),
+        ("experts", "top_k", 16, "reference"),
+    ],
+)
+def test_auto_takes_no_kernel_whose_limit_the_model_exceeds(monkeypatch, group, key, limit, instead):
+    for name in ("flash_attn", "triton", "sdpa"):
+        monkeypatch.setitem(
+            providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: "")
+        )
+    for size, expected in ((limit, {"flash_attn", "triton"}), (limit + 1, {instead})):
+        conditions = select.Conditions("cuda", torch.bfloat16, sizes=providers.Sizes(**{key: size}))
+        outcome = select.choose(group, "auto", conditions)
+        assert outcome.provider.name in expected
+    assert f"triton supports {key} up to {limit}, not {limit + 1}" in outcome.why
+
+
 def test_flash_attn_built_for_triton_is_refused_before_it_compiles(monkeypatch, tmp_path):
     package = tmp_path / "flash_attn"
     package.mkdir()
