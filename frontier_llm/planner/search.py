@@ -207,6 +207,9 @@ def search(
     fitting = layouts.where(fits)
     seconds = step_s(model, fitting, rates)
     plans = _finalists(model, fitting, seconds, memory[fits], rates)
+    if not plans:  # the real stages of all these layouts need more memory than their even split
+        least = simulate_layout(model, fitting.row(int(np.argmin(memory[fits]))), rates)
+        return replace(result, fitting=0, smallest_bytes=least.peak_bytes)
     if fixed.get("schedule") == SEARCHED:
         plans = [_searched(plan, rates) for plan in sorted(plans, key=preference)[:3]]
     plans = [with_slow_step(replace(plan, binding=_binding(plan, layouts, fitting)), rates) for plan in plans]

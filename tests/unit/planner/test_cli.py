@@ -311,3 +311,11 @@ def test_validation_without_a_checkout_says_where_the_rows_are(
 def test_a_model_that_cannot_be_trained_is_refused_before_the_search(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "moe-small", "--nodes", "1", "model.bias=true")
     assert code == 2 and out == "" and "model.bias: is true, but experts have no biases" in err
+
+
+def test_layouts_whose_real_stages_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """80 layers on 32 virtual stages: the first ranks have 3 + 3 layers. An even split, with 5, would fit."""
+    values = ("tensor=2", "pipeline=16", "schedule=v-min", "micro_batch=1", "recompute=none", "zero=1")
+    fixed = [word for value in values for word in ("--fix", value)]
+    code, _, err = run(capsys, "llama-2-70b", "--nodes", "4", *fixed)
+    assert code == 2 and "with these fixed values fits: the smallest needs 64.8 GiB per device, which has 64" in err
