@@ -41,6 +41,23 @@ class CannotWrite(CheckpointError):
     """The file system does not accept a checkpoint: the disk is full, or a file cannot be created."""
 
 
+class DeletedCheckpoint(CheckpointError):
+    """A checkpoint does not exist any more, because its run deleted it while a command was reading it."""
+
+
+@contextlib.contextmanager
+def unless_deleted(path: Path) -> Iterator[None]:
+    """Context for reading a checkpoint of a run that may be training. Raises DeletedCheckpoint in place of an error if
+    the checkpoint does not exist any more.
+    """
+    try:
+        yield
+    except (DamagedCheckpoint, OSError) as error:
+        if path.exists():
+            raise
+        raise DeletedCheckpoint("was deleted while it was read", where=str(path)) from error
+
+
 def step_of(path: Path) -> int:
     """Return the step in the folder name of a complete checkpoint. Raises CheckpointError for any other name."""
     step = named_step(path.name)

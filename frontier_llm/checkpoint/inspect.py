@@ -39,7 +39,7 @@ def find(path: Path) -> list[Path]:
 
     Raises CheckpointError if there is none.
     """
-    checkpoints = folder.checkpoints_at(path)
+    checkpoints = [one for one in folder.checkpoints_at(path) if one.exists()]
     if not checkpoints:
         raise CheckpointError(
             "contains no complete checkpoint",
@@ -76,7 +76,17 @@ def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: N
 
     The function checks each digest and size, and finds files that are missing, not in the manifest, or links.
     `progress` receives the number of shards that have been read and their total number.
+
+    Raises DeletedCheckpoint if its run deletes the checkpoint while it is read.
     """
+    with folder.unless_deleted(path):
+        problems = _damage(path, progress)
+        if problems:
+            path.stat()  # raises FileNotFoundError if the checkpoint has been deleted
+    return problems
+
+
+def _damage(path: Path, progress: Callable[[int, int], None]) -> list[Problem]:
     try:
         manifest = folder.read_manifest(path)[0]
     except DamagedCheckpoint as error:
@@ -183,12 +193,14 @@ def _compare_tensors(a: CheckpointWeights, b: CheckpointWeights, names: list[str
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """Return the values in a line of `checkpoint list`. Raises DamagedCheckpoint."""
-    manifest = folder.read_manifest(path)[0]
+    """Return the values in a line of `checkpoint list`. Raises DamagedCheckpoint or DeletedCheckpoint."""
+    with folder.unless_deleted(path):
+        manifest = folder.read_manifest(path)[0]
+        written_unix_s = (path / folder.MANIFEST).stat().st_mtime
     return {
         "path": str(path),
         **manifest.summary(),
-        "written_unix_s": (path / folder.MANIFEST).stat().st_mtime,
+        "written_unix_s": written_unix_s,
         "latest": folder.read_latest(path.parent) == path.name,
         "best": folder.read_latest(path.parent, folder.BEST) == path.name,
     }

@@ -69,10 +69,14 @@ def _size_bytes(path: Path) -> int:
     examples=("frontier-llm checkpoint list runs/quickstart",),
 )
 def _list(args: argparse.Namespace) -> int:
+    from frontier_llm.checkpoint.directory import DeletedCheckpoint
+
     rows = []
     for found in _found(args.path):
         try:
             rows.append(found.summary())
+        except DeletedCheckpoint:
+            continue
         except CheckpointError as error:
             rows.append({"path": found.path, "damaged": str(error)})
     head = ("checkpoint", "model", ">tokens", ">size", ">shards", "written as", "age", "")
@@ -109,13 +113,21 @@ def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
     examples=("frontier-llm checkpoint verify runs/quickstart",),
 )
 def _verify(args: argparse.Namespace) -> int:
+    from frontier_llm.checkpoint.directory import DeletedCheckpoint
+
     results = {}
     for found in _found(args.path):
         started_s = time.monotonic()
         line = ProgressBar()
         name = found.path.rpartition("/")[2]
-        problems = results[found.path] = found.verify(line.on(name, "shards"))
-        line.close()
+        try:
+            problems = found.verify(line.on(name, "shards"))
+        except DeletedCheckpoint:
+            print(f"{printable(name)}  was deleted by its run while it was read", file=sys.stderr)
+            continue
+        finally:
+            line.close()
+        results[found.path] = problems
         if not args.json:
             read = f"{format_bytes(found.size_bytes())} read in {format_seconds(time.monotonic() - started_s)}"
             print(f"{printable(name)}  {'DAMAGED' if problems else 'intact'}  {read}", flush=True)

@@ -51,7 +51,7 @@ def push(args: argparse.Namespace) -> int:
     copied.
     """
     from frontier_llm.checkpoint import remote, remote_writer
-    from frontier_llm.checkpoint.directory import checkpoints_at
+    from frontier_llm.checkpoint.directory import DeletedCheckpoint, checkpoints_at, unless_deleted
     from frontier_llm.checkpoint.manifest import DamagedCheckpoint
     from frontier_llm.data.remote_folder import RemoteFolder
     from frontier_llm.run.holder import living_holder
@@ -80,7 +80,11 @@ def push(args: argparse.Namespace) -> int:
     for path in checkpoints:
         line = ProgressBar()
         try:
-            result = remote.push(path, place, writer, limit, _gib(line, path.name))
+            with unless_deleted(path):
+                result = remote.push(path, place, writer, limit, _gib(line, path.name))
+        except DeletedCheckpoint:
+            rows.append({"path": str(path), "deleted": True})
+            text = "was deleted by its run while it was read"
         except DamagedCheckpoint as error:
             damages.append(str(error))
             rows.append({"path": str(path), "damaged": str(error)})
@@ -114,7 +118,7 @@ def push(args: argparse.Namespace) -> int:
     option(
         "run", type=Path, nargs="?", metavar="RUN_DIR", help="run directory (default: runs/ and the URL's last name)"
     ),
-    option("--step", type=natural, metavar="N", help="step of the checkpoint (default: the newest that is intact)"),
+    option("--step", type=natural, metavar="N", help="step of the checkpoint (default: the newest complete one)"),
     TAKE_OVER,
     JSON,
     line="copy a checkpoint from a URL into a run directory",
@@ -124,6 +128,8 @@ def push(args: argparse.Namespace) -> int:
 )
 def pull(args: argparse.Namespace) -> int:
     """Copy one checkpoint from a URL to this computer."""
+    from frontier_llm import log
+    from frontier_llm.checkpoint import directory as folder
     from frontier_llm.checkpoint import remote, remote_writer
     from frontier_llm.config.urls import is_url, without_secrets
     from frontier_llm.data.remote_folder import RemoteFolder
@@ -148,6 +154,11 @@ def pull(args: argparse.Namespace) -> int:
         text = f"{run_dir} writes to {without_secrets(url)} from now on; no checkpoint is complete there"
         show(args, {"path": None, "step": None}, lambda: text)
         return 0
+    directory = run_dir / "checkpoints"
+    newer = [step for step in folder.named_steps(directory) if step > chosen.step]
+    if newer:
+        names = ", ".join(map(folder.step_name, newer))
+        log.warn(f"{directory} has newer checkpoints, so a run continues from step {newer[0]}, unless you move {names}")
     line = ProgressBar()
     report = _gib(line, chosen.name)
 
@@ -156,15 +167,18 @@ def pull(args: argparse.Namespace) -> int:
             on_bytes(count)
             report(count)
 
-        return remote.pull(chosen, run_dir / "checkpoints", 0, received)
+        return remote.pull(chosen, directory, 0, received)
 
     transfer = remote.RemoteTransfer(work, url)
     while not transfer.is_over():
         pass
     path = transfer.result()
     line.close()
+    if newer:
+        folder.point_latest(directory, folder.step_name(newer[0]))  # the copy has moved LATEST
     result = {"path": str(path), "step": chosen.step}
-    show(args, result, lambda: f"{path}  is intact; a run with train.run_dir={run_dir} continues from it")
+    source = f"step {newer[0]}" if newer else "it"
+    show(args, result, lambda: f"{path}  is intact; a run with train.run_dir={run_dir} continues from {source}")
     return 0
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.inspect import find
+from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.cli.main import main
 from frontier_llm.errors import CheckpointError
 from frontier_llm.inference.open import open_model
@@ -54,6 +55,34 @@ def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[st
     assert main(["checkpoint", "verify", str(directory)]) == 1
     said = capsys.readouterr()
     assert "step_00000004  DAMAGED" in said.out and "MiB read in" in said.out and "it contains" in said.err
+
+
+def test_a_checkpoint_that_its_run_deletes_is_not_damaged(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: on the directory of a running job, `verify` reported damage after each save."""
+    pytest.importorskip("fsspec")
+    directory = run.checkpoints.directory
+    read_manifest = folder.read_manifest
+
+    def deletes_step_2(path: Path) -> tuple[Manifest, bytes]:
+        result = read_manifest(path)
+        if path.name == "step_00000002":
+            folder.delete_checkpoint(directory, 2, 1)
+        return result
+
+    url = (tmp_path / "store").as_uri()
+    for name in ("verify", "list", "push"):
+        run.save(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(folder, "read_manifest", deletes_step_2)
+            assert main(["checkpoint", name, str(directory)] + [url] * (name == "push")) == 0
+        assert folder.named_steps(directory) == [4]
+        said = capsys.readouterr()
+        assert "DAMAGED" not in said.out and "step_00000004" in said.out
+        assert ("step_00000002  was deleted by its run while it was read" in said.out + said.err) is (name != "list")
+    assert main(["checkpoint", "verify", str(directory / "step_00000002")]) == 2
+    assert "contains no complete checkpoint" in capsys.readouterr().err
 
 
 def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> None:

@@ -60,3 +60,18 @@ def test_a_push_deletes_the_steps_that_a_rewind_has_abandoned(run: Run, url: str
     assert main(["checkpoint", "push", str(run.checkpoints.directory / "step_00000002"), url]) == 0
     record = read_uploads(run_dir)
     assert record is not None and record.uploaded_step == 3
+
+
+def test_a_pull_below_a_newer_local_checkpoint_names_the_step_that_a_run_loads(
+    run: Run, url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: the message and LATEST named the pulled step, but a run loads the highest step."""
+    run_dir = run.checkpoints.directory.parent
+    assert main(["checkpoint", "push", str(run_dir), url]) == 0
+    capfd.readouterr()
+    assert main(["checkpoint", "pull", url, str(run_dir), "--step", "2"]) == 0
+    shown = capfd.readouterr()
+    assert "has newer checkpoints, so a run continues from step 4, unless you move step_00000004" in shown.err
+    assert shown.out.rstrip().endswith("continues from step 4")
+    assert folder.read_latest(run.checkpoints.directory) == "step_00000004"
+    assert Run(run_dir).checkpoints.newest().step == 4
