@@ -59,10 +59,6 @@ class PackedSamples:
         self._epoch = functools.lru_cache(2)(self._order)
 
     @functools.cached_property
-    def _documents(self) -> tuple[object, ...]:
-        return documents_of(self.dataset)
-
-    @functools.cached_property
     def _pieces(self) -> NDArray[np.uint64]:
         """Number of pieces before every 64th document; u64[ceil(documents / 64) + 1]."""
         documents = self.dataset.document_count
@@ -70,7 +66,6 @@ class PackedSamples:
             "pieces",
             -(-documents // BLOCK) + 1,
             "fl_count_pieces",
-            *self._documents,
             documents,
             self.sequence_length,
             BLOCK,
@@ -82,7 +77,7 @@ class PackedSamples:
         documents = self.dataset.document_count
         windows = -(-int(self._pieces[-1]) // WINDOW)
         order = (documents, self.sequence_length, BLOCK, self._pieces, self.key, WINDOW)
-        return self._cached("packed", windows, "fl_count_packed", *self._documents, *order)
+        return self._cached("packed", windows, "fl_count_packed", *order)
 
     @property
     def piece_count(self) -> int:
@@ -96,7 +91,7 @@ class PackedSamples:
 
     def _cached(self, purpose: str, length: int, function: str, *arguments: object) -> NDArray[np.uint64]:
         def build(out: NDArray[np.uint64]) -> None:
-            call(function, *arguments, threads(), out, where=self.dataset.prefix)
+            call(function, *documents_of(self.dataset), *arguments, threads(), out, where=self.dataset.prefix)
 
         parameters = (self.key, self.sequence_length, BLOCK, WINDOW)
         return index_table(
@@ -110,7 +105,7 @@ class PackedSamples:
         dataset = self.dataset
         starts = np.empty(WINDOW + 1, np.int64)
         out = np.empty((4, WINDOW), np.int64)
-        tables = (*self._documents, dataset.sequence_pointers, dataset.document_count)
+        tables = (dataset.sequence_lengths, dataset.document_indices, dataset.sequence_pointers, dataset.document_count)
         order = (self.sequence_length, BLOCK, self._pieces, self.key, WINDOW, number)
         sequences = call(
             "fl_pack",

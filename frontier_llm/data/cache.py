@@ -24,6 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 from frontier_llm import log
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_durably
+from frontier_llm.run.holder import process_start
 from frontier_llm.run.threads import Heartbeat
 
 HEARTBEAT_S = 5.0
@@ -68,8 +69,9 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
     A background thread touches the file. This thread also runs during compiled code of the process, because such code
     releases the GIL.
     """
+    pid = os.getpid()
     try:
-        write_durably(lock, f"{socket.gethostname()} {os.getpid()} {purpose}\n".encode())
+        write_durably(lock, f"{socket.gethostname()} {pid} {_start_of(pid)} {purpose}\n".encode())
     except FileExistsError:
         yield False
         return
@@ -87,13 +89,14 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
 def is_alive(lock: Path) -> bool:
     """Return whether a lock's holder is alive.
 
-    A holder on this host is alive if its process exists. A holder on another host is alive if its heartbeat arrives
-    within STALE_S. A lock that does not exist has no live holder.
+    A holder on this host is alive if its process exists and has not been replaced by another process with its pid. A
+    holder on another host is alive if its heartbeat arrives within STALE_S. A lock that does not exist has no live
+    holder.
     """
     with suppress(FileNotFoundError):
-        host, pid = (*lock.read_text(encoding="utf-8").split(), "", "")[:2]
+        host, pid, start = (*lock.read_text(encoding="utf-8").split(), "", "", "")[:3]
         if host == socket.gethostname():
-            return Path(f"/proc/{pid}").exists()
+            return pid.isdigit() and _start_of(int(pid)) == start
         touched_ns = lock.stat().st_mtime_ns
         since = time.monotonic()
         while time.monotonic() - since < STALE_S:  # measured by this host's clock, because file servers' clocks differ
@@ -102,6 +105,11 @@ def is_alive(lock: Path) -> bool:
                 return True
         log.warn(f"{lock}: its holder has not renewed it for {STALE_S:.0f} s; this process takes the lock")
     return False
+
+
+def _start_of(pid: int) -> str:
+    """Return the start time of a process. "-" if it is dead, or on a system without /proc."""
+    return process_start(pid) or "-"
 
 
 def _write(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> None:
@@ -113,6 +121,9 @@ def _write(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[A
             dtype=np.dtype(dtype),
             shape=(length,),
         )
+        # Reserve the space: a write to the map on a full file system ends the process with SIGBUS.
+        with temporary.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
         build(array)
         array.flush()
         del array

@@ -62,7 +62,7 @@ def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
                     yield
                     return
             if is_alive(lock):
-                host, pid, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?")[:3]
+                host, pid, _, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?", "?")[:4]
                 what = (
                     f"process {pid} on {host} is writing it, from {'the same' if other == digest else 'other'} inputs"
                 )

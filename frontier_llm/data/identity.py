@@ -27,8 +27,11 @@ def datasets_of(configs: Iterable[RunConfig]) -> dict[str, Dataset]:
     """
     blends = [phase.config.data.train for config in configs for phase in phases_of(config)]
     paths = dict.fromkeys(source.path for blend in blends if not isinstance(blend, str) for source in blend)
-    opened = {path: IndexedDataset(path, scan=False) for path in paths}
-    return {path: Dataset(dataset.identity(), dataset.token_count) for path, dataset in opened.items()}
+    datasets = {}
+    for path in paths:  # one open dataset at a time, because each one has file descriptors
+        dataset = IndexedDataset(path, scan=False)
+        datasets[path] = Dataset(dataset.identity(), dataset.token_count)
+    return datasets
 
 
 def identities(datasets: Mapping[str, Dataset]) -> dict[str, str]:

@@ -20,9 +20,12 @@ A document is one or more consecutive sequences in `.bin`. Nothing is ever unpic
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import mmap
 import os
 import struct
+from bisect import bisect_left, bisect_right
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -79,10 +82,11 @@ class IndexedDataset:
         self.prefix = str(prefix)
         _require_files(self.prefix)
         path = idx_path(prefix)
-        # stays open, because `_index` checks the file's size before each use of the map
-        self._index_file = path.open("rb", buffering=0)
-        size_bytes = os.fstat(self._index_file.fileno()).st_size
-        self._map = np.memmap(self._index_file, dtype=np.uint8, mode="r") if size_bytes else np.zeros(0, np.uint8)
+        self._index_map: mmap.mmap | None = None
+        with path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size:
+                self._index_map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._map = np.frombuffer(self._index_map or b"", np.uint8)
         code, self.sequence_count, documents_plus_1 = _read_header(path, self._map)
         self.dtype = DTYPES[code]
         self.document_count = documents_plus_1 - 1
@@ -101,15 +105,20 @@ class IndexedDataset:
         bin_bytes = bin_path(prefix).stat().st_size
         self._check_ends(path, bin_bytes, offsets)
         self.token_count = bin_bytes // self.dtype.itemsize
-        self.tokens: NDArray[Any]
-        if self.token_count:
-            self.tokens = np.memmap(bin_path(prefix), self.dtype, "r")
-        else:
-            self.tokens = np.zeros(0, self.dtype)
         self._file: FileIO | None = None
         self.scanned = False
         if scan or (scan is None and self.sequence_count <= SCAN_LIMIT):
             self.scan()
+
+    @functools.cached_property
+    def tokens(self) -> NDArray[Any]:
+        """All tokens, a view of .bin. The file is mapped at the first use, because training only calls `read`."""
+        if not self.token_count:
+            return np.zeros(0, self.dtype)
+        try:
+            return np.memmap(bin_path(self.prefix), self.dtype, "r")
+        except OSError as error:
+            raise _unreadable(bin_path(self.prefix), error) from error
 
     @property
     def sequence_lengths(self) -> NDArray[Any]:
@@ -145,7 +154,7 @@ class IndexedDataset:
         """
         path = idx_path(self.prefix)
         try:
-            size_bytes = os.fstat(self._index_file.fileno()).st_size
+            size_bytes = self._index_map.size() if self._index_map is not None else 0  # current size of the file
         except OSError as error:
             raise _unreadable(path, error) from error
         if size_bytes < self._map.size:
@@ -243,14 +252,25 @@ class IndexedDataset:
             return self.token_count
         return int(self.sequence_pointers[sequence]) // self.dtype.itemsize
 
+    def document_starts(self) -> NDArray[np.int64]:
+        """Return the position in `tokens` of each document's first token, and the number of tokens."""
+        starts = np.full(self.document_count + 1, self.token_count, np.int64)
+        for first in range(0, starts.size, SCAN_CHUNK):
+            sequences = self.document_indices[first : first + SCAN_CHUNK]
+            is_inside = sequences < self.sequence_count
+            pointers = self.sequence_pointers[sequences[is_inside]]
+            starts[first : first + SCAN_CHUNK][is_inside] = pointers // self.dtype.itemsize
+        return starts
+
     def document(self, document: int) -> NDArray[Any]:
         """Return the tokens of one document, a view of the file."""
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
     def document_at(self, token: int) -> int:
         """Return the document that contains the token at a position in `tokens`."""
-        sequence = int(np.searchsorted(self.sequence_pointers, token * self.dtype.itemsize, side="right")) - 1
-        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+        # np.searchsorted would copy the complete table, because the tables of a .idx are not aligned.
+        sequence = bisect_right(self.sequence_pointers, token * self.dtype.itemsize) - 1
+        return bisect_right(self.document_indices, sequence) - 1
 
     def check_token_ids(self) -> None:
         """Raise DataError if the dataset's values are not integers."""
@@ -268,8 +288,8 @@ class IndexedDataset:
             return np.ones(count, np.bool_)
         pointers = self.sequence_pointers
         size = self.dtype.itemsize
-        first = int(np.searchsorted(pointers, start * size, side="right")) - 1
-        last = int(np.searchsorted(pointers, (start + count) * size, side="left"))
+        first = bisect_right(pointers, start * size) - 1
+        last = bisect_left(pointers, (start + count) * size)
         borders = np.append(np.maximum(pointers[first:last] // size, start), start + count)
         return np.repeat(modes[first:last] != READ_ONLY, np.diff(borders))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gzip
 import importlib
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ MAXIMUM_BYTES = 128 << 20
 MAXIMUM_FOOTER_BYTES = 32 << 20  # Limit for a parquet file, enough for about 100,000 column chunks.
 BUFFER_BYTES = 1 << 20  # Bytes of a parquet column that are read at a time. pyarrow's default is a complete row group.
 DATASET = "dataset://"  # Prefix of a dataset on the Hugging Face Hub (hub.py).
+PARTS_FOLDER = re.compile(r".*\.parts-[0-9a-f]{12}")  # Folders of tokenize.py, whose JSON files are no inputs.
 TOO_LARGE = "has more than {}; if the input is correct, give a larger --max-mib"
 
 Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
@@ -110,8 +112,21 @@ def _files(path: str) -> list[Path | RemoteFile]:
     if is_url(path):
         return [*remote_files(path)]
     if Path(path).is_dir():
-        return [*sorted(child for child in Path(path).rglob("*") if child.is_file())]
+        return [*sorted(_files_below(path))]
     return [located(path)] if Path(path).is_file() else []
+
+
+def _files_below(folder: str) -> Iterator[Path]:
+    """Yield the files below a folder. Linked folders are followed, and each folder is read once."""
+    seen = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not PARTS_FOLDER.fullmatch(name))
+        yield from filter(Path.is_file, (Path(parent, name) for name in names))
 
 
 def _folder(file: Path | RemoteFile) -> str:

@@ -54,8 +54,7 @@ def inspect(
     shares = counts[counts > 0] / max(dataset.token_count, 1)
     order = np.argsort(-counts, kind="stable")[:top]
     frequent = [int(token) for token in order if counts[token]]
-    starts = np.array([dataset.document_start(document) for document in range(dataset.document_count + 1)])
-    lengths = np.diff(starts)
+    lengths = np.diff(dataset.document_starts())
     count = dataset.document_count
     documents = sorted({number * count // samples for number in range(samples)}) if count else []
     report: dict[str, Any] = {

@@ -297,7 +297,7 @@ class Position(_Record):
             ranges = [*stream.left_out, (stream.taken, 1)]
             if any(first + count > after for (first, count), (after, _) in pairwise(ranges)):
                 yield f"{name}.left_out is not a rising list of ranges below taken {stream.taken}"
-            if (stream.dataset == SYNTHETIC) != (stream.path == SYNTHETIC):
+            if stream.dataset == SYNTHETIC and stream.path != SYNTHETIC:
                 yield f"{name}.path is {stream.path!r} of dataset {stream.dataset[:12]}"
         yield from self._blend_faults()
         trained = sum(stream.tokens_read for stream in self.streams)

@@ -65,9 +65,9 @@ def held_out_loss(
 ) -> float | None:
     """Return the mean loss in nats per token over the first samples of a held-out stream. Collective over the world.
 
-    Every target that the loss mask does not exclude has the same weight. The number of samples is rounded up to
-    complete global batches, so that every layout evaluates the same samples. Returns None if `interrupted()` is True
-    after one of the batches.
+    Every target that the loss mask does not exclude has the same weight. The loss is NaN if the mask excludes every
+    target. The number of samples is rounded up to complete global batches, so that every layout evaluates the same
+    samples. Returns None if `interrupted()` is True after one of the batches.
     """
     rounds = evaluation_batches(state.config, samples)
     feed = state.new_feed(source)
@@ -78,11 +78,12 @@ def held_out_loss(
         counted = int(feed.count_targets(step))
         losses = state.evaluator.run(partial(feed.microbatch, step, global_targets=counted))
         sums = sum_over_world(state.mesh, losses, squared_norm=torch.zeros_like(losses[LOSS]), requests=Requests())
-        loss_sum += sums.loss * counted
+        if counted:  # the loss of a batch without targets is 0 / 0
+            loss_sum += sums.loss * counted
         targets += counted
         if interrupted():
             return None
-    return loss_sum / max(1, targets)  # if the loss mask excludes every target, loss_sum is NaN
+    return loss_sum / targets if targets else math.nan
 
 
 def _bytes_per_token(blend: tuple[DataSource, ...] | str) -> float | None:

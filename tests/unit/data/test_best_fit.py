@@ -189,6 +189,9 @@ def test_large_tables_are_cached_and_of_another_dataset_noticed(
     )
     cached = PackedSamples(dataset, 16, 1, cache_dir=tmp_path / "cache")
     assert [sample(cached, k) for k in range(30)] == in_memory
+    unscanned = IndexedDataset(tmp_path / "d", scan=False)
+    assert sample(PackedSamples(unscanned, 16, 1, cache_dir=tmp_path / "cache"), 3) == in_memory[3]
+    assert not unscanned.scanned  # reading cached tables does not read the complete index
     stream = PackedSamples(dataset, 16, 1)
     stream.__dict__["_pieces"] = PackedSamples(write(tmp_path / "f", [1] * 96), 16, 1)._pieces
     with pytest.raises(DataError, match="was made for another dataset"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from frontier_llm.data import cache
 from frontier_llm.data.cache import cached_array
 from frontier_llm.errors import DataError
+from tests.harness.system import full_disk
 
 
 def build_slowly(path: str, log: str) -> int:
@@ -41,6 +43,20 @@ def test_a_dead_builders_lock_is_taken_over(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(cache, "POLL_S", 0.02)
     (tmp_path / "a.lock").write_text("gone 1\n")
     assert build_slowly(str(tmp_path / "a.npy"), str(tmp_path / "log")) == 4950
+
+
+def test_a_process_with_the_pid_of_a_dead_builder_does_not_hold_its_lock(tmp_path: Path) -> None:
+    """Regression: in a restarted container, all processes waited for a process with the same pid."""
+    (tmp_path / "a.lock").write_text(f"{socket.gethostname()} {os.getppid()} 12345\n")
+    assert build_slowly(str(tmp_path / "a.npy"), str(tmp_path / "log")) == 4950
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    """Regression: a write to the memory map ended the process with SIGBUS."""
+    with full_disk(tmp_path / "small", room_kib=64, fill=False) as small:
+        with pytest.raises(DataError, match="cannot write: No space left on device"):
+            cached_array(small / "a.npy", 100_000, np.uint64, lambda out: out.fill(1))
+        assert list(small.iterdir()) == []
 
 
 def test_a_living_builders_lock_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

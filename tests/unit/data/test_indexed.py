@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import tracemalloc
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,26 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[li
     assert [dataset.document(d).tolist() for d in range(len(documents))] == [
         list(chain(*document)) for document in documents
     ]
+    starts = [dataset.document_start(d) for d in range(len(documents) + 1)]
+    assert dataset.document_starts().tolist() == starts
     assert dataset.one_sequence_per_document == all(len(document) == 1 for document in documents)
+
+
+def test_a_dataset_in_training_has_two_descriptors_and_its_tables_are_not_copied(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "d", "u2") as writer:
+        for _ in range(20_000):
+            writer.add_sequence([1, 2], learnt=False)
+            writer.end_document()
+    before = len(os.listdir("/proc/self/fd"))
+    dataset = IndexedDataset(tmp_path / "d", scan=False)
+    assert dataset.read(0, 3).tolist() == [1, 2, 1]
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    tracemalloc.start()
+    try:
+        assert dataset.document_at(30_000) == 15_000 and not dataset.learnt(30_000, 5).any()
+        assert tracemalloc.get_traced_memory()[1] < 20_000  # bytes; the table of pointers has 160,000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES.values(), key=str), ids=str)

@@ -201,6 +201,14 @@ def test_find_inputs(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     found = [path.relative_to(tmp_path).as_posix() for path in find_inputs([tmp_path])]
     assert found == ["b.txt", "sub/a.jsonl.zst", "sub/c.parquet", "sub/d.py"]
+    # linked folders are followed, each folder is read once, and parts of an unfinished dataset are no inputs
+    for name in ("else/e.txt", "corpus/f.txt", "corpus/out.parts-0123456789ab/000000.json"):
+        (tmp_path / "more" / name).parent.mkdir(parents=True)
+        (tmp_path / "more" / name).touch()
+    (tmp_path / "more/corpus/link").symlink_to(tmp_path / "more/else")
+    (tmp_path / "more/corpus/loop").symlink_to(tmp_path / "more/corpus")
+    corpus = tmp_path / "more/corpus"
+    assert [path.relative_to(corpus).as_posix() for path in find_inputs([corpus])] == ["f.txt", "link/e.txt"]
     (tmp_path / "nothing").mkdir()
     with pytest.raises(DataError) as error:
         find_inputs([tmp_path / "picture.png", tmp_path / "b.text", tmp_path / "nothing"])

@@ -206,7 +206,7 @@ def test_a_blend_that_gave_nothing_leaves_no_trace() -> None:
         ("blend.0.weight", 2, None),
         ("streams.0.retired", True, "position.blend mixes"),
         ("streams.0.sequence_length", 16, "position.blend mixes"),
-        ("streams.0.path", "synthetic", "position.streams.0.path is 'synthetic'"),
+        ("streams.0.dataset", "synthetic", "position.streams.0.path is 'data/0'"),
         ("blend", [], "position.blend is empty although streams were read"),
     ],
 )
@@ -243,6 +243,11 @@ def test_every_field_is_typed_and_bounded(key: str, value: object) -> None:
     content["streams"][0][key] = value
     with pytest.raises(ValidationError):
         Position.model_validate_json(json.dumps(content))
+
+
+def test_a_dataset_may_have_the_path_of_synthetic_data() -> None:
+    position = START.enter(blend(source(0, path=SYNTHETIC))).advance(4)
+    assert list(position.faults(1, 4, 32)) == []
 
 
 def test_other_tokens_at_a_path_are_another_source() -> None:

@@ -12,6 +12,7 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.inspect import find, summary
 from frontier_llm.cli.checks import check
 from frontier_llm.config import RunConfig, load_run
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import ConfigError
 from frontier_llm.experiments.measure.report import write_report
@@ -78,6 +79,24 @@ def test_each_set_is_reported_by_its_name_and_the_best_checkpoint_stays(
     assert saves == [2, 4, 6, 8, 10], "a step that is saved as the best one is not saved again by its interval"
     page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
     assert "validation/digits" in page and "validation/prose" in page
+
+
+def test_a_batch_without_targets_does_not_count(tmp_path: Path, sets: dict[str, str]) -> None:
+    """Regression: the loss of such a batch is 0 / 0, and made the loss of the complete set NaN."""
+    with IndexedWriter(tmp_path / "prompts", "u2") as writer:
+        for document in range(100):
+            writer.add_sequence([document] * 16, learnt=document % 10 == 0)
+            writer.end_document()
+    losses = []
+    for batch in (4, 100):  # of the batches of 4 samples, at least five have no target
+        data = {"train": sets["prose"], "validation": {"prompts": str(tmp_path / "prompts")}}
+        config = run_of(tmp_path, data, steps=1, eval_interval=1, eval_samples=100)
+        model = config.model.model_copy(update={"sequence_length": 16})
+        sizes = config.batch.model_copy(update={"global_batch": batch})
+        settings = config.train.model_copy(update={"run_dir": str(tmp_path / f"run{batch}")})
+        train(config.model_copy(update={"model": model, "batch": sizes, "train": settings}))
+        losses.append(run_dir.evaluations(tmp_path / f"run{batch}")[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_what_was_best_is_known_after_a_resume_and_saved_without_being_asked(
