@@ -269,7 +269,8 @@ def _before_maintenance(request: JobRequest, *, chosen: bool) -> JobRequest:
     from frontier_llm.cluster.submit import before_maintenance
 
     now_unix_s = time.time()
-    maintenance = slurm.next_maintenance(now_unix_s)
+    partition = request.partition or request.site.default_partition
+    maintenance = slurm.next_maintenance(now_unix_s, request.job.all_nodes, partition)
     shortened = before_maintenance(request, now_unix_s, maintenance)
     if maintenance is None or shortened.shortened_minutes is None:
         return request

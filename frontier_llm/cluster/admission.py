@@ -14,6 +14,7 @@ from frontier_llm import log
 from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.cluster import slurm, submit
 from frontier_llm.cluster.batch import BatchRun
+from frontier_llm.cluster.decide import History, reason_to_end
 from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.config import RunConfig, phases_of, saves_between, saves_nothing
 from frontier_llm.config.phases import PRODUCTION
@@ -222,6 +223,7 @@ def cost_problems(request: submit.JobRequest) -> Iterator[Problem]:
     if request.step_s:
         cost = cost_of(request)
         yield from synthetic_problems(request.config, cost)
+        yield from end_problems(request)
         yield from budget_problems(request, cost)
 
 
@@ -235,13 +237,35 @@ def saving_problems(request: submit.JobRequest) -> Iterator[Problem]:
         yield from unfinished_problems(request, cost_of(request))
 
 
+def end_problems(request: submit.JobRequest) -> Iterator[Problem]:
+    """Yield a problem if the supervisor would end the job at its start: the run is finished, or STOP exists."""
+    if request.is_running:  # the supervisor decides with the same function
+        return
+    job = replace(request.job, max_node_hours=None)  # see budget_problems
+    history = History(
+        target_step=request.config.train.steps,
+        saves_final=request.config.train.save_final,
+        saved_step=run_dir.latest_step(job.directory),
+        last=run_dir.last_attempt(job.directory),
+    )
+    if reason := reason_to_end(job, history, stop_requested=(job.directory / run_dir.STOP_FILE).exists()):
+        fix = ""
+        if reason.startswith("finished"):
+            fix = "set a larger train.steps and --allow-change train.steps, or another train.run_dir"
+        yield Problem("train.run_dir", f"a job would end at its start, because the run is {reason}", fix)
+
+
 def budget_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Problem]:
     """Yield a problem if the budget does not suffice for the start, one step, and the warning time (for the save)."""
     budget = request.job.max_node_hours
+    if budget is None or not cost.steps:
+        return
+    used = 0.0 if request.is_running else slurm.used_node_hours(request.job.directory)
     least = (START_S + cost.step_s + cost.warning_s) / 3600 * cost.nodes
-    if budget is not None and cost.steps and budget < least:
-        what = f"{budget:g} node-hours are too few: the start, one step and a save take about {least:,.1f} (predicted)"
-        yield Problem("--max-node-hours", what, f"--max-node-hours {2 * least:.0f} or more")
+    if budget - used < least:
+        left = f"{budget - used:g} of {budget:g} node-hours are left, which" if used else f"{budget:g} node-hours"
+        what = f"{left} are too few: the start, one step and a save take about {least:,.1f} (predicted)"
+        yield Problem("--max-node-hours", what, f"--max-node-hours {used + 2 * least:.0f} or more")
 
 
 def unsaved_problems(config: RunConfig) -> Iterator[Problem]:

@@ -18,7 +18,10 @@ from frontier_llm.run.run_dir import STOP_FILE, Attempt, crashed_twice, is_finis
 
 CRASH_LOOP = 3  # starts in a row without a new saved step, after which the supervisor gives up
 LOCK_STALE_S = STALE_AFTER_S + 5.0
-RESERVE_S = 20.0  # part of the walltime that is kept for the requeue
+# Part of the walltime that is kept after the ranks must have ended: 15 s for ranks that do not end at once, then one
+# decision and the requeue.
+RESERVE_S = 60.0
+LEAST_RESERVE_S = 20.0
 SLURM_EARLY_S = 60.0  # Slurm may send the signal of --signal this number of seconds too early (sbatch manual)
 
 
@@ -174,7 +177,7 @@ def decide(job: Job, history: History, now: Now) -> Decision:
         return _give_up_crash_loop(job, history, last)
     if last is not None and not is_switch and (problem := _failed_start_problem(job, history)):
         return GiveUp(problem, last.exit_code or 1)
-    if last is not None and _is_job_over(job, last, now):
+    if last is not None and _is_job_over(job, history, now):
         return _next_job(job, history, now, f"this job ends: {last.cause}")
     return _start(job, history, now)
 
@@ -215,13 +218,24 @@ def budget_left_s(job: Job, history: History) -> float:
     return (job.max_node_hours - history.node_hours) * 3600 / nodes
 
 
-def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
+def reserve_s(job: Job) -> float:
+    """Return the part of the walltime that is kept for the requeue. The ranks get at least half of the warning time."""
+    return max(LEAST_RESERVE_S, min(RESERVE_S, job.warning_s / 2))
+
+
+def has_ended_job(history: History) -> bool:
+    """Return True if the newest start ends this job, whatever the state of its nodes."""
+    last = history.last if history.is_own else None
+    return last is not None and last.cause in ("interrupted", "finished", "walltime")
+
+
+def _is_job_over(job: Job, history: History, now: Now) -> bool:
     """Return True if this job must not start the ranks again: the last start was interrupted, finished or reached the
     walltime, or Slurm's warning is due.
     """
-    if last.cause in ("interrupted", "finished", "walltime"):
+    if has_ended_job(history):
         return True
-    latest_s = max(job.warning_s + SLURM_EARLY_S, 2 * RESERVE_S)
+    latest_s = max(job.warning_s + SLURM_EARLY_S, 2 * reserve_s(job))
     return now.time_left_s is not None and now.time_left_s < latest_s
 
 
@@ -311,7 +325,7 @@ def _start(job: Job, history: History, now: Now) -> Decision:
     best = sorted(usable, key=bad.__contains__)[: job.nodes]
     nodes = tuple(node for node in usable if node in best)
     wait_s = _lock_wait_s(history.last, nodes[0], now.unix_s)
-    deadline_s = None if now.time_left_s is None else max(1.0, now.time_left_s - wait_s - RESERVE_S)
+    deadline_s = None if now.time_left_s is None else max(1.0, now.time_left_s - wait_s - reserve_s(job))
     return Start(
         nodes=nodes,
         plan=plan_in_use(job, history.full_plans),

@@ -14,7 +14,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.errors import FrontierError
-from frontier_llm.run import hostlist
+from frontier_llm.run import allocations, hostlist
 from frontier_llm.run.rank_env import environ
 
 ACTIVE = frozenset(
@@ -219,6 +219,12 @@ def billed_node_hours(job_ids: Sequence[str], timeout_s: float = 20.0) -> dict[s
     return hours
 
 
+def used_node_hours(directory: Path) -> float:
+    """Return the node-hours of all jobs of a run, reconciled with Slurm's accounting if there is one."""
+    job_ids = [allocated.job_id for allocated in allocations.allocations(directory)]
+    return allocations.node_hours(directory, billed_node_hours(job_ids))
+
+
 @dataclass(frozen=True)
 class Maintenance:
     """A maintenance reservation. No job may cross its start."""
@@ -227,8 +233,11 @@ class Maintenance:
     starts_unix_s: float
 
 
-def next_maintenance(now_unix_s: float) -> Maintenance | None:
-    """Return the next maintenance that has not begun. None if there is none or Slurm does not respond."""
+def next_maintenance(now_unix_s: float, nodes: int, partition: str | None) -> Maintenance | None:
+    """Return the next maintenance that has not begun and leaves fewer than `nodes` nodes of the partition.
+
+    None if there is none or Slurm does not respond.
+    """
     try:
         text = call(["scontrol", "show", "reservation", "--oneliner"], timeout_s=20.0)
     except FrontierError:
@@ -236,13 +245,27 @@ def next_maintenance(now_unix_s: float) -> Maintenance | None:
     coming: list[Maintenance] = []
     for line in text.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if "MAINT" not in fields.get("Flags", "").split(","):
+        flags = fields.get("Flags", "").split(",")
+        if "MAINT" not in flags:
+            continue
+        if "ALL_NODES" not in flags and _nodes_left(fields.get("Nodes", ""), partition) >= nodes:
             continue
         with suppress(ValueError, KeyError):
             starts_unix_s = datetime.fromisoformat(fields["StartTime"]).timestamp()  # Slurm writes local time
             coming.append(Maintenance(fields["ReservationName"], starts_unix_s))
     later = [each for each in coming if each.starts_unix_s > now_unix_s]
     return min(later, key=lambda each: each.starts_unix_s, default=None)
+
+
+def _nodes_left(reserved: str, partition: str | None) -> float:
+    """Return the number of the partition's nodes that a reservation of the nodes `reserved` leaves. 0 if unknown."""
+    command = ["sinfo", "--noheader", "--Node", "--format=%N"]
+    if partition:
+        command.append(f"--partition={partition}")
+    try:
+        return len({*call(command, timeout_s=20.0).split()} - {*hostlist.expand(reserved)})
+    except FrontierError:
+        return 0
 
 
 def cluster_name() -> str | None:

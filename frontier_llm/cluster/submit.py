@@ -200,9 +200,11 @@ def before_maintenance(request: JobRequest, now_unix_s: float, maintenance: slur
     """Return the request with a first job that ends before the maintenance, if it would otherwise cross its start.
 
     Slurm starts a job only if its walltime ends before the maintenance. The request is unchanged if the user gave the
-    walltime, or if the time until the maintenance is too short to train.
+    walltime, if no later job could continue the run, or if the time until the maintenance is too short to train.
     """
     minutes = request.slice_minutes
+    if request.job.continuation == "never" or saves_nothing(request.config.train):
+        return request
     if maintenance is None or minutes is None or request.minutes is not None:
         return request
     room = int((maintenance.starts_unix_s - now_unix_s) / 60) - QUEUE_SLACK_MINUTES

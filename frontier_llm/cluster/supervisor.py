@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
@@ -28,6 +27,7 @@ from frontier_llm.cluster.decide import (
     Start,
     Successor,
     decide,
+    has_ended_job,
     reason_to_end,
 )
 from frontier_llm.cluster.doctor import preflight
@@ -114,16 +114,16 @@ def look_and_decide(run: BatchRun, earlier: int, failed_preflight: tuple[str, ..
     history = read_history(run, earlier)
     stop_requested = (run.directory / run_dir.STOP_FILE).exists()
     now = Now(unix_s=time.time(), nodes=run.allocation.nodes, stop_requested=stop_requested)
-    if not reason_to_end(run.job, history, stop_requested):  # Slurm is not needed to end a finished run
-        health = slurm.node_health(run.allocation.nodes)
-        now = replace(
-            now,
-            unhealthy=health.failed,
-            draining=health.draining,
-            slow_hosts=too_slow(run),
-            time_left_s=slurm.time_left_s(run.allocation.job_id),
-            failed_preflight=failed_preflight,
-        )
+    if not reason_to_end(run.job, history, stop_requested):
+        now = replace(now, slow_hosts=too_slow(run), failed_preflight=failed_preflight)
+        if not has_ended_job(history):  # near the walltime there is no time for commands whose answers are not needed
+            health = slurm.node_health(run.allocation.nodes)
+            now = replace(
+                now,
+                unhealthy=health.failed,
+                draining=health.draining,
+                time_left_s=slurm.time_left_s(run.allocation.job_id),
+            )
     return decide(run.job, history, now)
 
 
@@ -156,12 +156,6 @@ def _started_unix_s(job_id: str, now: float) -> float:
     return now
 
 
-def used_node_hours(directory: Path) -> float:
-    """Return the node-hours of all jobs of the run, reconciled with Slurm's accounting if there is one."""
-    job_ids = [allocated.job_id for allocated in allocations.allocations(directory)]
-    return allocations.node_hours(directory, slurm.billed_node_hours(job_ids))
-
-
 def read_history(run: BatchRun, earlier: int) -> History:
     """Return the history that the run directory records."""
     history = History(
@@ -173,10 +167,14 @@ def read_history(run: BatchRun, earlier: int) -> History:
     saved_step = run_dir.latest_step(run.directory)
     for number, made in enumerate(run_dir.attempts(run.directory)):
         history = history.after(made, saved_step, is_own=number >= earlier)
+    if run.job.max_node_hours is None or has_ended_job(history):
+        node_hours = allocations.node_hours(run.directory, {})
+    else:
+        node_hours = slurm.used_node_hours(run.directory)  # sacct can take 20 s, which are missing at the walltime
     return replace(
         history,
         saved_step=saved_step,
-        node_hours=used_node_hours(run.directory),
+        node_hours=node_hours,
         allocated_nodes=len(run.allocation.nodes),
     )
 

@@ -157,7 +157,9 @@ def stage_memory(
         "logits": _beside_recomputation(logits, parts, working),
         "gathered keys and values": parts.exchanged,
         "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),
-        "communication buffers": np.where(cut(layouts, 3), _gathered_weights_bytes(model, layouts, rates), bucket),
+        "communication buffers": np.where(
+            cut(layouts, 3), _gathered_weights_bytes(model, layouts, rates, contents, activations), bucket
+        ),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     } | _update_lines(model, layouts, rates, contents, parameters, bool(np.any(statistics > 0)))
 
@@ -195,13 +197,24 @@ def _gradient_element_bytes(layouts: Layout, rates: Rates) -> Number:
     return element_bytes * np.where(cut(layouts, 2), np.minimum(1 / layouts.shards + complete, 1.0), 1.0)
 
 
-def _gathered_weights_bytes(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
+def _gathered_weights_bytes(
+    model: ModelConfig, layouts: Layout, rates: Rates, contents: _Contents, activations: Number
+) -> Number:
     """Return the buffers of sharded weights (FSDP): the gradients of one layer, and the gathered 16-bit weights of this
     layer and the next. With "weights-gathered-once" the gathered weights are a rank's weights from forward to
     backward.
+
+    torch gathers the weights outside the layers (embedding, final norm, head) in forward and frees them at the end of
+    backward. The head's gradient is kept until then too. The gradients of all these weights are summed at the end of
+    backward, after the activations are freed.
     """
-    two_layers = np.where(layouts.sharding == "weights", 2 * DTYPE_BYTES[layouts.dtype], 0)
-    return stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + two_layers)
+    size = DTYPE_BYTES[layouts.dtype]
+    layer = stage_numel(model, layouts.tp, 1, False, False)
+    outside = stage_numel(model, layouts.tp, 0, contents.embedding, contents.head)
+    head = stage_numel(model, layouts.tp, 0, False, contents.head)
+    summed = np.maximum(layer * rates.gradient_bytes, outside * rates.gradient_bytes - activations)
+    gathered = (2 * layer + outside + head) * size
+    return summed + np.where(layouts.sharding == "weights", gathered, 0)
 
 
 def _state_bytes(model: ModelConfig, layouts: Layout, rates: Rates, contents: _Contents) -> Number:

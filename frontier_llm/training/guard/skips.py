@@ -152,12 +152,16 @@ class Decisions:
         entry = {"step": step, "action": action, **details}
         if action == "rewind":
             self.rewinds = [*(known for known in self.rewinds if known["step"] <= step), entry]
-            self._write(
-                [*(known for known in self.entries() if known["step"] < step or known["action"] in KEPT), entry]
-            )
+        if self._path is None:
             return
-        if self._path is not None:
-            run_dir.append_line(self._path, entry)
+        try:
+            if action == "rewind":
+                kept = [known for known in self.entries() if known["step"] < step or known["action"] in KEPT]
+                self._write([*kept, entry])
+            else:
+                run_dir.append_line(self._path, entry)
+        except OSError as error:  # a full disk does not end the run, just as a lost line of metrics.jsonl does not
+            log.warn(f"a decision is missing in {self._path}: {error.strerror}: {entry}")
 
     def rewinds_to(self, step: int) -> int:
         """Return the number of rewinds to the checkpoint of step `step`."""

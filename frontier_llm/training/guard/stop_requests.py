@@ -38,10 +38,14 @@ class RequestCollector:
 
         Rank 0 also checks the files STOP and SAVE. It deletes SAVE, so that the file requests one save only.
         """
-        save_file = self._run_dir / SAVE_FILE
-        save = self._world.rank == 0 and save_file.exists()
+        save = self._is_there(SAVE_FILE)
         if save:
-            save_file.unlink(missing_ok=True)
+            save_file = self._run_dir / SAVE_FILE
+            try:
+                save_file.unlink(missing_ok=True)
+            except OSError as error:
+                log.warn(f"{save_file} requests no save, because it cannot be deleted: {error.strerror}")
+                save = False
         return Requests(self._stop(), save)
 
     def stop(self) -> bool:
@@ -59,4 +63,16 @@ class RequestCollector:
         return requests.stop
 
     def _stop(self) -> bool:
-        return self._signals.requested is not None or (self._world.rank == 0 and (self._run_dir / STOP_FILE).exists())
+        return self._signals.requested is not None or self._is_there(STOP_FILE)
+
+    def _is_there(self, name: str) -> bool:
+        """Return True on rank 0 if the file exists.
+
+        An error of the file system, such as a stale NFS handle, counts as a missing file. The next step looks again.
+        """
+        if self._world.rank != 0:
+            return False
+        try:
+            return (self._run_dir / name).exists()
+        except OSError:
+            return False

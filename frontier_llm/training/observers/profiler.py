@@ -64,11 +64,17 @@ class Profiler(Observer):
         state.pipeline.on_action = self._watched
         self._profile.stop()
         name = f"steps_{self._chosen.steps}_rank_{state.mesh.world.rank:05}"
-        self._profile.export_chrome_trace(str(self._directory / f"{name}.json.gz"))
+        trace = self._directory / f"{name}.json.gz"
+        try:
+            self._profile.export_chrome_trace(str(trace))
+            if self._chosen.memory_snapshot and state.device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(self._directory / f"{name}_memory.pickle"))
+        except OSError as error:  # a full disk does not end the run
+            log.warn(f"the profile of steps {self._chosen.steps} is lost: {error.strerror}")
+        else:
+            log.info(f"profiled steps {self._chosen.steps}: {trace} (open it in ui.perfetto.dev)")
         if self._chosen.memory_snapshot and state.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(self._directory / f"{name}_memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        log.info(f"profiled steps {self._chosen.steps}: {self._directory / name}.json.gz (open it in ui.perfetto.dev)")
         self._profile = None
 
     def _on_action(self, action: Action | None) -> None:

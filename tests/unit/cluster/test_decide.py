@@ -194,6 +194,14 @@ TABLE: list[Row] = [
         Requeue,
         {},
     ),
+    (
+        "ranks keep half of a short warning to save",
+        replace(JOB, warning_s=60.0),
+        NEW,
+        NOW,
+        Start,
+        {"deadline_s": 7200.0 - 30.0},
+    ),
     # refusal
     ("skipped steps end the job", JOB, after(made("not finite", exit_code=2)), NOW, GiveUp, {"exit_code": 2}),
     ("a refusal ends the job at once", JOB, after(made("refused", exit_code=2)), NOW, GiveUp, {"exit_code": 2}),

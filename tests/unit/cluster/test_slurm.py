@@ -100,14 +100,22 @@ def test_the_next_maintenance_is_read_from_the_reservations(tmp_path: Path, monk
     lines = [
         "ReservationName=past StartTime=2026-11-01T08:00:00 EndTime=2026-11-01T20:00:00 Flags=MAINT,SPEC_NODES",
         "ReservationName=course StartTime=2026-11-21T08:00:00 EndTime=2026-11-21T20:00:00 Flags=SPEC_NODES",
-        "ReservationName=next StartTime=2026-11-24T08:00:00 EndTime=2026-11-24T20:00:00 Flags=MAINT,IGNORE_JOBS",
+        "ReservationName=next StartTime=2026-11-24T08:00:00 EndTime=2026-11-24T20:00:00 Flags=MAINT,ALL_NODES",
         "ReservationName=later StartTime=2026-12-24T08:00:00 EndTime=2026-12-24T20:00:00 Flags=MAINT",
         "ReservationName=odd StartTime=Unknown Flags=MAINT",
     ]
-    script = tmp_path / "scontrol"
-    script.write_text("#!/bin/bash\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n")
-    script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert slurm.next_maintenance(now) == slurm.Maintenance("next", now + 4 * 86400)
-    script.write_text("#!/bin/bash\necho No reservations in the system\n")
-    assert slurm.next_maintenance(now) is None
+
+    def executable(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/bash\ncat <<'END'\n{text}\nEND\n")
+        (tmp_path / name).chmod(0o755)
+
+    executable("scontrol", "\n".join(lines))
+    executable("sinfo", "n1\nn2\nn3\nn3")  # n3 has two partitions
+    assert slurm.next_maintenance(now, 2, "batch") == slurm.Maintenance("next", now + 4 * 86400)
+    part = "ReservationName=part StartTime=2026-11-21T08:00:00 Nodes=n[1,9] Flags=MAINT,SPEC_NODES"
+    executable("scontrol", "\n".join([*lines, part]))
+    assert slurm.next_maintenance(now, 2, "batch") == slurm.Maintenance("next", now + 4 * 86400)
+    assert slurm.next_maintenance(now, 3, "batch") == slurm.Maintenance("part", now + 1 * 86400)
+    executable("scontrol", "No reservations in the system")
+    assert slurm.next_maintenance(now, 2, "batch") is None

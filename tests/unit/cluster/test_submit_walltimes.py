@@ -10,11 +10,15 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import slurm
+from frontier_llm.cluster.admission import cost_problems
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.cluster.submit import JobRequest, before_maintenance, wanted_job
 from frontier_llm.cluster.warning_time import next_warning_s, save_seconds
 from frontier_llm.config import load_run
 from frontier_llm.planner.predict import START_S, PointPrediction, walltime_minutes
+from frontier_llm.run import allocations
+from frontier_llm.run.allocations import Allocated
+from tests.harness.checkpoints import save_only
 from tests.harness.submissions import PRETRAIN_1T, SMALL
 
 
@@ -106,6 +110,29 @@ def test_the_walltime_is_what_the_run_needs(tmp_path: Path) -> None:
     assert replace(request, job_s=0.0).slice_minutes == walltime_minutes(2 * warning_s)
 
 
+def test_a_job_of_a_run_that_is_stopped_finished_or_out_of_budget_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start, a step of 400 s and a save take 384 nodes 256 node-hours (predicted)."""
+    request = replace(request_of_10_hours(tmp_path), account="ABC123")
+    assert list(cost_problems(request)) == []
+    used = Allocated("7", 0, nodes=384, started_unix_s=0.0, seen_unix_s=3600 * 900 / 384)
+    allocations.record(tmp_path, used)
+    monkeypatch.setattr(slurm, "billed_node_hours", lambda job_ids: {})
+    few = replace(request, job=replace(request.job, max_node_hours=1000.0))
+    (problem,) = cost_problems(few)
+    assert "100 of 1000 node-hours are left, which are too few" in problem.what
+    assert list(cost_problems(replace(request, job=replace(request.job, max_node_hours=2000.0)))) == []
+    (tmp_path / "STOP").touch()
+    (problem,) = cost_problems(request)
+    assert "STOP; delete the file to continue" in problem.what
+    assert list(cost_problems(replace(few, job_tasks_per_node=8))) == []  # the supervisor of a running job decides
+    (tmp_path / "STOP").unlink()
+    save_only(tmp_path, 60)
+    (problem,) = cost_problems(request)
+    assert "finished: step 60 of 60" in problem.what and "larger train.steps" in problem.fix
+
+
 @pytest.mark.parametrize(
     ("hours_until", "minutes"),
     [(24.0, None), (6.0, 6 * 60 - 5), (0.3, None)],
@@ -118,13 +145,20 @@ def test_a_job_ends_before_a_maintenance(tmp_path: Path, hours_until: float, min
     assert shortened.shortened_minutes == minutes
     assert before_maintenance(replace(request, minutes=600), 0.0, maintenance).shortened_minutes is None
     assert before_maintenance(request, 0.0, None) == request
+    alone = replace(request, job=replace(request.job, continuation="never"))
+    assert before_maintenance(alone, 0.0, maintenance) == alone
+    train = request.config.train.model_copy(update={"save_interval": 0, "save_final": False})
+    unsaved = replace(request, config=request.config.model_copy(update={"train": train}))
+    assert before_maintenance(unsaved, 0.0, maintenance) == unsaved
 
 
 @pytest.mark.thorough
 def test_the_first_job_alone_is_shortened_and_a_successor_follows(
     fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slurm, "next_maintenance", lambda now: slurm.Maintenance("maint_1", now + 3600 * 6))
+    monkeypatch.setattr(
+        slurm, "next_maintenance", lambda now, nodes, partition: slurm.Maintenance("maint_1", now + 3600 * 6)
+    )
     words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", "--json", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 0
     shown = capsys.readouterr()

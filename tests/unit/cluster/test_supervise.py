@@ -35,12 +35,14 @@ class Cluster:
     ) -> None:
         self.directory = directory
         self.ending = ending
+        self.walltime_s = walltime_s
         self.used = list[tuple[str, ...]]()
         self.requeued = 0
         self.asked = list[str]()
         answers = {
-            "time_left_s": lambda job: walltime_s,
+            "time_left_s": self._time_left_s,
             "node_health": self._node_health,
+            "billed_node_hours": self._billed_node_hours,
             "job_fields": lambda job, patience_s=0.0: {},
             "requeue": self._requeue,
         }
@@ -57,6 +59,15 @@ class Cluster:
     def _node_health(self, nodes: tuple[str, ...]) -> slurm.NodeHealth:
         self.asked.append("node_health")
         return slurm.NodeHealth()
+
+    def _time_left_s(self, job: str) -> float:
+        self.asked.append("time_left_s")
+        return self.walltime_s
+
+    def _billed_node_hours(self, job_ids: list[str]) -> dict[str, float]:
+        if job_ids:
+            self.asked.append("sacct")
+        return {}
 
     def _start_ranks(
         self, run: BatchRun, nodes: tuple[str, ...], deadline_s: float, save_after_s: float
@@ -95,6 +106,18 @@ def test_a_finished_run_does_not_wait_for_slurm(tmp_path: Path, monkeypatch: pyt
     save_only(tmp_path, 100)
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("crash", 0), walltime_s=1)
     assert cluster.supervise() == 0 and cluster.asked == cluster.used == []
+
+
+@pytest.mark.parametrize("budget", [None, 100.0])
+def test_a_job_whose_walltime_ends_is_requeued_without_a_command_of_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: float | None
+) -> None:
+    """Each command can take longer than the time that is left."""
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("walltime", 1))
+    cluster.run = replace(cluster.run, job=replace(cluster.run.job, max_node_hours=budget))
+    assert cluster.supervise() == "requeued"
+    before = ["node_health", "time_left_s"] if budget is None else ["sacct", "node_health", "time_left_s"]
+    assert cluster.asked == before * 2  # before the checks of the run, and before the start of the ranks
 
 
 def test_a_short_walltime_is_refused_after_the_checks_of_the_run(

@@ -62,7 +62,26 @@ def test_a_rank_holds_one_part_of_weights_gradients_and_state() -> None:
     assert float(lines["weights"]) == 0  # the fp32 master is the only copy
     assert float(lines["optimizer"]) == pytest.approx(12 * parameters / 32)
     assert float(lines["gradients"]) == pytest.approx(4 * parameters / 32)
-    assert float(lines["communication buffers"]) == pytest.approx(202_383_360 * (2 * 2 + 4))
+    layer = 202_383_360
+    table = MODEL.vocab_size * MODEL.hidden
+    # gathered: two layers, the embedding and the head; gradients: a layer's in fp32, the head's in bf16
+    gathered = 2 * (2 * layer + 2 * table) + 2 * table
+    assert float(lines["communication buffers"]) == pytest.approx(gathered + 4 * layer, rel=1e-4)
+
+
+def test_the_gradients_of_a_large_vocabulary_are_summed_after_the_activations_are_freed() -> None:
+    """The fp32 gradients of embedding and head need more memory than the activations of a short sequence."""
+    model = load_model("llama-3-8b", {"sequence_length": 256})
+    numbers = replace(FRONTIER, fragmentation=1.0)
+    full = layout(recompute="full")
+    short, long = (
+        stage_memory(replaced, full, numbers, 0, model.layers, True, True)
+        for replaced in (model, load_model("llama-3-8b", {"sequence_length": 65536}))
+    )
+    outside = 2 * 128_256 * 4096
+    summed = short["communication buffers"] - long["communication buffers"] + short["activations"]
+    layer = 4 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert float(summed) == pytest.approx(4 * outside - layer, rel=1e-3)
 
 
 def test_copies_gather_inside_the_node_and_sum_their_shares_across() -> None:

@@ -4,8 +4,10 @@ network.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,17 @@ def test_a_plugin_s_observer_and_a_profile_on_two_ranks(tmp_path: Path) -> None:
     names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
     for phase in ("forward of microbatch 3, virtual stage 1", "backward of microbatch 0, virtual stage 1", "optimizer"):
         assert names.count(phase) == 2, phase  # once in each step
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", full)
+    assert main(["train", run_file(tmp_path, steps=2, profile={"steps": "1"})]) == 0
+    assert "the profile of steps 1 is lost: No space left on device" in capsys.readouterr().err
 
 
 def told(config_file: str, name: str, *overrides: str) -> observers.Observer:

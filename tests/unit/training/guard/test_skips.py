@@ -2,7 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from frontier_llm.training.guard.skips import Decisions
+from tests.harness.system import full_disk
 
 
 def test_decisions_follow_the_course_of_the_run(tmp_path: Path) -> None:
@@ -22,3 +25,15 @@ def test_decisions_follow_the_course_of_the_run(tmp_path: Path) -> None:
     assert [(entry["step"], entry["action"]) for entry in again.entries()] == [(3, "not finite"), (5, "rewind")]
     assert again.rewinds == [{"step": 5, "action": "rewind", "spike_at": 9, "left_out_samples": 2}]
     Decisions(None).add(1, "spike")
+
+
+def test_a_full_disk_loses_a_decision_and_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk(tmp_path / "full") as full:
+        decisions = Decisions(full / "decisions.jsonl")
+        decisions.add(3, "not finite", loss="nan")
+        decisions.add(2, "rewind", spike_at=9, left_out_samples=2)
+        assert decisions.rewinds_to(2) == 1
+    messages = capsys.readouterr().err
+    assert messages.count("decisions.jsonl: No space left on device") == 2 and "'action': 'rewind'" in messages
