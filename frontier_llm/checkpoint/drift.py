@@ -228,10 +228,7 @@ def _section(config: Any, path: Sequence[Any]) -> Any:
 
 @contextmanager
 def comparing(*manifests: str) -> Iterator[None]:
-    """Turn an error of the comparison into a CheckpointError.
-
-    A manifest's configuration can have any JSON value for any key, because another version may have written it.
-    """
+    """Turn an error of the comparison into a CheckpointError. A manifest can have any JSON value for any key."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -148,7 +148,8 @@ def _training_lines(run: RunConfig, position: Position) -> Iterator[str]:
     for _, after in course(run, position, datasets_of([run])):
         total = sum(after.weights)
         members = tuple(
-            (stream.path, share.weight / total) for stream, share in zip(after.current, after.blend, strict=True)
+            (stream.dataset, stream.path, share.weight / total)
+            for stream, share in zip(after.current, after.blend, strict=True)
         )
         tokens = read.setdefault(members, Counter())
         for place, share in enumerate(after.blend):
@@ -157,8 +158,8 @@ def _training_lines(run: RunConfig, position: Position) -> Iterator[str]:
         position = after
     purpose = "in this run's further steps" if begin.steps else "in this run's steps"
     for members, tokens in read.items():
-        for place, (path, weight) in enumerate(members):
-            if path == SYNTHETIC:
+        for place, (identity, path, weight) in enumerate(members):
+            if identity == SYNTHETIC:
                 yield _synthetic_line("data.train")
             else:
                 yield _dataset_line("data.train", path, weight, tokens[place], purpose)

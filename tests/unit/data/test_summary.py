@@ -53,9 +53,16 @@ def test_more_than_four_epochs_are_warned_of(prefix: str, capsys: pytest.Capture
     assert "warning" not in capsys.readouterr().err
 
 
-def test_synthetic_data_is_called_that(capsys: pytest.CaptureFixture[str]) -> None:
+def test_synthetic_data_is_called_that(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     log_datasets(run_config())
     assert "data.train: synthetic: random tokens" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    for suffix in ("bin", "idx"):
+        shutil.copy(f"{prefix}.{suffix}", f"synthetic.{suffix}")
+    log_datasets(run_config(train=(DataSource(path="synthetic"),)))
+    assert "data.train: synthetic: 1 document, 1.2K tokens" in capsys.readouterr().err
 
 
 def test_data_shorter_than_a_batch_or_a_sequence_is_refused(prefix: str) -> None:
