@@ -117,6 +117,7 @@ def stage_memory(
     layers: Number,
     embedding: Number,
     head: Number,
+    *,
     routed: Number | None = None,
 ) -> Lines:
     """Return purpose → bytes of one pipeline rank, or of several ranks as arrays.
