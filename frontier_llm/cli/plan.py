@@ -255,7 +255,7 @@ def _emit(args: argparse.Namespace, subject: PlanSubject, outcome: Search, saves
         machine=args.machine,
         run=args.run,
         tokens=args.tokens,
-        settings=subject.settings,
+        words=args.overrides,
     )
     written = emit(
         path=args.emit,

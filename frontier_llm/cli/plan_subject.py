@@ -34,7 +34,6 @@ class PlanSubject:
     global_batch: int
     fixed: dict[str, Any]  # fields of the layout that the user has fixed
     shared: dict[str, str]  # precision and optimizer of all layouts
-    settings: dict[str, Any]  # the typed key=value words, nested as in a run file
 
 
 def read_subject(args: argparse.Namespace) -> PlanSubject:
@@ -76,7 +75,6 @@ def read_subject(args: argparse.Namespace) -> PlanSubject:
         global_batch=batch,
         fixed=fixed,
         shared=shared,
-        settings=settings,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil, gcd, log
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from frontier_llm.config import (
     phases_of,
     planned_tokens,
 )
-from frontier_llm.config.load import compose, merge
+from frontier_llm.config.load import compose, merge, parse_overrides
 from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.config.schema import PhaseConfig
 from frontier_llm.errors import ConfigError
@@ -54,13 +54,18 @@ ROOM_SHARE = 0.9  # a roomier plan needs at most this share of the memory that t
 
 @dataclass(frozen=True)
 class Request:
-    """The user's arguments: model, machine or run as names of shipped files or paths, token budget, changed keys."""
+    """The user's arguments: model, machine or run as names of shipped files or paths, token budget, typed settings."""
 
     model: str
     machine: str
     run: str | None = None
     tokens: float | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # settings by section, nested as in a run file
+    words: Sequence[str] = ()  # settings as words `section.key=value`
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The typed settings by section, nested as in a run file."""
+        return parse_overrides(self.words)
 
 
 def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
@@ -175,14 +180,15 @@ def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[s
     the layout's microbatch in phases that set one.
     """
     base = load_run(str(request.run))
+    planned = load_run(str(request.run), request.words)
     tokens = request.tokens or planned_tokens(phases_of(base))
     # each phase of a run states its own number of steps
-    steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
+    steps = base.train.steps if planned.train.phases else ceil(tokens / outcome.best.step_tokens)
     train = dict(choice["train"])
     if "steps" not in request.settings.get("train", {}) and steps != base.train.steps:
         train["steps"] = steps
-    if _sets_microbatch(base):
-        train["phases"] = _phases_with(outcome.best.layout, base)
+    if _sets_microbatch(planned):
+        train["phases"] = _phases_with(outcome.best.layout, planned)
     return {**choice, "train": train}
 
 

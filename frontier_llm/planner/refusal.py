@@ -41,7 +41,7 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
             f"device, which has {has}"
         )
         raise LayoutError(what, "fix fewer choices, or use more nodes", "plan --fix")
-    nodes = smallest_machine(outcome.model, numbers, **outcome.shared)
+    nodes = smallest_machine(outcome.model, numbers, above=outcome.nodes, **outcome.shared)
     if nodes is None:
         raise too_big(outcome.model, machine, numbers, **outcome.shared)
     raise LayoutError(
@@ -137,11 +137,10 @@ def too_big(model: ModelConfig, machine: Machine, numbers: Rates, **shared: Any)
     The error names the smallest other machine on which the model fits. `shared` is used as in `search`.
     """
     homes = []
-    for name in machine_names():
-        other = load_machine(name)
+    for other in (load_machine(name) for name in machine_names() if name != machine.name):
         nodes = smallest_machine(model, rates(other, own_stack(other)), **shared)
         if nodes is not None:
-            homes.append((nodes * other.devices_per_node * other.device.memory_gib.value, nodes, name))
+            homes.append((nodes * other.devices_per_node * other.device.memory_gib.value, nodes, other.name))
     fix = "no machine in configs/machines has enough memory; use a smaller model"
     if homes:
         _, nodes, name = min(homes)

@@ -207,9 +207,10 @@ def search(
     fitting = layouts.where(fits)
     seconds = step_s(model, fitting, rates)
     plans = _finalists(model, fitting, seconds, memory[fits], rates)
-    if not plans:  # the real stages of all these layouts need more memory than their even split
-        least = simulate_layout(model, fitting.row(int(np.argmin(memory[fits]))), rates)
-        return replace(result, fitting=0, smallest_bytes=least.peak_bytes)
+    if not plans:  # the real stages of all finalists need more memory than their even split
+        plans = [simulate_layout(model, fitting.row(int(np.argmin(memory[fits]))), rates)]
+        if plans[0].peak_bytes > rates.memory_bytes:
+            return replace(result, fitting=0, smallest_bytes=plans[0].peak_bytes)
     if fixed.get("schedule") == SEARCHED:
         plans = [_searched(plan, rates) for plan in sorted(plans, key=preference)[:3]]
     plans = [with_slow_step(replace(plan, binding=_binding(plan, layouts, fitting)), rates) for plan in plans]
@@ -236,36 +237,41 @@ def _finalists(
     """Return the simulated finalists.
 
     For each combination of tp, pp, microbatch size and schedule, only the layout with the shortest closed-form step is
-    simulated. Layouts within 5 % of the memory limit form separate combinations. The simulations end after FINALISTS
-    layouts or ACTION_BUDGET actions. Then the layouts of `_special` are added.
+    simulated. If its real stages do not fit, the fastest layout that needs enough less memory follows. Layouts within
+    5 % of the memory limit form separate combinations. The simulations end after FINALISTS layouts or ACTION_BUDGET
+    actions. Then the layouts of `_special` are added.
     """
     recompute = np.select([fitting.recompute == name for name in RECOMPUTE], range(len(RECOMPUTE)))
     order = np.lexsort((np.equal(fitting.axis_order, AXIS_ORDERS[1]), recompute, np.asarray(fitting.chunks), seconds))
     tight = memory > WARN_SHARE * rates.memory_bytes
     simulated: set[int] = set()
-    seen: set[tuple[Any, ...]] = set()
+    # combination → closed-form memory up to which its next layout is simulated; 0: a layout that fits is simulated
+    room: dict[tuple[Any, ...], float] = {}
     plans: list[Plan] = []
     spent = 0
 
-    def simulate(index: int) -> int:
-        """Simulate a layout and return its number of actions, or 0 if its real stages do not fit."""
+    def simulate(index: int) -> Plan:
+        """Simulate a layout, and add it to `plans` if its real stages fit."""
         simulated.add(index)
         plan = simulate_layout(model, in_chunks(model, fitting.row(index), rates), rates)
-        if plan.peak_bytes > rates.memory_bytes:
-            return 0  # the real stages can need more memory than the even split that the closed form assumes
-        plans.append(plan)
-        return plan.simulated.timeline.schedule.length
+        if plan.peak_bytes <= rates.memory_bytes:
+            plans.append(plan)
+        return plan
 
     for index in order:
         layout = fitting.row(index)
         variant = (layout.tp, layout.pp, layout.micro_batch, layout.schedule, bool(tight[index]))
-        if variant in seen:
+        if memory[index] > room.get(variant, np.inf):
             continue
-        seen.add(variant)
         far = seconds[index] > NEAR * seconds[order[0]]
         if plans and (len(plans) >= FINALISTS or (far and len(plans) >= 3) or spent > ACTION_BUDGET):
             break
-        spent += simulate(int(index))
+        plan = simulate(int(index))
+        if plan.peak_bytes <= rates.memory_bytes:
+            spent += plan.simulated.timeline.schedule.length
+            room[variant] = 0.0
+        else:  # the real stages can need more memory than the even split that the closed form assumes
+            room[variant] = memory[index] * rates.memory_bytes / plan.peak_bytes
     for index in _special(model, fitting, seconds, memory, order, rates):
         if index not in simulated:
             simulate(index)
@@ -404,14 +410,15 @@ def memory_summary(plan: Plan) -> tuple[int, dict[str, float]]:
 
 
 def smallest_machine(
-    model: ModelConfig, rates: Rates, fixed: Mapping[str, Any] | None = None, **shared: Any
+    model: ModelConfig, rates: Rates, fixed: Mapping[str, Any] | None = None, *, above: int = 0, **shared: Any
 ) -> int | None:
     """Return the smallest number of nodes on which a layout fits into memory, or None if none fits.
 
-    Powers of two up to the size of the machine are tried. `fixed` and `shared` are used as in `search`.
+    Powers of two above `above` and up to the size of the machine are tried. `fixed` and `shared` are used as in
+    `search`.
     """
     fixed = {"recompute": "full", "sharding": "optimizer", **(fixed or {})}
-    for number in (2**power for power in range(15) if 2**power <= rates.nodes):
+    for number in (2**power for power in range(15) if above < 2**power <= rates.nodes):
         batch = default_global_batch(model, number, rates.node_devices)
         layouts = enumerate_layouts(
             model,

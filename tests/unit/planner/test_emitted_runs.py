@@ -118,6 +118,12 @@ def test_phases_with_a_microbatch_get_that_of_the_planned_layout(
     config = load_run(str(emitted))
     assert [phase.config.batch.micro_batch for phase in phases_of(config)] == [2, 2]
     assert [phase.config.batch.global_batch for phase in phases_of(config)] == [64, 72]
+    typed = ("batch.global_batch=96", "train.phases=[{steps: 30, batch: {micro_batch: 1}}, {steps: 40}]")
+    fixed = ("--fix", "micro_batch=12", "--fix", "data=8")
+    assert run(capsys, "--run", str(path), "--nodes", "1", *fixed, *typed, "--emit", str(emitted))[0] == 0
+    config = load_run(str(emitted))
+    assert [phase.steps for phase in config.train.phases] == [30, 40]
+    assert [phase.config.batch.micro_batch for phase in phases_of(config)] == [12, 12]
 
 
 def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(

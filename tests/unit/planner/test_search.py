@@ -16,7 +16,7 @@ from frontier_llm.blueprint.layout import SHARDING, Layout, layout_of, run_keys
 from frontier_llm.config import ModelConfig
 from frontier_llm.config.load import build, load_model, load_run
 from frontier_llm.config.schema import RunConfig
-from frontier_llm.errors import ConfigError
+from frontier_llm.errors import ConfigError, LayoutError
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner import compare, steps
@@ -27,7 +27,7 @@ from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.emit import Request, emit
-from frontier_llm.planner.refusal import default_nodes
+from frontier_llm.planner.refusal import check_found, default_nodes
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import Search, default_global_batch, search, simulate_layout, smallest_machine
 from frontier_llm.topology.plan import plan_problems, split_layers
@@ -360,3 +360,23 @@ def test_the_default_number_of_nodes_depends_on_the_optimizer_and_on_fixed_value
     assert default_nodes(model, machine, FRONTIER, {}, optimizer="adafactor") == 2
     assert default_nodes(model, machine, FRONTIER, {"sharding": "none"}) == 8
     assert default_nodes(model, machine, FRONTIER, {"tp": 5}) == 4  # no number of nodes has such a layout
+
+
+def test_if_the_fastest_layout_of_a_combination_does_not_fit_one_with_less_memory_is_found() -> None:
+    """By the closed form, layouts without recomputation need 70 GiB. Their real stages need 83 of the device's 80."""
+    model = load_model("llama-2-13b", {"sequence_length": 5632})
+    numbers = replace(rates(load_machine("h100")), node_devices=16)
+    fixed = parse_fixed(["tensor=1", "pipeline=16", "schedule=zb-v", "micro_batch=1"])
+    found = search(model, numbers, 1, 512, fixed)
+    assert found.fitting == 3 and [plan.layout.recompute for plan in found.plans] == ["full"]
+
+
+def test_a_refusal_names_more_nodes_than_the_refused_ones() -> None:
+    """The closed form, which gives the number of nodes, can need less memory than the refused real stages."""
+    machine = load_machine("frontier")
+    refused = replace(search(load_model("llama-2-70b"), FRONTIER, 4, 128), plans=())
+    with pytest.raises(LayoutError, match="use at least 8 nodes"):
+        check_found(refused, machine, FRONTIER)
+    with pytest.raises(LayoutError, match="even on all of its 9408 nodes") as raised:
+        check_found(replace(refused, nodes=FRONTIER.nodes), machine, FRONTIER)
+    assert "nodes of frontier, the smallest" not in str(raised.value)
