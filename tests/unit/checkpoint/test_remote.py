@@ -394,7 +394,7 @@ def test_rates_are_given_in_mib_per_second(run: Run, url: str, monkeypatch: pyte
     run_dir = str(run.checkpoints.directory.parent)
     assert main(["checkpoint", "push", run_dir, url, "--mib-per-s", "3"]) == 0
     request = {"task": "push", "checkpoint": str(newest(run)), "url": url, "writer": "me", "run_dir": run_dir}
-    upload_process._serve({**request, "task": "claim", "known_step": None})
+    upload_process._serve({**request, "task": "claim", "known_step": None, "branched_at": None})
     upload_process._serve({**request, "mib_per_s": 2.0})
     assert rates == [3 * 2**20, 2 * 2**20]
 
