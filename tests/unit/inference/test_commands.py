@@ -288,7 +288,8 @@ def test_results_are_written_if_they_cannot_be_printed(
         raise BrokenPipeError
 
     monkeypatch.setattr("frontier_llm.cli.evaluate.show", closed)
-    output, figure = tmp_path / "o.json", tmp_path / "o.svg"
+    output = tmp_path / "o.json"
+    figure = tmp_path / "o.svg"
     words = ["--windows=1", "--positions=2", f"--output={output}", f"--figures={figure}"]
     with suppress(BrokenPipeError):
         main(["evaluate", str(room / "run"), *words])

@@ -75,7 +75,8 @@ def test_steps_given_in_tokens_are_replaced_by_those_of_other_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: with twice the batch, twice the tokens are as many steps, which the base run turned into half."""
-    base, emitted = tmp_path / "mine.yaml", tmp_path / "planned.yaml"
+    base = tmp_path / "mine.yaml"
+    emitted = tmp_path / "planned.yaml"
     quickstart = load_run("quickstart")
     step_tokens = quickstart.batch.global_batch * quickstart.model.sequence_length
     base.write_text(f"base: quickstart\ntrain: {{steps: {10 * step_tokens} tokens}}\n")
