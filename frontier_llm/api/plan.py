@@ -18,7 +18,7 @@ from frontier_llm.machine.schema import Machine
 from frontier_llm.pages import table, text
 from frontier_llm.planner import report
 from frontier_llm.planner.candidates import parse_fixed
-from frontier_llm.planner.emit import recipe, run_content
+from frontier_llm.planner.emit import recipe, run_content, train_changes
 from frontier_llm.planner.figures import pipeline_chart, write_figures
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, campaign
 from frontier_llm.planner.refusal import check_found, default_nodes
@@ -78,18 +78,19 @@ class Plan:
         plan --emit`.
         """
         choice = run_content(self.machine_name, self.machine, self.outcome, self.rates, self.outcome.model.name)
-        needs = recipe(self.outcome.best, self.tokens, None)
+        best = self.outcome.best
         if self.run is not None:
             content = self.run.to_dict()
-            own = {"run_dir": content["train"]["run_dir"]}
-            if not self.run.config.train.phases:  # each phase states its own number of steps
-                own["steps"] = needs["train"]["steps"]
+            config = self.run.config
+            keeps_tokens = self.tokens == planned_tokens(phases_of(config))
             content["train"] = {
                 **content["train"],
                 **choice["train"],
-                **own,
+                "run_dir": content["train"]["run_dir"],
+                **train_changes(config, config, best, None if keeps_tokens else self.tokens),
             }
         else:
+            needs = recipe(best, self.tokens, None)
             model = self.outcome.model.model_dump(mode="json")
             content = {"model": model, **needs, "data": {"train": "synthetic"}}
             content["train"] = {**choice["train"], **needs["train"]}

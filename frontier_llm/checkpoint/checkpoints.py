@@ -359,7 +359,7 @@ class Checkpoints:
         drift.allowed_changes(manifest, self.facts, self._allow_changes, str(source))
         self.check_lock()
         log.info(f"copying {source}, {format_bytes(manifest.total_bytes)}")
-        pull(source, self.directory, self.facts.incarnation, on_bytes, before_commit=self.check_lock)
+        pull(source, self.directory, on_bytes, before_commit=self.check_lock)
 
     def _transferred(self, work: Callable[[OnBytes], Any], if_not_possible: Callable[[FrontierError], Any]) -> Any:
         """Return the result of `ranks.transferred` for `train.remote`. Collective."""

@@ -13,6 +13,7 @@ differs, the folder belongs to another checkpoint of this step and is deleted fi
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import threading
 import time
@@ -286,7 +287,6 @@ def push(
 def pull(
     source: RemoteCheckpoint,
     directory: Path,
-    incarnation: int,
     on_bytes: OnBytes = lambda count: None,
     before_commit: Callable[[], object] = lambda: None,
 ) -> Path:
@@ -298,10 +298,12 @@ def pull(
     """
     manifest, content = source.read_manifest()
     needed_bytes = manifest.total_bytes + len(content)
+    # A random name for the unfinished copy: the thread of an abandoned transfer must not touch a save of the same step.
+    copy_number = secrets.randbelow(2**63)
     try:
         with folder.writing(directory, needed_bytes):
             directory.mkdir(parents=True, exist_ok=True)
-            building = folder.begin(directory, source.step, incarnation, needed_bytes)
+            building = folder.begin(directory, source.step, copy_number, needed_bytes)
 
             def receive(number: int) -> None:
                 entry = manifest.shards[number]
@@ -319,9 +321,9 @@ def pull(
             shard_file.on_threads(receive, len(manifest.shards), FILES_AT_ONCE)
             before_commit()
             on_bytes(0)
-            return folder.commit(directory, manifest, content, incarnation)
+            return folder.commit(directory, manifest, content, copy_number)
     except BaseException:
-        shutil.rmtree(folder.temporary(directory, source.step, incarnation), ignore_errors=True)
+        shutil.rmtree(folder.temporary(directory, source.step, copy_number), ignore_errors=True)
         raise
 
 

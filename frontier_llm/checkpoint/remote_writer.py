@@ -116,6 +116,14 @@ def foreign_steps(steps: Iterable[int], known_step: int | None) -> list[int]:
     return [] if known_step is None else sorted((step for step in steps if step > known_step), reverse=True)
 
 
+def refuse_foreign(
+    place: RemoteFolder, steps: Iterable[int], mine: Writer, known_step: int | None, branched_at: int | None
+) -> None:
+    """Raise TakenUrl if another run directory has written one of the `steps` at the URL (see `foreign_steps`)."""
+    if foreign := foreign_steps(steps, known_step):
+        raise TakenUrl(branched(place.url, foreign[0], branched_at, mine.run_dir))
+
+
 def branched(url: str, step: int, branched_at: int | None, run_dir: str) -> Problem:
     """Return a Problem if the URL has a step of another run directory that is later than the last step known to the
     run.

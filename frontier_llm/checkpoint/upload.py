@@ -74,7 +74,7 @@ class Uploads:
         self._is_claimed = True
         above = self._record.discard_above
         steps = [one.step for one in uploaded_checkpoints(place) if above is None or one.step <= above]
-        foreign = foreign_steps(steps, self._known_step)
+        foreign = foreign_steps(steps, self._record.known_step)
         if foreign:
             self._is_taken = True
             problem = branched(self.url, foreign[0], self._record.branched_at, self._writer.run_dir)
@@ -83,15 +83,6 @@ class Uploads:
             return [step for step in steps if step not in foreign]
         self._write(replace(self._record, branched_at=None))
         return steps
-
-    @property
-    def _known_step(self) -> int | None:
-        """Last step that this run directory knows. Later steps at the URL were written by another run directory. None
-        if the run has read the URL at its start.
-        """
-        if self._record.branched_at is None:
-            return None
-        return max(self._record.branched_at, self._record.uploaded_step or 0)
 
     def is_own(self, step: int) -> bool:
         """Return whether this run directory has uploaded a checkpoint of this or a later step."""
@@ -216,7 +207,7 @@ class Uploads:
             if not self._is_claimed:
                 return {
                     "task": "claim",
-                    "known_step": self._known_step,
+                    "known_step": self._record.known_step,
                     "branched_at": self._record.branched_at,
                 }
             if self._record.discard_above is not None:

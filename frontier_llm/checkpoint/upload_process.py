@@ -21,7 +21,7 @@ from typing import Any
 from frontier_llm.checkpoint import remote
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.remote import POLL_S, RateLimit, delete_above, push, uploaded_checkpoints
-from frontier_llm.checkpoint.remote_writer import TakenUrl, branched, claim, foreign_steps, release, renew, this_writer
+from frontier_llm.checkpoint.remote_writer import TakenUrl, claim, refuse_foreign, release, renew, this_writer
 from frontier_llm.data.remote_folder import RemoteFolder
 from frontier_llm.errors import FrontierError
 from frontier_llm.run.rank_env import environment, with_this_package
@@ -142,8 +142,7 @@ def _serve(request: dict[str, Any]) -> None:
     if request["task"] == "claim":
         claim(place, writer)
         steps = [one.step for one in uploaded_checkpoints(place)]
-        if foreign := foreign_steps(steps, request["known_step"]):
-            raise TakenUrl(branched(place.url, foreign[0], request["branched_at"], writer.run_dir))
+        refuse_foreign(place, steps, writer, request["known_step"], request["branched_at"])
         return
     renew(place, writer)
     if request["task"] == "discard":

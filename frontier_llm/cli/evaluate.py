@@ -253,9 +253,11 @@ def _evaluate(args: argparse.Namespace) -> int:
             )
         progress.close()
         if prints:
-            _report(args, opened, losses, recalls, results)
-            if args.figures:
-                draw_by_position(losses, model.config.sequence_length, Path(args.figures))
+            try:
+                _report(args, opened, losses, recalls, results)
+            finally:
+                if args.figures:
+                    draw_by_position(losses, model.config.sequence_length, Path(args.figures))
     return 0
 
 
@@ -284,9 +286,11 @@ def _report(
             f"every window of the data counts; training scores {opened.run.train.eval_samples} samples of it "
             "(train.eval_samples), so its held-out loss differs"
         )
-    show(args, content, lambda: "\n".join([*_tables(losses, recalls, results, args.positions > 1), *notes]))
-    if args.output:  # after the results are printed, so that an error of the disk does not lose them
-        write_atomically(Path(args.output), strict_json(content) + "\n")
+    try:  # an error of the terminal or of the disk does not lose the other result
+        show(args, content, lambda: "\n".join([*_tables(losses, recalls, results, args.positions > 1), *notes]))
+    finally:
+        if args.output:
+            write_atomically(Path(args.output), strict_json(content) + "\n")
 
 
 def _tables(

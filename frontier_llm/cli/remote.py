@@ -57,7 +57,7 @@ def push(args: argparse.Namespace) -> int:
     from frontier_llm.run.holder import living_holder
     from frontier_llm.run.uploads import after_discard, read_uploads, uploads_to, write_uploads
 
-    checkpoints = checkpoints_at(args.run)
+    checkpoints = [path for path in checkpoints_at(args.run) if path.exists()]
     if not checkpoints:
         raise CheckpointError("contains no complete checkpoint", "give a run directory", str(args.run.absolute()))
     url = args.url.rstrip("/")
@@ -68,6 +68,9 @@ def push(args: argparse.Namespace) -> int:
     if record is None:
         record = uploads_to(run_dir, url)
     writer = remote_writer.this_writer(record.writer, run_dir)
+    if is_of_url:
+        steps = [one.step for one in remote.uploaded_checkpoints(place)]
+        remote_writer.refuse_foreign(place, steps, writer, record.known_step, record.branched_at)
     remote_writer.claim(place, writer, args.take_over)
     if is_of_url and record.discard_above is not None and living_holder(run_dir) is None:
         remote.delete_above(place, record.discard_above)
@@ -133,6 +136,7 @@ def pull(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint import remote, remote_writer
     from frontier_llm.config.urls import is_url, without_secrets
     from frontier_llm.data.remote_folder import RemoteFolder
+    from frontier_llm.run import complete
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.uploads import uploads_to, write_uploads
 
@@ -155,7 +159,7 @@ def pull(args: argparse.Namespace) -> int:
         show(args, {"path": None, "step": None}, lambda: text)
         return 0
     directory = run_dir / "checkpoints"
-    newer = [step for step in folder.named_steps(directory) if step > chosen.step]
+    newer = [step for step, fault in complete.faults(directory) if step > chosen.step and fault is None]
     if newer:
         names = ", ".join(map(folder.step_name, newer))
         log.warn(f"{directory} has newer checkpoints, so a run continues from step {newer[0]}, unless you move {names}")
@@ -167,7 +171,7 @@ def pull(args: argparse.Namespace) -> int:
             on_bytes(count)
             report(count)
 
-        return remote.pull(chosen, directory, 0, received)
+        return remote.pull(chosen, directory, received)
 
     transfer = remote.RemoteTransfer(work, url)
     while not transfer.is_over():

@@ -182,15 +182,17 @@ def _show_jobs(args: argparse.Namespace, priced: Sequence[Forecast], jobs: Seque
 def _to_run(priced: Sequence[Forecast]) -> list[Forecast]:
     """Return the points that still have to run. Raises ConfigError if a directory holds another point."""
     from frontier_llm import log
-    from frontier_llm.experiments.scaling.series import not_measured
+    from frontier_llm.experiments.scaling.harvest import is_measured
+    from frontier_llm.experiments.scaling.series import refuse_other_runs
     from frontier_llm.units import plural
 
-    points = not_measured([row.point for row in priced])
-    if measured := len(priced) - len(points):
+    refuse_other_runs([row.point for row in priced])
+    left = [row for row in priced if not is_measured(row.point.directory)]
+    if measured := len(priced) - len(left):
         log.info(
             f"{plural(measured, 'point')} of the series: already measured, not run again (or use another --output)"
         )
-    return [row for row in priced if row.point in points]
+    return left
 
 
 def _batch(mode: Mode, args: argparse.Namespace, config: RunConfig) -> int:
@@ -317,8 +319,8 @@ def _submit(
         return priced, [None] * len(priced)
     jobs: list[str | None] = []
     for row, request in zip(priced, requests, strict=True):
-        announce(row.point)
         jobs.append(submit.submit(request).job_id)
+        announce(row.point)  # a refused submission keeps the point.json of the job that is already queued
     return priced, jobs
 
 

@@ -250,8 +250,10 @@ def end_problems(request: submit.JobRequest) -> Iterator[Problem]:
     )
     if reason := reason_to_end(job, history, stop_requested=(job.directory / run_dir.STOP_FILE).exists()):
         fix = ""
-        if reason.startswith("finished"):
+        if history.saved_step >= history.target_step:
             fix = "set a larger train.steps and --allow-change train.steps, or another train.run_dir"
+        elif reason.startswith("finished"):  # without a checkpoint from which more steps could follow
+            fix = "set train.save_final=true, or another train.run_dir"
         yield Problem("train.run_dir", f"a job would end at its start, because the run is {reason}", fix)
 
 

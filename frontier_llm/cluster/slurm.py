@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,7 +43,8 @@ _BAD_STATES = ("down", "drained", "fail", "unknown", "error", "power", "no_respo
 SHARED_CONTAINER = "FRONTIER_LLM_SHARED_CONTAINER"  # set by launch/job.sh: the image that it copied to local disks
 # Variables of launch/job.sh that describe one job.
 _OF_ONE_JOB = (SHARED_CONTAINER, "FRONTIER_LLM_BROKEN_NODES", "FRONTIER_LLM_RANK_PYTHON")
-_FOR_COMMANDS = ("SLURM_CONF", "SLURM_JWT")  # needed by Slurm's commands, also outside of a job
+# Inputs of Slurm's commands, also outside of a job. Other SLURM_* variables may describe one job.
+_FOR_COMMANDS = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_MPI_TYPE", "SLURM_TIME_FORMAT")
 
 
 class ControllerAway(FrontierError):
@@ -219,10 +220,14 @@ def billed_node_hours(job_ids: Sequence[str], timeout_s: float = 20.0) -> dict[s
     return hours
 
 
+def billed_to_run(directory: Path) -> dict[str, float]:
+    """Return job id → node-hours in Slurm's accounting for each job of a run. Empty without accounting."""
+    return billed_node_hours([allocated.job_id for allocated in allocations.allocations(directory)])
+
+
 def used_node_hours(directory: Path) -> float:
     """Return the node-hours of all jobs of a run, reconciled with Slurm's accounting if there is one."""
-    job_ids = [allocated.job_id for allocated in allocations.allocations(directory)]
-    return allocations.node_hours(directory, billed_node_hours(job_ids))
+    return allocations.node_hours(directory, billed_to_run(directory))
 
 
 @dataclass(frozen=True)
@@ -233,39 +238,61 @@ class Maintenance:
     starts_unix_s: float
 
 
+@dataclass(frozen=True)
+class _Reservation:
+    """A maintenance with its end and its nodes. None stands for all nodes."""
+
+    maintenance: Maintenance
+    ends_unix_s: float
+    nodes: frozenset[str] | None
+
+
 def next_maintenance(now_unix_s: float, nodes: int, partition: str | None) -> Maintenance | None:
     """Return the next maintenance that has not begun and leaves fewer than `nodes` nodes of the partition.
 
-    None if there is none or Slurm does not respond.
+    Several reservations can divide the nodes of one maintenance among them. None if there is none or Slurm does not
+    respond.
     """
     try:
         text = call(["scontrol", "show", "reservation", "--oneliner"], timeout_s=20.0)
     except FrontierError:
         return None
-    coming: list[Maintenance] = []
+    reservations = sorted(_maintenances(text), key=lambda each: each.maintenance.starts_unix_s)
+    coming = [each.maintenance for each in reservations if each.maintenance.starts_unix_s > now_unix_s]
+    of_partition = _nodes_of(partition) if coming else set()
+    for maintenance in coming:
+        left = set(of_partition)
+        for each in reservations:
+            if each.maintenance.starts_unix_s <= maintenance.starts_unix_s < each.ends_unix_s:
+                left = set() if each.nodes is None else left - each.nodes
+        if len(left) < nodes:
+            return maintenance
+    return None
+
+
+def _maintenances(text: str) -> Iterator[_Reservation]:
+    """Yield the maintenance reservations in the output of scontrol. Those without a time are left out."""
     for line in text.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         flags = fields.get("Flags", "").split(",")
         if "MAINT" not in flags:
             continue
-        if "ALL_NODES" not in flags and _nodes_left(fields.get("Nodes", ""), partition) >= nodes:
-            continue
-        with suppress(ValueError, KeyError):
+        with suppress(ValueError, KeyError, FrontierError):
             starts_unix_s = datetime.fromisoformat(fields["StartTime"]).timestamp()  # Slurm writes local time
-            coming.append(Maintenance(fields["ReservationName"], starts_unix_s))
-    later = [each for each in coming if each.starts_unix_s > now_unix_s]
-    return min(later, key=lambda each: each.starts_unix_s, default=None)
+            ends_unix_s = datetime.fromisoformat(fields["EndTime"]).timestamp()
+            nodes = None if "ALL_NODES" in flags else frozenset(hostlist.expand(fields["Nodes"]))
+            yield _Reservation(Maintenance(fields["ReservationName"], starts_unix_s), ends_unix_s, nodes)
 
 
-def _nodes_left(reserved: str, partition: str | None) -> float:
-    """Return the number of the partition's nodes that a reservation of the nodes `reserved` leaves. 0 if unknown."""
+def _nodes_of(partition: str | None) -> set[str]:
+    """Return the nodes of a partition, or all nodes for None. Empty if Slurm does not respond."""
     command = ["sinfo", "--noheader", "--Node", "--format=%N"]
     if partition:
         command.append(f"--partition={partition}")
     try:
-        return len({*call(command, timeout_s=20.0).split()} - {*hostlist.expand(reserved)})
+        return {*call(command, timeout_s=20.0).split()}
     except FrontierError:
-        return 0
+        return set()
 
 
 def cluster_name() -> str | None:

@@ -77,12 +77,13 @@ def start_until_decided(
     allocations.extend_last(run.directory)
     earlier = len(run_dir.attempts(run.directory))
     failed_preflight: tuple[str, ...] = ()
-    decision = look_and_decide(run, earlier)
+    billed: dict[str, float] = {}
+    decision = look_and_decide(run, earlier, billed)
     if not isinstance(decision, Done):
         admit(run)
         if run.job.preflight and not isinstance(decision, GiveUp):
             failed_preflight = preflight(run.site, run.directory, run.allocation.nodes)
-    while isinstance(decision := look_and_decide(run, earlier, failed_preflight), Start):
+    while isinstance(decision := look_and_decide(run, earlier, billed, failed_preflight), Start):
         run_dir.add_bad_hosts(run.directory, decision.avoid)
         with Watch(notifier, run.directory):
             attempt(run, decision)
@@ -108,10 +109,12 @@ def notify_of_end(run: BatchRun, decision: Requeue | Successor | Done | GiveUp, 
             notifier.send("given up", str(decision.problem), step)
 
 
-def look_and_decide(run: BatchRun, earlier: int, failed_preflight: tuple[str, ...] = ()) -> Decision:
-    """Return the decision for the current state. `earlier` is the number of starts before this supervisor."""
+def look_and_decide(
+    run: BatchRun, earlier: int, billed: dict[str, float], failed_preflight: tuple[str, ...] = ()
+) -> Decision:
+    """Return the decision for the current state. `earlier` and `billed` are those of `read_history`."""
     record_allocation(run)
-    history = read_history(run, earlier)
+    history = read_history(run, earlier, billed)
     stop_requested = (run.directory / run_dir.STOP_FILE).exists()
     now = Now(unix_s=time.time(), nodes=run.allocation.nodes, stop_requested=stop_requested)
     if not reason_to_end(run.job, history, stop_requested):
@@ -156,8 +159,12 @@ def _started_unix_s(job_id: str, now: float) -> float:
     return now
 
 
-def read_history(run: BatchRun, earlier: int) -> History:
-    """Return the history that the run directory records."""
+def read_history(run: BatchRun, earlier: int, billed: dict[str, float]) -> History:
+    """Return the history that the run directory records. `earlier` is the number of starts before this supervisor.
+
+    `billed` holds the node-hours of each job in Slurm's accounting when this job last asked, and is updated if there is
+    time: sacct can take 20 s, which are missing at the walltime.
+    """
     history = History(
         target_step=run.config.train.steps,
         saves_final=run.config.train.save_final,
@@ -167,14 +174,12 @@ def read_history(run: BatchRun, earlier: int) -> History:
     saved_step = run_dir.latest_step(run.directory)
     for number, made in enumerate(run_dir.attempts(run.directory)):
         history = history.after(made, saved_step, is_own=number >= earlier)
-    if run.job.max_node_hours is None or has_ended_job(history):
-        node_hours = allocations.node_hours(run.directory, {})
-    else:
-        node_hours = slurm.used_node_hours(run.directory)  # sacct can take 20 s, which are missing at the walltime
+    if run.job.max_node_hours is not None and not has_ended_job(history):
+        billed.update(slurm.billed_to_run(run.directory))
     return replace(
         history,
         saved_step=saved_step,
-        node_hours=node_hours,
+        node_hours=allocations.node_hours(run.directory, billed),
         allocated_nodes=len(run.allocation.nodes),
     )
 

@@ -96,7 +96,7 @@ def is_alive(lock: Path) -> bool:
     with suppress(FileNotFoundError):
         host, pid, start = (*lock.read_text(encoding="utf-8").split(), "", "", "")[:3]
         if host == socket.gethostname():
-            return pid.isdigit() and _start_of(int(pid)) == start
+            return pid.isdigit() and _is_process(int(pid), start)
         touched_ns = lock.stat().st_mtime_ns
         since = time.monotonic()
         while time.monotonic() - since < STALE_S:  # measured by this host's clock, because file servers' clocks differ
@@ -105,6 +105,23 @@ def is_alive(lock: Path) -> bool:
                 return True
         log.warn(f"{lock}: its holder has not renewed it for {STALE_S:.0f} s; this process takes the lock")
     return False
+
+
+def _is_process(pid: int, start: str) -> bool:
+    """Return whether the process with this pid exists and is the one that wrote `start` into a lock.
+
+    Start times are compared only if both are known. A lock of an older version has no start time, only a digest of 64
+    characters. The mount options hidepid=1 and hidepid=2 of /proc hide the processes of other users.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # a process of another user
+    is_start = start.isdigit() and len(start) < 64
+    is_visible = os.access(f"/proc/{pid}/stat", os.R_OK)
+    return not (is_start and is_visible) or _start_of(pid) == start
 
 
 def _start_of(pid: int) -> str:

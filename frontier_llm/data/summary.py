@@ -143,8 +143,8 @@ def _end(run: RunConfig, position: Position) -> Position:
 
 def _training_lines(run: RunConfig, position: Position) -> Iterator[str]:
     begin = position
-    # blend as (path, share) of each member → tokens of each member
-    read: dict[tuple[tuple[str, float], ...], Counter[int]] = {}
+    # blend as (identity, path, share) of each member → tokens of each member
+    read: dict[tuple[tuple[str, str, float], ...], Counter[int]] = {}
     for _, after in course(run, position, datasets_of([run])):
         total = sum(after.weights)
         members = tuple(

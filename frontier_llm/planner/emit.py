@@ -24,6 +24,7 @@ from frontier_llm.config import (
     phases_of,
     planned_tokens,
 )
+from frontier_llm.config.fields import TokenSteps
 from frontier_llm.config.load import compose, merge, parse_overrides
 from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.config.schema import PhaseConfig
@@ -149,7 +150,12 @@ def emit(
     choice = run_content(_machine_reference(request.machine, path.parent), machine, outcome, rates, name)
     todo = []
     if request.run:
-        content = merge(request.settings, _on_top(choice, request, outcome))
+        base = load_run(str(request.run))
+        planned = load_run(str(request.run), request.words)
+        train = {**choice["train"], **train_changes(base, planned, best, request.tokens)}
+        if "steps" in request.settings.get("train", {}):
+            train.pop("steps", None)
+        content = merge(request.settings, {**choice, "train": train})
         content = {"base": reference(request.run, path.parent), **content}
     else:
         changes = request.settings.get("model")
@@ -175,21 +181,23 @@ def emit(
     return "\n".join([f"wrote {path}", *todo, start])
 
 
-def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[str, Any]:
-    """Return the file's content with the number of steps for the requested tokens or the base run's tokens, and with
-    the layout's microbatch in phases that set one.
+def train_changes(base: RunConfig, planned: RunConfig, plan: Plan, tokens: float | None) -> dict[str, Any]:
+    """Return the keys of `train` that a run needs for this plan: its number of steps, and its phases.
+
+    `planned` is `base` with the settings that the user has typed. The steps are those of `tokens`. If `tokens` is None,
+    the run keeps the number of tokens of `base`, so a number of steps that is given in tokens stays unchanged. The
+    phases are only changed if one sets a microbatch.
     """
-    base = load_run(str(request.run))
-    planned = load_run(str(request.run), request.words)
-    tokens = request.tokens or planned_tokens(phases_of(base))
+    changes: dict[str, Any] = {}
+    is_duration = isinstance(base.train.steps, TokenSteps)
     # each phase of a run states its own number of steps
-    steps = base.train.steps if planned.train.phases else ceil(tokens / outcome.best.step_tokens)
-    train = dict(choice["train"])
-    if "steps" not in request.settings.get("train", {}) and steps != base.train.steps:
-        train["steps"] = steps
+    if not planned.train.phases and not (is_duration and tokens is None):
+        steps = ceil((tokens or planned_tokens(phases_of(base))) / plan.step_tokens)
+        if is_duration or steps != base.train.steps:
+            changes["steps"] = steps
     if _sets_microbatch(planned):
-        train["phases"] = _phases_with(outcome.best.layout, planned)
-    return {**choice, "train": train}
+        changes["phases"] = _phases_with(plan.layout, planned)
+    return changes
 
 
 def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devices: int) -> None:

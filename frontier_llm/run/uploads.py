@@ -34,6 +34,15 @@ class UploadRecord:
     # Step from which the run continued although it could not read the checkpoints at the URL. None: it could read them.
     branched_at: int | None = None
 
+    @property
+    def known_step(self) -> int | None:
+        """Last step that this run directory knows. Later steps at the URL were written by another run directory. None
+        if the run has read the URL at its start.
+        """
+        if self.branched_at is None:
+            return None
+        return max(self.branched_at, self.uploaded_step or 0)
+
 
 def read_uploads(run_dir: Path) -> UploadRecord | None:
     """Return the record. None if the run has never used a URL. Raises DamagedRecord."""

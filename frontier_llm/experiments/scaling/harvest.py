@@ -95,6 +95,15 @@ def read_sample(directory: Path) -> Sample:
     return Sample(point, f"incomplete: {len(rows)} of {point['steps']} steps", ())
 
 
+def is_measured(directory: Path) -> bool:
+    """Return whether one repeat has finished the steps in its point.json. False if no point.json can be read."""
+    try:
+        sample = read_sample(directory)
+    except DataError:
+        return False
+    return sample.status == "ok" or run_dir.end(directory, sample.point["steps"], save_final=False) == "finished"
+
+
 def step_times_s(directory: Path) -> list[float]:
     """Return the step times in seconds after warm-up, or only the last step time if the run has no more steps than the
     warm-up.

@@ -5,6 +5,7 @@ A weak series keeps the batch per replica, a strong series the global batch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from frontier_llm.cluster.sites import Site, request_problems, whole_replicas
 from frontier_llm.config import RunConfig, available, load_run
 from frontier_llm.errors import ConfigError, LayoutError, Problem, first_of
 from frontier_llm.files import write_atomically
-from frontier_llm.run import run_dir
 from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import strict_json
 
@@ -195,17 +195,16 @@ def _content(point: Point) -> str:
     return strict_json(content, indent=None) + "\n"
 
 
-def not_measured(points: Sequence[Point]) -> list[Point]:
-    """Return the points without a complete measurement, so that a repeated command continues its series.
+def refuse_other_runs(points: Sequence[Point]) -> None:
+    """Raise ConfigError if a directory belongs to another point, for example one with another batch.
 
-    Raises ConfigError if a directory belongs to another point, for example one with another batch. The new point would
-    end at once, and its throughput would be computed from the step times of the other point.
+    The new point would end at once, and its throughput would be computed from the step times of the other point. Only
+    the number of steps may differ, because it follows from the walltime and from the predicted step time.
     """
     problems = []
     for point in points:
-        path = point.directory / POINT_FILE
         has_started = any((point.directory / name).is_file() for name in STARTED_FILES)
-        if has_started and (not path.is_file() or path.read_bytes() != _content(point).encode()):
+        if has_started and not _is_announced(point):
             problem = Problem(
                 where=str(point.directory),
                 what="holds a run with another configuration",
@@ -214,8 +213,17 @@ def not_measured(points: Sequence[Point]) -> list[Point]:
             problems.append(problem)
     if problems:
         raise ConfigError(first_of(problems))
-    return [
-        point
-        for point in points
-        if run_dir.end(point.directory, point.config.train.steps, save_final=False) != "finished"
-    ]
+
+
+def _is_announced(point: Point) -> bool:
+    """Return whether the directory has the point.json of this point, with any number of steps."""
+    try:
+        announced = json.loads((point.directory / POINT_FILE).read_bytes())
+        return bool(_without_steps(announced) == _without_steps(json.loads(_content(point))))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _without_steps(content: dict[str, Any]) -> dict[str, Any]:
+    config = content["config"]
+    return {**content, "steps": None, "config": {**config, "train": {**config["train"], "steps": None}}}

@@ -153,6 +153,25 @@ def test_a_planned_run_keeps_its_machine_its_directory_and_its_tokens() -> None:
     assert plan(unnamed, nodes=1).machine_name == "frontier"
 
 
+@pytest.mark.parametrize(("tokens", "written"), [(None, "640 tokens"), (1280, 5)])
+def test_a_planned_run_keeps_steps_that_are_given_in_tokens(tokens: int | None, written: object) -> None:
+    run = tiny(Path("runs/x"), **{"train.steps": "640 tokens"})  # 10 steps of 4 sequences with 16 tokens
+    planned = plan(run, nodes=1, global_batch=16, tokens=tokens).to_run()
+    assert planned.to_dict()["train"]["steps"] == written
+    assert planned.config.train.steps == (tokens or 640) // (16 * 16) + (tokens is None)
+
+
+def test_phases_of_a_planned_run_get_the_microbatch_of_its_layout() -> None:
+    phases = [
+        {"steps": 3, "batch": {"micro_batch": 1}},
+        {"steps": 3, "batch": {"micro_batch": 1, "global_batch": 24}},
+    ]
+    run = load_run(tiny(Path("runs/x")), {"train.phases": phases, "batch.global_batch": 16})
+    planned = plan(run, nodes=1, fixed={"micro_batch": 2, "data": 8}).to_run().config
+    assert [phase.batch.micro_batch for phase in planned.train.phases] == [2, 1]  # 3 samples per replica in phase 2
+    assert [phase.batch.global_batch for phase in planned.train.phases] == [None, 24]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[int]]:
     seen: list[int] = []

@@ -167,7 +167,7 @@ def test_a_damaged_copy_is_found_and_leaves_nothing_here(run: Run, url: str, tmp
     assert main(["checkpoint", "verify", url]) == 1
     target = tmp_path / "pulled" / "checkpoints"
     with pytest.raises(DamagedCheckpoint, match="is damaged"):
-        remote.pull(RemoteCheckpoint(place, 4), target, 0)
+        remote.pull(RemoteCheckpoint(place, 4), target)
     assert list(target.iterdir()) == []
 
 
@@ -185,7 +185,7 @@ def test_a_copy_that_was_given_up_is_not_committed(run: Run, url: str, tmp_path:
 
     def work(on_bytes: remote.OnBytes) -> None:
         try:
-            remote.pull(RemoteCheckpoint(place, 4), tmp_path / "here", 1, on_bytes, before_commit=wait)
+            remote.pull(RemoteCheckpoint(place, 4), tmp_path / "here", on_bytes, before_commit=wait)
         finally:
             has_ended.set()
 
@@ -225,7 +225,7 @@ def test_a_full_disk(run: Run, url: str, tmp_path: Path) -> None:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         with pytest.raises(CheckpointError, match=r"No space left on device; it needs 2\.\d MiB"):
-            remote.pull(RemoteCheckpoint(place, 4), mounted / "checkpoints", 0)
+            remote.pull(RemoteCheckpoint(place, 4), mounted / "checkpoints")
         assert list((mounted / "checkpoints").iterdir()) == []
         with pytest.raises(UnreachableError, match="No space left on device"):
             store = RemoteFolder((mounted / "store").as_uri())
@@ -394,7 +394,7 @@ def test_rates_are_given_in_mib_per_second(run: Run, url: str, monkeypatch: pyte
     run_dir = str(run.checkpoints.directory.parent)
     assert main(["checkpoint", "push", run_dir, url, "--mib-per-s", "3"]) == 0
     request = {"task": "push", "checkpoint": str(newest(run)), "url": url, "writer": "me", "run_dir": run_dir}
-    upload_process._serve({**request, "task": "claim", "known_step": None})
+    upload_process._serve({**request, "task": "claim", "known_step": None, "branched_at": None})
     upload_process._serve({**request, "mib_per_s": 2.0})
     assert rates == [3 * 2**20, 2 * 2**20]
 

@@ -113,9 +113,14 @@ def test_the_next_maintenance_is_read_from_the_reservations(tmp_path: Path, monk
     executable("scontrol", "\n".join(lines))
     executable("sinfo", "n1\nn2\nn3\nn3")  # n3 has two partitions
     assert slurm.next_maintenance(now, 2, "batch") == slurm.Maintenance("next", now + 4 * 86400)
-    part = "ReservationName=part StartTime=2026-11-21T08:00:00 Nodes=n[1,9] Flags=MAINT,SPEC_NODES"
+    day = "StartTime=2026-11-21T08:00:00 EndTime=2026-11-21T20:00:00"
+    part = f"ReservationName=part {day} Nodes=n[1,9] Flags=MAINT,SPEC_NODES"
     executable("scontrol", "\n".join([*lines, part]))
     assert slurm.next_maintenance(now, 2, "batch") == slurm.Maintenance("next", now + 4 * 86400)
     assert slurm.next_maintenance(now, 3, "batch") == slurm.Maintenance("part", now + 1 * 86400)
+    other_part = f"ReservationName=other_part {day} Nodes=n[2] Flags=MAINT,SPEC_NODES"
+    executable("scontrol", "\n".join([*lines, part, other_part]))  # together they leave one node
+    assert slurm.next_maintenance(now, 2, "batch") == slurm.Maintenance("part", now + 1 * 86400)
+    assert slurm.next_maintenance(now, 1, "batch") == slurm.Maintenance("next", now + 4 * 86400)
     executable("scontrol", "No reservations in the system")
     assert slurm.next_maintenance(now, 2, "batch") is None

@@ -16,7 +16,7 @@ from frontier_llm.cluster.submit import JobRequest, before_maintenance, wanted_j
 from frontier_llm.cluster.warning_time import next_warning_s, save_seconds
 from frontier_llm.config import load_run
 from frontier_llm.planner.predict import START_S, PointPrediction, walltime_minutes
-from frontier_llm.run import allocations
+from frontier_llm.run import allocations, run_dir
 from frontier_llm.run.allocations import Allocated
 from tests.harness.checkpoints import save_only
 from tests.harness.submissions import PRETRAIN_1T, SMALL
@@ -131,6 +131,11 @@ def test_a_job_of_a_run_that_is_stopped_finished_or_out_of_budget_is_refused(
     save_only(tmp_path, 60)
     (problem,) = cost_problems(request)
     assert "finished: step 60 of 60" in problem.what and "larger train.steps" in problem.fix
+    config = request.config
+    config = config.model_copy(update={"train": config.train.model_copy(update={"save_final": False, "steps": 80})})
+    run_dir.record(tmp_path, run_dir.Attempt(1, "7", ("n0",), 60, 80, 0, "finished"))
+    (problem,) = cost_problems(replace(request, config=config))
+    assert "without a final checkpoint" in problem.what and "train.save_final=true" in problem.fix
 
 
 @pytest.mark.parametrize(

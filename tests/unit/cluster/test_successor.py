@@ -28,7 +28,7 @@ def test_a_successor_runs_where_its_predecessor_did_on_none_of_the_bad_hosts(
         return "8;cluster\n"
 
     monkeypatch.setattr(slurm, "call", call)
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+    for name in [name for name in os.environ if name.startswith(("SLURM", "FRONTIER_LLM_"))]:
         monkeypatch.delenv(name)
     variables = {
         "SLURM_JOB_ID": "7",

@@ -187,6 +187,21 @@ def test_a_budget_counts_all_nodes_of_the_allocation_from_its_start(
     assert allocated.nodes == 3 and allocated.node_hours == pytest.approx(2.5, abs=0.1)
 
 
+def test_the_last_answer_of_the_accounting_counts_when_there_is_no_time_to_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the run used its budget, but the next job was queued, because only the run's own record counted."""
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 1))
+    run = replace(cluster.run, job=replace(cluster.run.job, max_node_hours=100.0))
+    allocations.record(tmp_path, allocations.Allocated("7", 0, nodes=3, started_unix_s=0.0, seen_unix_s=3600.0))
+    billed: dict[str, float] = {}
+    monkeypatch.setattr(slurm, "billed_node_hours", lambda job_ids: {"7": 99.0})
+    assert supervisor.read_history(run, 0, billed).node_hours == 99.0
+    cluster._start_ranks(run, ("n0", "n1"), 0.0, 0.0)  # ends as interrupted
+    monkeypatch.setattr(slurm, "billed_node_hours", lambda job_ids: pytest.fail("there is no time to ask"))
+    assert supervisor.read_history(run, 0, billed).node_hours == 99.0
+
+
 def test_the_operator_is_told_of_a_lost_node_and_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, int]] = []
     monkeypatch.setattr(Notifier, "send", lambda self, event, text, step: sent.append((event, step)))

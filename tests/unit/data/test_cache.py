@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from frontier_llm.data import cache
-from frontier_llm.data.cache import cached_array
+from frontier_llm.data.cache import cached_array, is_alive
 from frontier_llm.errors import DataError
 from tests.harness.system import full_disk
 
@@ -49,6 +49,27 @@ def test_a_process_with_the_pid_of_a_dead_builder_does_not_hold_its_lock(tmp_pat
     """Regression: in a restarted container, all processes waited for a process with the same pid."""
     (tmp_path / "a.lock").write_text(f"{socket.gethostname()} {os.getppid()} 12345\n")
     assert build_slowly(str(tmp_path / "a.npy"), str(tmp_path / "log")) == 4950
+
+
+@pytest.mark.parametrize("third", ["9" * 64, "a1" * 32, ""])
+def test_a_live_lock_of_an_older_version_is_respected(third: str, tmp_path: Path) -> None:
+    """Regression: the digest in its third word was compared with the start time of the process."""
+    lock = tmp_path / "a.lock"
+    lock.write_text(f"{socket.gethostname()} {os.getppid()} {third}\n")
+    assert is_alive(lock)
+    lock.write_text(f"{socket.gethostname()} {2**22 + 1} {third}\n")  # above the largest pid of Linux
+    assert not is_alive(lock)
+
+
+def test_a_lock_of_another_user_is_respected_if_proc_hides_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: with the mount option hidepid of /proc, /proc/PID/stat of a live process cannot be read."""
+    monkeypatch.setattr(cache, "process_start", lambda pid: None)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    lock = tmp_path / "a.lock"
+    lock.write_text(f"{socket.gethostname()} {os.getppid()} 12345\n")
+    assert is_alive(lock)
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,23 @@ def test_results_are_printed_before_they_are_written(
     monkeypatch.setattr("frontier_llm.cli.evaluate.write_atomically", full)
     assert main(["evaluate", str(room / "run"), "--windows=1", f"--output={tmp_path / 'o.json'}"]) != 0
     assert "perplexity" in capfd.readouterr().out
+
+
+def test_results_are_written_if_they_cannot_be_printed(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a closed pipe (| head) lost the files."""
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("frontier_llm.cli.evaluate.show", closed)
+    output = tmp_path / "o.json"
+    figure = tmp_path / "o.svg"
+    words = ["--windows=1", "--positions=2", f"--output={output}", f"--figures={figure}"]
+    with suppress(BrokenPipeError):
+        main(["evaluate", str(room / "run"), *words])
+    assert json.loads(output.read_text())["held_out"] and figure.is_file()
 
 
 def test_a_tokenizer_of_another_size_is_refused(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

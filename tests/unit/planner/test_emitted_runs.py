@@ -71,6 +71,22 @@ def test_a_plan_of_a_run_with_another_batch_keeps_its_tokens(
     assert load_run(str(path)).train.steps == base.train.steps
 
 
+def test_steps_given_in_tokens_are_replaced_by_those_of_other_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: with twice the batch, twice the tokens are as many steps, which the base run turned into half."""
+    base = tmp_path / "mine.yaml"
+    emitted = tmp_path / "planned.yaml"
+    quickstart = load_run("quickstart")
+    step_tokens = quickstart.batch.global_batch * quickstart.model.sequence_length
+    base.write_text(f"base: quickstart\ntrain: {{steps: {10 * step_tokens} tokens}}\n")
+    words = ("--run", str(base), "--machine", "local", "--nodes", "1", "--emit", str(emitted))
+    doubled = f"batch.global_batch={2 * quickstart.batch.global_batch}"
+    for tokens, steps in (((), 5), (("--tokens", str(20 * step_tokens)), 10)):
+        assert run(capsys, *words, *tokens, doubled)[0] == 0
+        assert load_run(str(emitted)).train.steps == steps
+
+
 @pytest.mark.parametrize("where", ["the run", "its base", "the model", "the machine"])
 def test_an_emitted_run_does_not_replace_a_file_that_it_is_read_from(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

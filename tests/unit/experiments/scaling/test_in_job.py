@@ -206,6 +206,49 @@ def test_a_repeated_series_runs_what_is_not_measured_and_refuses_another_batch(
     assert len(queued) == 3 and (first / "point.json").read_text() == announced
 
 
+def with_steps(directory: Path, steps: int) -> str:
+    """Change the steps in a point.json, as another walltime or a calibration would. Return the text of the file."""
+    path = directory / "point.json"
+    content = json.loads(path.read_text())
+    content["steps"] = content["config"]["train"]["steps"] = steps
+    path.write_text(json.dumps(content))
+    return path.read_text()
+
+
+def test_a_repeated_series_keeps_points_with_another_number_of_steps(
+    queued: list[submit.JobRequest], tmp_path: Path
+) -> None:
+    """Regression: measured points were refused after a change of --time. The second point was ended at its time limit
+    after its last step, so no finished start is recorded.
+    """
+    assert submit_weak("train_small", 16, tmp_path) == 0
+    first, second = (request.job.directory for request in queued)
+    before = [with_steps(directory, 8) for directory in (first, second)]
+    run_dir.record(first, run_dir.Attempt(1, "7", ("n0",), 0, 8, 0, "finished"))
+    rows = [{"kind": "step", "step": step, "loss": 1.0, "step_time_s": 1.0} for step in range(1, 9)]
+    (second / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert submit_weak("train_small", 16, tmp_path) == 0
+    assert len(queued) == 2
+    assert [(directory / "point.json").read_text() for directory in (first, second)] == before
+    (second / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert submit_weak("train_small", 16, tmp_path) == 0
+    assert [request.job.directory for request in queued] == [first, second, second]
+
+
+def test_a_refused_submission_does_not_change_the_point_of_the_queued_job(
+    queued: list[submit.JobRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert submit_weak("train_small", 16, tmp_path) == 0
+    before = with_steps(queued[0].job.directory, 8)
+
+    def refuse(request: submit.JobRequest) -> submit.Submission:
+        raise ConfigError("a job is queued")
+
+    monkeypatch.setattr(submit, "submit", refuse)
+    assert submit_weak("train_small", 16, tmp_path) == 2
+    assert (queued[0].job.directory / "point.json").read_text() == before
+
+
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_queued(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
