@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,7 @@ from frontier_llm.training.observers import Observer, scalars
 MLFLOW_MAX_VALUE = 6000  # characters of a parameter's value; an MLflow server may refuse longer values
 
 
-class Tracker(Observer):
+class Tracker(Observer, ABC):
     """Base class of trackers. A subclass implements `_open`, `_record` and `_close`, which may raise any exception."""
 
     name: ClassVar[str]
@@ -60,14 +61,14 @@ class Tracker(Observer):
             cause = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
             log.warn(f"the record in {self.name} ends {when}: {cause}; metrics.jsonl is still written")
 
-    def _open(self, config: RunConfig) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _open(self, config: RunConfig) -> None: ...
 
-    def _record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _record(self, kind: str, step: int, values: Mapping[str, Any]) -> None: ...
 
-    def _close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _close(self) -> None: ...
 
 
 class Events(Tracker):

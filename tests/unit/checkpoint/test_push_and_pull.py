@@ -18,19 +18,6 @@ from tests.unit.checkpoint.serial import Run
 pytest.importorskip("fsspec")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = Run(tmp_path / "run")
-    run.save(2, 4)
-    run.checkpoints.close()
-    return run
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return (tmp_path / "store" / "run").as_uri()
-
-
 def test_a_push_to_another_url_keeps_the_record_of_train_remote(run: Run, url: str) -> None:
     """Regression: the record was replaced, and with it the abandoned steps that must not be loaded."""
     run_dir = run.checkpoints.directory.parent

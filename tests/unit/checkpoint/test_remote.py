@@ -37,19 +37,6 @@ pytest.importorskip("fsspec")
 NO_LIMIT = RateLimit()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = Run(tmp_path / "run")
-    run.save(2, 4)
-    run.checkpoints.close()
-    return run
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return (tmp_path / "store" / "run").as_uri()
-
-
 def newest(run: Run) -> Path:
     return run.checkpoints.directory / "step_00000004"
 
