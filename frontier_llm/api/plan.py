@@ -10,7 +10,7 @@ from typing import Any
 from frontier_llm.api.run import Run, load_run
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.cli.plan_subject import machine_of_run
-from frontier_llm.config import ModelConfig, load_model, phases_of, planned_tokens
+from frontier_llm.config import load_model, longest_phase, phases_of, planned_tokens
 from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.machine.precision import resolve_precision
 from frontier_llm.machine.rates import Rates
@@ -18,7 +18,7 @@ from frontier_llm.machine.schema import Machine
 from frontier_llm.pages import table, text
 from frontier_llm.planner import report
 from frontier_llm.planner.candidates import parse_fixed
-from frontier_llm.planner.emit import recipe, run_content, train_changes
+from frontier_llm.planner.emit import base_batch, recipe, run_content, train_changes
 from frontier_llm.planner.figures import pipeline_chart, write_figures
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, campaign
 from frontier_llm.planner.refusal import check_found, default_nodes
@@ -82,6 +82,7 @@ class Plan:
         if self.run is not None:
             content = self.run.to_dict()
             config = self.run.config
+            choice["batch"]["global_batch"] = base_batch(config, self.outcome.global_batch)
             keeps_tokens = self.tokens == planned_tokens(phases_of(config))
             content["train"] = {
                 **content["train"],
@@ -147,7 +148,9 @@ def plan(
         shared: dict[str, Any] = {}
     else:
         run = Run(resolve_precision(load_run(model_or_run).config))
-        model, batch, shared = _longest_phase(run)
+        longest = longest_phase(run.config).config
+        model, batch = longest.model, longest.batch.global_batch
+        shared = {"dtype": longest.precision.dtype, "optimizer": longest.optimizer.name}
     machine = machine or machine_of_run(None if run is None else run.config)
     described = load_machine(machine)
     stack = own_stack(described)
@@ -167,13 +170,6 @@ def plan(
     if tokens is None:
         tokens = _tokens(run, outcome)
     return Plan(outcome, described, machine, stack, numbers, run, tokens)
-
-
-def _longest_phase(run: Run) -> tuple[ModelConfig, int, dict[str, Any]]:
-    """Return model, global batch and further arguments of the search, of the phase with the longest sequences."""
-    longest = max(phases_of(run.config), key=lambda phase: phase.config.model.sequence_length).config
-    shared = {"dtype": longest.precision.dtype, "optimizer": longest.optimizer.name}
-    return longest.model, longest.batch.global_batch, shared
 
 
 def _tokens(run: Run | None, outcome: Search) -> float:

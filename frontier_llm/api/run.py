@@ -15,6 +15,7 @@ import yaml
 from frontier_llm import log
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.config import load_run as read_run
+from frontier_llm.config.durations import as_content
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import ConfigError, FrontierError
 from frontier_llm.files import write_atomically
@@ -38,8 +39,11 @@ class Run:
         return load_run(self, overrides)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration with the keys of a run file."""
-        return self.config.model_dump(mode="json")
+        """Return the configuration with the keys of a run file.
+
+        `train.steps` is missing if the run has phases in tokens or epochs: it is the sum of their steps.
+        """
+        return as_content(self.config)
 
     def to_yaml(self) -> str:
         """Return the text of a run file that loads to the same configuration."""

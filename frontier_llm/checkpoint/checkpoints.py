@@ -52,8 +52,9 @@ class Checkpoints:
         """Take the run directory's lock and remove the files of an interrupted save.
 
         `allow_changes` are configuration keys that may differ from the checkpoint although they change the mathematics
-        of the run. Every rank calls `on_wait` several times per second while rank 0 waits for `train.remote`. Raises
-        CheckpointError if another live job holds the lock, or if the directory cannot be written.
+        of the run. Every rank calls `on_wait` several times per second while rank 0 waits for `train.remote`, and about
+        once per second while it waits for its files to be written or read. Raises CheckpointError if another live job
+        holds the lock, or if the directory cannot be written.
         """
         self.directory = checkpoints_folder(train)
         self.keep = train.keep_checkpoints
@@ -65,7 +66,7 @@ class Checkpoints:
         self.device = optimizer.device
         self._optimizer = optimizer
         self._allow_changes = tuple(allow_changes)
-        self._on_wait = on_wait
+        self.on_wait = on_wait
         self._lock: RunLock | None = None  # None except on rank 0
         self._train = train
         self.uploads: Uploads | None = None  # None except on rank 0 of a run with train.remote
@@ -201,7 +202,7 @@ class Checkpoints:
             return True
 
         while from_rank_0(must_wait, self.world, self.device) and not is_stopped():
-            self._on_wait()
+            self.on_wait()
 
     # --- loading ---
 
@@ -364,7 +365,7 @@ class Checkpoints:
     def _transferred(self, work: Callable[[OnBytes], Any], if_not_possible: Callable[[FrontierError], Any]) -> Any:
         """Return the result of `ranks.transferred` for `train.remote`. Collective."""
         start = partial(RemoteTransfer, work, str(self._train.remote))
-        return transferred(start, if_not_possible, self._on_wait, self.world, self.device)
+        return transferred(start, if_not_possible, self.on_wait, self.world, self.device)
 
     def _at_most(self, step: int) -> list[int]:
         """Wait for a save in progress. Return the steps of all checkpoints of at most step `step`, newest first."""
@@ -388,7 +389,7 @@ class Checkpoints:
         """Read this rank's part of the state. Raises one error with the problems of all ranks."""
         error: CheckpointError | None = None
         try:
-            problems = load.read_shards(path, manifest, self._optimizer, self.world.rank, self.world.size)
+            problems = load.read_shards(path, manifest, self._optimizer, self.world.rank, self.world.size, self.on_wait)
             if problems:
                 error = DamagedCheckpoint(problems)
         except CheckpointError as caught:

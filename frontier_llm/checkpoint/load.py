@@ -7,7 +7,7 @@ read only the byte ranges that they need. If the layout has not changed, each ra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,11 +148,19 @@ class Targets:
                     values.copy_(host)
 
 
-def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int, world_size: int) -> list[Problem]:
+def read_shards(
+    path: Path,
+    manifest: Manifest,
+    optimizer: Optimizer,
+    rank: int,
+    world_size: int,
+    on_progress: Callable[[], object] = lambda: None,
+) -> list[Problem]:
     """Fill this rank's optimizer state from the shard files. Return the damage that was found.
 
     If there is any damage, the state must not be used. If the checkpoint is from another optimizer, only the master
-    weights are loaded. Raises CheckpointError if the checkpoint does not fit the model.
+    weights are loaded. Several threads call `on_progress`, after each system call that reads. Raises CheckpointError if
+    the checkpoint does not fit the model.
     """
     problems: list[Problem] = []
     hit("checkpoint.loading")
@@ -173,9 +181,9 @@ def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int,
         wanted = transfers.get(number, {})
         try:
             if verifier(number, len(manifest.shards), world_size) == rank:
-                _read_whole(path, manifest, number, wanted, targets)
+                _read_whole(path, manifest, number, wanted, targets, on_progress)
             elif wanted:
-                _read_parts(path, manifest, number, wanted, targets)
+                _read_parts(path, manifest, number, wanted, targets, on_progress)
         except DamagedCheckpoint as error:
             problems.extend(error.problems)
     if not problems:
@@ -189,10 +197,12 @@ def _read_whole(
     number: int,
     wanted: dict[int, list[Transfer]],
     targets: Targets,
+    on_progress: Callable[[], object],
 ) -> None:
     dtype = DTYPES[manifest.dtype]
 
     def consume(entry: Extent, first: int, block: memoryview) -> None:
+        on_progress()
         for transfer in wanted.get(entry.piece, ()):
             targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))
 
@@ -206,6 +216,7 @@ def _read_parts(
     number: int,
     wanted: dict[int, list[Transfer]],
     targets: Targets,
+    on_progress: Callable[[], object],
 ) -> None:
     shard = manifest.shards[number]
     dtype = DTYPES[manifest.dtype]
@@ -226,6 +237,7 @@ def _read_parts(
                 ):
                     block = buffer[: (stop - first) * item]
                     read_exactly(descriptor, file, entry.start + first * item, block)
+                    on_progress()
                     targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))
 
 

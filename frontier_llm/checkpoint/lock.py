@@ -22,7 +22,7 @@ from frontier_llm.run.holder import (
     how_to_free,
     incarnations,
     is_ahead,
-    process_start,
+    is_running,
     read_holder,
     start_after,
     watched_dead,
@@ -97,7 +97,7 @@ class RunLock:
         # Both times come from the file system's clock, so the clocks of the nodes do not matter.
         silent_s = building.stat().st_mtime - path.stat().st_mtime
         if holder.host == mine.host:
-            dead = process_start(holder.pid) != holder.process_start or holder.pid == mine.pid
+            dead = not is_running(holder.pid, holder.process_start) or holder.pid == mine.pid
             when = "its process is gone" if dead else "its process is alive"
         elif is_ahead(silent_s):
             when = f"its last heartbeat is {-silent_s:,.0f} s in the future"

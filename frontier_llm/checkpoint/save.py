@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from frontier_llm.checkpoint.checkpoints import Checkpoints
 
 
+PROGRESS_S = 1.0  # interval at which a rank that waits for its thread looks at the thread's progress
+
+
 class SaveStage(IntEnum):
     """Stages of a save, in the order in which they run."""
 
@@ -66,6 +69,7 @@ class Save:
         self._progress = progress
         self._late_from = progress.step + checkpoints.lag_steps
         self._stage = SaveStage.WRITE
+        self._blocks = 0  # number of groups of blocks that this rank's thread has written or read
         from_rank_0(self._make_folder, checkpoints.world, checkpoints.device)
         checkpoints.snapshot.take()
         hit("checkpoint.copied")
@@ -110,7 +114,7 @@ class Save:
             return None
         world = self._checkpoints.world
         device = self._checkpoints.device
-        is_done = bool(wait([self._task], None if block else 0).done)
+        is_done = self._wait() if block else self._task.done()
         error = self._task.exception() if is_done else None
         any_unfinished, any_failed = maximum([int(not is_done), int(error is not None)], world, device)
         if any_unfinished:
@@ -131,6 +135,21 @@ class Save:
         else:
             self._stage = SaveStage.OVER
         return None
+
+    def _wait(self) -> bool:
+        """Wait until this rank's work has ended, or has progressed for a second. Return whether it has ended.
+
+        A large file may take longer than the timeout of collectives. The ranks therefore meet while files grow. If a
+        file system hangs, they do not meet, and the watchdog finds the rank.
+        """
+        before = self._blocks
+        while not (is_done := bool(wait([self._task], PROGRESS_S).done)) and self._blocks == before:
+            pass
+        self._checkpoints.on_wait()
+        return is_done
+
+    def _progressed(self) -> None:
+        self._blocks += 1
 
     def _start(self, stage: SaveStage, work: Callable[[], object]) -> None:
         """Start the work of a stage. In all stages except VERIFY only rank 0 has work."""
@@ -187,7 +206,7 @@ class Save:
         head = snapshot.layout(self._progress.step).head
         data = snapshot.data()
         with folder.writing(path, self._checkpoints.total_bytes):
-            digest = shard.write(path, head, data)
+            digest = shard.write(path, head, data, self._progressed)
         return {"file": path.name, "bytes": len(head) + len(data), "sha256": digest}
 
     def _commit(self, files: Sequence[dict[str, Any] | None]) -> None:
@@ -216,7 +235,7 @@ class Save:
             for number, entry in enumerate(manifest.shards):
                 reader = load.verifier(number, len(manifest.shards), checkpoints.world.size)
                 if reader == checkpoints.world.rank:
-                    shard.verify(path / entry.file, manifest, entry, drop_cache=True)
+                    shard.verify(path / entry.file, manifest, entry, lambda *block: self._progressed(), drop_cache=True)
 
     def _prune(self) -> None:
         """On rank 0, delete the expired checkpoints, except the best checkpoint and a checkpoint that is being

@@ -40,6 +40,7 @@ T = TypeVar("T")
 # cache of a core complex (32 MiB on Zen) between hash and write.
 BLOCK_BYTES = 4 << 20
 GROUP_BLOCKS = 2  # consecutive blocks that a thread reads or writes with one system call.
+SYNC_GROUPS = 128  # A GiB is flushed to the device at a time, because a flush reports no progress.
 # Threads per rank. An MI250X node has 8 cores per rank, and the file system's lock allows one writer per file.
 WORKERS = 2
 
@@ -142,10 +143,10 @@ def on_threads(work: Callable[[int], T], count: int, workers: int = WORKERS) -> 
         return list(pool.map(work, range(count)))
 
 
-def write(path: Path, head: bytes, data: memoryview) -> str:
+def write(path: Path, head: bytes, data: memoryview, on_progress: Callable[[], object] = lambda: None) -> str:
     """Write a shard file, flush it to the device and return its digest.
 
-    Each block is hashed directly before it is written.
+    Each block is hashed directly before it is written. Several threads call `on_progress` after each system call.
     """
     with created(path) as descriptor:
 
@@ -154,6 +155,9 @@ def write(path: Path, head: bytes, data: memoryview) -> str:
             part = data[start : start + GROUP_BLOCKS * BLOCK_BYTES]
             digests = block_digests(part)
             write_all(descriptor, part, len(head) + start)
+            if (index + 1) % SYNC_GROUPS == 0:
+                os.fdatasync(descriptor)
+            on_progress()
             hit("checkpoint.block_written")
             return digests
 

@@ -46,7 +46,7 @@ def read_subject(args: argparse.Namespace) -> PlanSubject:
     from frontier_llm.planner.search import default_global_batch
 
     run = load_resolved(args.run, args.overrides) if args.run else None
-    base = _longest_phase(run) if run else None
+    base = _planned_phase(run) if run else None
     settings = parse_overrides(args.overrides)
     model = base.model if base else _model(args, settings)
     if problems := list(model_problems(model)):
@@ -78,11 +78,11 @@ def read_subject(args: argparse.Namespace) -> PlanSubject:
     )
 
 
-def _longest_phase(run: RunConfig) -> RunConfig:
-    """Return the configuration of the phase with the longest sequences, for which the layout is planned."""
-    from frontier_llm.config import phases_of
+def _planned_phase(run: RunConfig) -> RunConfig:
+    """Return the configuration of the phase for which the layout is planned, and name this phase on stderr."""
+    from frontier_llm.config import longest_phase
 
-    longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length)
+    longest = longest_phase(run)
     if run.train.phases:
         print(
             f"note: the layout is planned for {longest.describe()}, which has the longest sequences; submit and train "

@@ -8,6 +8,7 @@ from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
 from frontier_llm.config.phases import (
     RunPhase,
     expired_steps,
+    longest_phase,
     phase_at,
     phases_of,
     planned_tokens,
@@ -61,6 +62,7 @@ __all__ = [
     "in_steps",
     "load_model",
     "load_run",
+    "longest_phase",
     "model_problems",
     "optimizer_problems",
     "own_plugins",

@@ -70,10 +70,20 @@ def resolved(config: RunConfig, done: Stretches) -> RunConfig:
         isinstance(value, TokenSteps) for value in [*durations, *(phase.steps for phase in config.train.phases)]
     ):
         return config
-    content = config.model_dump(mode="json", exclude_unset=True)
-    if config.train.phases and config.train.steps == sum(phase.steps for phase in config.train.phases):
-        content["train"].pop("steps", None)  # The sum of the phases' steps replaces train.steps.
-    return RunConfig.model_validate(content, context=done)
+    return RunConfig.model_validate(as_content(config, exclude_unset=True), context=done)
+
+
+def as_content(config: RunConfig, exclude_unset: bool = False) -> dict[str, Any]:
+    """Return the keys of a run file for this configuration, with durations as they were written.
+
+    `train.steps` is left out if it is the sum of phases and a phase is given in tokens or epochs: with another batch,
+    the sum is another.
+    """
+    content = config.model_dump(mode="json", exclude_unset=exclude_unset)
+    steps = [phase.steps for phase in config.train.phases]
+    if any(isinstance(length, TokenSteps) for length in steps) and config.train.steps == sum(steps):
+        content["train"].pop("steps", None)
+    return content
 
 
 def in_steps(content: Any, done: Stretches = ()) -> Any:

@@ -66,6 +66,11 @@ def phase_at(phases: tuple[RunPhase, ...], done: int) -> RunPhase:
     return next((phase for phase in phases if done < phase.end), phases[-1])
 
 
+def longest_phase(run: RunConfig) -> RunPhase:
+    """Return the phase with the longest sequences. A layout is planned for this phase."""
+    return max(phases_of(run), key=lambda phase: phase.config.model.sequence_length)
+
+
 def planned_tokens(phases: tuple[RunPhase, ...]) -> int:
     """Return the number of tokens of a complete run that starts at step 0."""
     return sum(phase.steps * phase.tokens_per_step for phase in phases)

@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 from frontier_llm import log
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_durably
-from frontier_llm.run.holder import process_start
+from frontier_llm.run.holder import is_running, process_start
 from frontier_llm.run.threads import Heartbeat
 
 HEARTBEAT_S = 5.0
@@ -71,7 +71,7 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
     """
     pid = os.getpid()
     try:
-        write_durably(lock, f"{socket.gethostname()} {pid} {_start_of(pid)} {purpose}\n".encode())
+        write_durably(lock, f"{socket.gethostname()} {pid} {process_start(pid) or '-'} {purpose}\n".encode())
     except FileExistsError:
         yield False
         return
@@ -96,7 +96,9 @@ def is_alive(lock: Path) -> bool:
     with suppress(FileNotFoundError):
         host, pid, start = (*lock.read_text(encoding="utf-8").split(), "", "", "")[:3]
         if host == socket.gethostname():
-            return pid.isdigit() and _is_process(int(pid), start)
+            # A lock of an older version has no start time, only a digest of 64 characters.
+            is_start = start.isdigit() and len(start) < 64
+            return pid.isdigit() and is_running(int(pid), start if is_start else "")
         touched_ns = lock.stat().st_mtime_ns
         since = time.monotonic()
         while time.monotonic() - since < STALE_S:  # measured by this host's clock, because file servers' clocks differ
@@ -105,28 +107,6 @@ def is_alive(lock: Path) -> bool:
                 return True
         log.warn(f"{lock}: its holder has not renewed it for {STALE_S:.0f} s; this process takes the lock")
     return False
-
-
-def _is_process(pid: int, start: str) -> bool:
-    """Return whether the process with this pid exists and is the one that wrote `start` into a lock.
-
-    Start times are compared only if both are known. A lock of an older version has no start time, only a digest of 64
-    characters. The mount options hidepid=1 and hidepid=2 of /proc hide the processes of other users.
-    """
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # a process of another user
-    is_start = start.isdigit() and len(start) < 64
-    is_visible = os.access(f"/proc/{pid}/stat", os.R_OK)
-    return not (is_start and is_visible) or _start_of(pid) == start
-
-
-def _start_of(pid: int) -> str:
-    """Return the start time of a process. "-" if it is dead, or on a system without /proc."""
-    return process_start(pid) or "-"
 
 
 def _write(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> None:

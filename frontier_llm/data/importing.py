@@ -52,8 +52,11 @@ def import_tokens(
     at `prefix` (unless `overwrite`), and while another process makes a dataset at `prefix`.
     """
     codec = load_tokenizer(tokenizer)
-    known = f"known endings: {', '.join(SUFFIXES)}; for text, use `frontier-llm data tokenize`"
-    files = find_inputs(inputs, lambda path: path.name.endswith(SUFFIXES), "token", known)
+    known = (
+        f"known endings: {', '.join(SUFFIXES)}; a .bin with an .idx is already a dataset; for text, use "
+        "`frontier-llm data tokenize`"
+    )
+    files = find_inputs(inputs, _is_input, "token", known)
     plan = [codec.digest, codec.eod, dtype, column, [identity_of(path) for path in files]]
     digest = hashlib.sha256(strict_json(plan).encode()).hexdigest()
     if (before := existing_dataset(prefix, digest, overwrite)) is not None:
@@ -85,6 +88,12 @@ def import_tokens(
         f"files"
     )
     return meta
+
+
+def _is_input(path: Path | RemoteFile) -> bool:
+    """Return whether a file has tokens to import. The .bin of a dataset, such as an earlier result, is left out."""
+    is_dataset = isinstance(path, Path) and path.suffix == ".bin" and path.with_suffix(".idx").exists()
+    return path.name.endswith(SUFFIXES) and not is_dataset
 
 
 def _blocks(

@@ -21,6 +21,7 @@ from frontier_llm.config import (
     RunConfig,
     available,
     load_run,
+    longest_phase,
     phases_of,
     planned_tokens,
 )
@@ -152,6 +153,7 @@ def emit(
     if request.run:
         base = load_run(str(request.run))
         planned = load_run(str(request.run), request.words)
+        choice["batch"]["global_batch"] = base_batch(planned, outcome.global_batch)
         train = {**choice["train"], **train_changes(base, planned, best, request.tokens)}
         if "steps" in request.settings.get("train", {}):
             train.pop("steps", None)
@@ -179,6 +181,14 @@ def emit(
     local = request.run and outcome.nodes == 1
     start = f"frontier-llm train {path}" if local else submit_command(path, machine, outcome.nodes, content)
     return "\n".join([f"wrote {path}", *todo, start])
+
+
+def base_batch(run: RunConfig, planned_batch: int) -> int:
+    """Return `batch.global_batch` of a run that was planned with `planned_batch` sequences per step.
+
+    If that is the batch of the longest phase, the run keeps its own, because phases without a batch take it.
+    """
+    return run.batch.global_batch if planned_batch == longest_phase(run).config.batch.global_batch else planned_batch
 
 
 def train_changes(base: RunConfig, planned: RunConfig, plan: Plan, tokens: float | None) -> dict[str, Any]:
@@ -287,7 +297,7 @@ def roomier_plan(config: RunConfig, nodes: int, devices: int, own: Plan) -> Plan
     """
     numbers = rates(load_machine(config.machine))
     limit_bytes = min(FULL_SHARE * numbers.memory_bytes, ROOM_SHARE * own.peak_bytes)
-    longest = max(phases_of(config), key=lambda phase: phase.config.model.sequence_length).config
+    longest = longest_phase(config).config
     outcome = search(
         longest.model,
         replace(numbers, memory_bytes=limit_bytes, node_devices=devices // nodes),

@@ -78,6 +78,22 @@ def process_start(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
+def is_running(pid: int, start: str) -> bool:
+    """Return whether the process with this pid is alive and is the one that started at `start` (see process_start).
+
+    The start times are compared only if both are known. `start` is '' if it was written on a system without /proc. The
+    mount options hidepid=1 and hidepid=2 of /proc hide the start times of other users' processes.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # a process of another user
+    is_visible = os.access(f"/proc/{pid}/stat", os.R_OK)
+    return not (start and is_visible) or process_start(pid) == start
+
+
 def incarnations(folder: Path) -> list[int]:
     """Return the numbers of the starts that have a file in `folder`. Empty if the folder does not exist."""
     if not folder.is_dir():
@@ -171,7 +187,7 @@ def living_holder(run_dir: Path) -> Holder | None:
     if holder is None or holder.released:
         return None
     is_here = holder.host == socket.gethostname()
-    alive = process_start(holder.pid) == holder.process_start if is_here else silence_s(path) <= STALE_AFTER_S
+    alive = is_running(holder.pid, holder.process_start) if is_here else silence_s(path) <= STALE_AFTER_S
     return holder if alive else None
 
 
@@ -275,7 +291,7 @@ def _refuse_reserved(run_dir: Path, path: Path) -> None:
     if holder is None:
         alive = silent_s <= STALE_AFTER_S  # the other process may not have written the file yet
     elif holder.host == socket.gethostname():
-        alive = process_start(holder.pid) == holder.process_start
+        alive = is_running(holder.pid, holder.process_start)
     else:
         alive = silent_s <= STALE_AFTER_S
     if alive:

@@ -40,6 +40,15 @@ def test_who_is_alive(tmp_path: Path) -> None:
     assert living_holder(tmp_path) is None
 
 
+def test_a_process_that_proc_hides_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with the mount option hidepid of /proc, a live process of another user counted as dead."""
+    other = replace(this_process(), pid=os.getppid(), process_start="12345")
+    held_by(tmp_path, other)
+    assert living_holder(tmp_path) is None
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert living_holder(tmp_path) == other
+
+
 def test_the_living_ranks_logs_and_record_stay(tmp_path: Path) -> None:
     held_by(tmp_path, this_process())
     logs = tmp_path / "logs"

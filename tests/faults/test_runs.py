@@ -123,6 +123,16 @@ def test_stuck_rank_is_named_with_its_stacks(failpoint: str, where: str, tmp_pat
 
 
 @pytest.mark.thorough
+def test_a_save_that_takes_longer_than_the_timeout_succeeds(tmp_path: Path) -> None:
+    """Regression: on a slow file system, the watchdog ended the run while its files were still growing."""
+    large = "model.vocab_size=90000"  # 69 MB per rank are nine groups of blocks on two threads, so 20 s
+    run = Run(tmp_path, steps=2, save_interval=0, timeout_s=15.0, overrides=(*TWO, large))
+    code, output, _ = run.finish("checkpoint.block_written@1%=sleep:4")
+    assert code == 0, output
+    assert (run.run_dir / "checkpoints" / "LATEST").read_text() == "step_00000002\n"
+
+
+@pytest.mark.thorough
 def test_first_cause_wins(tmp_path: Path) -> None:
     code, output, _ = Run(tmp_path, overrides=TWO).finish("train.step@1#4=error:boom")
     assert code == 1

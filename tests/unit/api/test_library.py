@@ -172,6 +172,18 @@ def test_phases_of_a_planned_run_get_the_microbatch_of_its_layout() -> None:
     assert [phase.batch.global_batch for phase in planned.train.phases] == [None, 24]
 
 
+def test_phases_in_tokens_have_other_steps_with_another_batch() -> None:
+    """Regression: the sum of the phases' steps was kept, so that the last phase was trained with half of its tokens."""
+    phases = [{"steps": "640 tokens"}, {"steps": "1280 tokens", "batch": {"global_batch": 8}}]
+    content = {**TINY, "train": {"run_dir": "runs/x", "phases": phases}}
+    run = load_run(content)
+    assert run.config.train.steps == 20  # 10 steps of 4 sequences with 16 tokens, then 10 of 8 sequences
+    assert run.with_({"batch.global_batch": 2}).config.train.steps == 30
+    assert load_run(run.to_dict()).config == run.config
+    planned = plan(run, nodes=1, global_batch=16).to_run().config
+    assert planned.train.steps == 13 and planned.batch.global_batch == 16
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[int]]:
     seen: list[int] = []

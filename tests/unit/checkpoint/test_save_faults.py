@@ -11,7 +11,8 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 import frontier_llm
 from frontier_llm import failpoints
 from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint import save, shard
 from frontier_llm.checkpoint.lock import Superseded
 from frontier_llm.checkpoint.manifest import Progress
 from frontier_llm.checkpoint.save import Save, Saved
@@ -43,6 +45,30 @@ AFTER_RENAME = ["before_latest", "latest_written", "latest_moved", "before_delet
 def disarmed() -> Iterator[None]:
     yield
     failpoints.arm("")
+
+
+def test_files_that_grow_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without progress, the watchdog ends a run that waits for its files (see tests/faults)."""
+    seen: list[int] = []
+    run = Run(tmp_path, on_wait=lambda: seen.append(1))
+    monkeypatch.setattr(save, "PROGRESS_S", 0.01)
+
+    def slow(path: Path, head: bytes, data: memoryview, on_progress: Callable[[], object]) -> str:
+        for pieces in range(1, 4):
+            while len(seen) < pieces:
+                on_progress()
+                time.sleep(0.01)
+        return write(path, head, data, on_progress)
+
+    write = shard.write
+    monkeypatch.setattr(shard, "write", slow)
+    run.save(2)
+    assert len(seen) >= 4
+    seen.clear()
+    run.checkpoints.newest()
+    assert seen
+    run.check(2)
+    run.checkpoints.close()
 
 
 def test_the_points_above_are_all_that_the_code_has() -> None:

@@ -17,6 +17,7 @@ import pytest
 from frontier_llm.data import cache
 from frontier_llm.data.cache import cached_array, is_alive
 from frontier_llm.errors import DataError
+from frontier_llm.run import holder
 from tests.harness.system import full_disk
 
 
@@ -65,7 +66,7 @@ def test_a_lock_of_another_user_is_respected_if_proc_hides_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: with the mount option hidepid of /proc, /proc/PID/stat of a live process cannot be read."""
-    monkeypatch.setattr(cache, "process_start", lambda pid: None)
+    monkeypatch.setattr(holder, "process_start", lambda pid: None)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     lock = tmp_path / "a.lock"
     lock.write_text(f"{socket.gethostname()} {os.getppid()} 12345\n")

@@ -39,6 +39,7 @@ def test_documents_end_at_eod_across_blocks_and_files(
     assert documents(tmp_path / "out") == [[1, 2, EOD], [EOD], [3, 4, 5, EOD], [6]]
     assert (meta.documents, meta.tokens, meta.text_bytes) == (4, 9, 0)
     assert read_meta(tmp_path / "out") == meta
+    assert import_tokens([tmp_path], tmp_path / "out", "bytes", "uint16") == meta  # out.bin is no input
 
 
 def test_a_numpy_file_knows_its_type(tmp_path: Path) -> None:

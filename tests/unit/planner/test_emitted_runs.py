@@ -142,6 +142,18 @@ def test_phases_with_a_microbatch_get_that_of_the_planned_layout(
     assert [phase.config.batch.micro_batch for phase in phases_of(config)] == [12, 12]
 
 
+def test_phases_without_a_batch_keep_that_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: the batch of the phase with the longest sequences became the batch of all phases."""
+    path = tmp_path / "mine.yaml"
+    longer = {"steps": 10, "model": {"sequence_length": 512}, "batch": {"global_batch": 16}}
+    content = {"base": "quickstart", "batch": {"global_batch": 64}, "train": {"phases": [{"steps": 10}, longer]}}
+    path.write_text(yaml.safe_dump(content))
+    emitted = tmp_path / "planned.yaml"
+    for typed, batch in (((), 64), (("batch.global_batch=32",), 32)):
+        assert run(capsys, "--run", str(path), "--nodes", "1", *typed, "--emit", str(emitted))[0] == 0
+        assert [phase.config.batch.global_batch for phase in phases_of(load_run(str(emitted)))] == [batch, 16]
+
+
 def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
