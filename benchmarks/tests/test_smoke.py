@@ -30,8 +30,24 @@ WITHOUT = {
     "published/validate": "library",
 }
 # CI leaves these out. The programs of peers/ take minutes, because DeepSpeed compiles an op when it starts. The others
-# train several runs on several ranks.
-LONG = ("peers/gpt", "peers/moe", "convergence/muon", "training/switch_vendors", "training/two_versions")
+# train several runs on several ranks, or plan many layouts.
+LONG = (
+    "comm/gradient_wire",
+    "comm/in_flight",
+    "comm/overlap",
+    "comm/rendezvous",
+    "convergence/experts",
+    "convergence/muon",
+    "ops/context",
+    "peers/gpt",
+    "peers/moe",
+    "planner/plan",
+    "planner/schedule_table",
+    "training/engines",
+    "training/schedules",
+    "training/switch_vendors",
+    "training/two_versions",
+)
 FILES = sorted(
     str(path.relative_to(FOLDER).with_suffix(""))
     for path in FOLDER.rglob("*.py")

@@ -77,6 +77,7 @@ def test_the_best_comes_first_and_a_broken_candidate_is_passed_over(tmp_path, mo
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_simulated_shares_are_below_one_and_fall_where_warps_compute_the_same(objects, tmp_path):
     """The candidate has the block sizes that were shipped before the kernels had ever been executed. With them, two
     warps computed each of the first two products.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.marks import but_first, thorough
+from tests.harness.marks import but_first, exhaustive, thorough
 from tests.harness.runs import START_LIMIT_S, Run
 from tests.harness.stopped import stop_process
 
@@ -36,7 +36,9 @@ def same_course(run: Run, undisturbed: Run) -> None:
 
 @pytest.mark.parametrize(
     "failpoint",
-    but_first(["checkpoint.before_rename@0#2=kill", "train.step@1#8=kill", "checkpoint.shard_written@1#2=kill"]),
+    but_first(
+        ["checkpoint.before_rename@0#2=kill", "train.step@1#8=kill", "checkpoint.shard_written@1#2=kill"], in_ci=2
+    ),
 )
 def test_killed_rank_then_resumed_is_bit_equal(failpoint: str, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, overrides=TWO)
@@ -51,6 +53,7 @@ def test_killed_rank_then_resumed_is_bit_equal(failpoint: str, undisturbed: Run,
     same_course(run, undisturbed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thorough
 def test_a_mixture_of_experts_is_killed_and_resumed_bit_equal(tmp_path: Path) -> None:
     """Experts are split over two ranks, and their optimizer state is not split. The checkpoint contains the selection
@@ -89,7 +92,7 @@ def test_dead_peer_is_named_and_all_others_leave(victim: int, store: str, tmp_pa
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("victim", but_first([0, 1]))  # rank 0 is the rank that searches for the cause
+@pytest.mark.parametrize("victim", but_first([0, 1], in_ci=1))  # rank 0 is the rank that searches for the cause
 def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     limit_s = 40.0  # 20 times a first step on an idle machine: only the frozen rank may be silent for so long
     run = Run(tmp_path, steps=10_000, save_interval=0, timeout_s=limit_s, overrides=TWO)
@@ -108,7 +111,7 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failpoint", "where"),
     [
-        thorough("train.step@1#5=sleep:1000", "in hit"),  # Python code that never returns
+        exhaustive("train.step@1#5=sleep:1000", "in hit"),  # Python code that never returns
         ("train.step@1#5=hold:1000", "in hit"),  # C code that holds the interpreter lock.
         # The writing thread is stuck, and the main thread waits for it.
         thorough("checkpoint.shard_written@1#1=sleep:1000", "in write"),

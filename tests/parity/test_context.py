@@ -25,9 +25,9 @@ GATHER, RING = (Case("llama", cp=2, settings=(f"parallel.context_attention={way}
 
 @pytest.mark.parametrize("documents", [exhaustive(False), True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize(
-    "family", [family if family in ("llama", "mpt") else thorough(family) for family in FAMILIES]
+    "family", [family if family in ("llama", "mpt") else exhaustive(family) for family in FAMILIES]
 )  # the families that use rotations and ALiBi
-@pytest.mark.parametrize("cp", but_first([2, 4]))
+@pytest.mark.parametrize("cp", but_first([2, 4], in_ci=1))
 def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, family: str, documents: bool) -> None:
     case = Case(family, cp=cp, documents=documents, settings=LONGER)
     serial = run_case(case.serial())
@@ -41,7 +41,7 @@ def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, f
     [
         Case("llama", tp=2, cp=2, dp=2, sequence_parallel=True, recompute="selective", documents=True, tensor_chunks=2),
         Case("gpt", cp=2, pp=2, sequence_parallel=False, schedule="zb-h1", recompute="full", documents=True),
-        thorough(
+        exhaustive(
             Case(
                 "mpt", cp=2, dp=2, zero=0, micro_batch=2, documents=True, overlap_gradients=False, bucket_elements=3_000
             )
@@ -58,7 +58,7 @@ def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, f
                 overlap_weights=True,
             )
         ),
-        thorough(Case("llama", cp=4, pp=2, schedule="gpipe", transport="torch", documents=True)),
+        exhaustive(Case("llama", cp=4, pp=2, schedule="gpipe", transport="torch", documents=True)),
     ],
     ids=str,
 )
@@ -69,7 +69,7 @@ def test_with_every_other_axis(run_case: RunCase, case: Case) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("documents", [exhaustive(False), True], ids=["one-document", "document-resets"])
-@pytest.mark.parametrize("family", but_first(["llama", "mpt"]))
+@pytest.mark.parametrize("family", but_first(["llama", "mpt"], in_ci=1))
 @pytest.mark.parametrize("way", but_first(["ring", "heads", "gather"], 2))
 def test_every_way_of_attention(run_case: RunCase, way: str, family: str, documents: bool) -> None:
     case = Case(
@@ -83,7 +83,7 @@ def test_every_way_of_attention(run_case: RunCase, way: str, family: str, docume
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", but_first(["gather", "ring"]))
+@pytest.mark.parametrize("way", but_first(["gather", "ring"], in_ci=1))
 def test_torchs_flash_kernels_over_stretches(run_case: RunCase, way: str) -> None:
     case = Case("llama", cp=4, settings=(*LONGER, f"parallel.context_attention={way}", "ops.attention=sdpa"))
     assert differences(run_case(case), run_case(Case("llama", settings=LONGER))) == []
@@ -108,7 +108,7 @@ def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", but_first(["ring", "heads", "gather"], in_ci=2))
+@pytest.mark.parametrize("way", but_first(["ring", "heads", "gather"], in_ci=1))
 def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
     settings = (*LONGER, "model.sliding_window=5")
     case = Case(
@@ -128,18 +128,18 @@ def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
 @pytest.mark.parametrize(
     ("mistake", "case", "reddens"),
     [
-        thorough("dropped-dp-sum", Case("llama", cp=2), "gradient of layers.0"),
-        thorough("local-division", Case("llama", cp=2, documents=True), "losses"),
+        exhaustive("dropped-dp-sum", Case("llama", cp=2), "gradient of layers.0"),
+        exhaustive("local-division", Case("llama", cp=2, documents=True), "losses"),
         thorough("mask-by-own-index", Case("llama", cp=2), "losses"),
         thorough(
             "mask-by-own-index",
             Case("mpt", cp=2, documents=True, settings=("parallel.context_attention=gather",)),
             "losses",
         ),
-        thorough("positions-by-own-index", Case("neox", cp=2), "losses"),
+        exhaustive("positions-by-own-index", Case("neox", cp=2), "losses"),
         ("keys-without-gradient", GATHER, "gradient of layers.0.attention.qkv.weight"),
         ("missing-merge", RING, "losses"),
-        thorough("backward-with-own-logsumexp", RING, "gradient of layers.0.attention.qkv.weight"),
+        exhaustive("backward-with-own-logsumexp", RING, "gradient of layers.0.attention.qkv.weight"),
     ],
     ids=lambda value: str(value),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.marks import thorough
+from tests.harness.marks import exhaustive, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.compare import differences
@@ -23,7 +23,7 @@ __all__ = ["run_case"]
 DROPS = ("model.dropout=0.25", "model.sequence_length=16")
 
 
-@pytest.mark.parametrize("family", ["gpt", thorough("neox"), thorough("mixtral")])
+@pytest.mark.parametrize("family", ["gpt", exhaustive("neox"), exhaustive("mixtral")])
 def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str) -> None:
     """The comparison includes the evaluation after the steps, in which no element is dropped."""
     case = Case(family, settings=DROPS)
@@ -37,10 +37,10 @@ def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str) -> Non
     "case",
     [
         thorough(Case("gpt", tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full", micro_batch=2)),
-        thorough(Case("gpt", tp=2, cp=2, dp=2, recompute="selective", schedule="1f1b")),
+        exhaustive(Case("gpt", tp=2, cp=2, dp=2, recompute="selective", schedule="1f1b")),
         Case("gpt", cp=2, pp=4, sequence_parallel=False, schedule="zb-h1", documents=True),
         thorough(Case("neox", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="interleaved", order="tp-pp-dp")),
-        thorough(Case("mixtral", tp=2, dp=2, sequence_parallel=True, settings=("parallel.expert=2",))),
+        exhaustive(Case("mixtral", tp=2, dp=2, sequence_parallel=True, settings=("parallel.expert=2",))),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.families import EXPERT_FAMILIES
-from tests.harness.marks import but_first, thorough
+from tests.harness.marks import but_first, exhaustive, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.compare import Run, differences, gather
@@ -31,7 +31,7 @@ def experts(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:
     return (f"parallel.expert={ep}", f"parallel.expert_tensor={etp}", *more)
 
 
-@pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("documents", [exhaustive(False), True], ids=["one-document", "document-resets"])
 # deepseek uses all features of expert layers.
 @pytest.mark.parametrize("family", [family if family == "deepseek" else thorough(family) for family in EXPERT_FAMILIES])
 def test_the_serial_run_equals_the_oracle(ranks: RankPool, family: str, documents: bool) -> None:
@@ -70,7 +70,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("case", but_first(LAYOUTS, 2), ids=str)
+@pytest.mark.parametrize("case", but_first(LAYOUTS, 2, in_ci=8), ids=str)
 def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
     """Compares loss, gradients, norm, initial weights and parameters after three steps.
 
@@ -123,8 +123,8 @@ def nodes(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:
     "case",
     [
         Case("olmoe", tp=2, dp=2, settings=nodes(4), ranks_per_node=2),
-        thorough(Case("deepseek", dp=4, settings=nodes(4), ranks_per_node=2, recompute="full", micro_batch=2)),
-        thorough(Case("mixtral", tp=2, dp=2, sequence_parallel=True, settings=nodes(2, 2), ranks_per_node=2)),
+        exhaustive(Case("deepseek", dp=4, settings=nodes(4), ranks_per_node=2, recompute="full", micro_batch=2)),
+        exhaustive(Case("mixtral", tp=2, dp=2, sequence_parallel=True, settings=nodes(2, 2), ranks_per_node=2)),
         thorough(
             Case(
                 "olmoe",
@@ -153,7 +153,9 @@ GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "more", [(), ("model.moe.selection_bias=true", "model.moe.score=sigmoid")], ids=["softmax", "sigmoid"]
+    "more",
+    [exhaustive(()), ("model.moe.selection_bias=true", "model.moe.score=sigmoid")],
+    ids=["softmax", "sigmoid"],
 )
 def test_the_balance_of_the_global_batch_is_the_oracles_whatever_the_layout(
     ranks: RankPool, more: tuple[str, ...]
@@ -179,10 +181,10 @@ def test_the_balance_of_the_global_batch_is_the_oracles_whatever_the_layout(
     ("mistake", "case", "reddens"),
     [
         ("dropped-expert-sum", Case("mixtral", dp=2), "gradient of layers.0.moe.experts"),
-        thorough("mean-over-expert-replicas", Case("mixtral", tp=2), "gradient of layers.0.moe.experts"),
-        thorough("unsorted-scatter", Case("mixtral", dp=2, settings=experts(2)), "losses"),
+        exhaustive("mean-over-expert-replicas", Case("mixtral", tp=2), "gradient of layers.0.moe.experts"),
+        exhaustive("unsorted-scatter", Case("mixtral", dp=2, settings=experts(2)), "losses"),
         ("missing-norm-sum", Case("olmoe", tp=2, settings=experts(2)), "gradient of layers.0.moe.router"),
-        thorough("double-counted-norm", Case("deepseek", tp=2, settings=experts(2)), "norms"),
+        exhaustive("double-counted-norm", Case("deepseek", tp=2, settings=experts(2)), "norms"),
         thorough(
             "own-load", Case("olmoe", dp=2, settings=GLOBAL), "parameters after three steps of layers.0.moe.router"
         ),

@@ -66,7 +66,7 @@ def train_case_here(rank: int, case: Case) -> RankResult:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", but_first(["gpt", "llama"]))
+@pytest.mark.parametrize("family", but_first(["gpt", "llama"], in_ci=1))
 @pytest.mark.parametrize(("tp", "overlap"), [thorough(1, True), (2, False)])
 def test_a_v_is_trained_as_one_rank_trains(ranks: RankPool, family: str, tp: int, overlap: bool) -> None:
     """Tied embeddings are one tensor on rank 0 and need no sum over pipeline ranks. Untied embeddings are tested
@@ -88,7 +88,9 @@ def train_case_with_term(rank: int, case: Case) -> tuple[RankResult, list[float]
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "parallel",
-    but_first([{"pp": 2, "dp": 2, "schedule": "zb-h1"}, {"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2}]),
+    but_first(
+        [{"pp": 2, "dp": 2, "schedule": "zb-h1"}, {"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2}], in_ci=2
+    ),
     ids=str,
 )
 def test_a_second_loss_is_trained_and_reported_as_one_rank_does(ranks: RankPool, parallel: dict) -> None:
@@ -153,7 +155,7 @@ PARALLEL = [case for case in pairwise()[:40] if case.world_size > 1]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", but_first(PARALLEL, 8, in_ci=16), ids=str)
+@pytest.mark.parametrize("case", but_first(PARALLEL, 8, in_ci=10), ids=str)
 def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool, case: Case) -> None:
     plan = make_plan(case.config(), case.world_size)
     recorded = ranks.run(case.world_size, record, case)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from frontier_llm.training.step import train_step
-from tests.harness.marks import thorough
+from tests.harness.marks import exhaustive
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.three_steps import build
@@ -40,7 +40,7 @@ def trained(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], int
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", [LAYOUTS[3], *map(thorough, LAYOUTS[:3] + LAYOUTS[4:])], ids=str)
+@pytest.mark.parametrize("case", [LAYOUTS[3], *map(exhaustive, LAYOUTS[:3] + LAYOUTS[4:])], ids=str)
 def test_one_in_flight_computes_what_many_do(ranks: RankPool, case: Case) -> None:
     many = ranks.run(case.world_size, trained, replace(case, settings=(*case.settings, "comm.in_flight=many")))
     one = ranks.run(case.world_size, trained, replace(case, settings=(*case.settings, "comm.in_flight=one")))

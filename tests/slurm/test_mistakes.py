@@ -17,7 +17,6 @@ IN_CI = (
     "kernels of another architecture",
     "missing data",
     "run directory full",
-    "one node without a GPU",
 )
 
 

@@ -323,6 +323,7 @@ def test_ranks_end_with_the_calling_process(tmp_path: Path) -> None:
     assert any(saved.glob("step_*[0-9]"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thorough
 def test_the_example_trains_on_tp2_pp2_and_resumes_on_dp4(tmp_path: Path) -> None:
     example = ROOT / "docs" / "examples" / "own_loop.py"

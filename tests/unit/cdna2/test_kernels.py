@@ -27,6 +27,7 @@ from tests.harness.check_gfx90a import simulate
 from tests.harness.marks import but_first
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thorough
 def test_every_bf16_code_object_computes_what_the_reference_does(objects):
     results = list(simulate(objects, ["bf16"]))

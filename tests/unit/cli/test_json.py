@@ -13,7 +13,7 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.run import run_dir
-from tests.harness.marks import thorough
+from tests.harness.marks import exhaustive, thorough
 from tests.unit.cli.test_help import PARSERS
 from tests.unit.experiments.measure.test_report import make_run
 from tests.unit.experiments.scaling.test_harvest import finish, points
@@ -56,7 +56,10 @@ COMMANDS = {
     "submit": "submit train_22b --site frontier --nodes 16 -A x --dry-run train.run_dir={here}/new",
     "tune": "tune train_small batch.global_batch=8 --max-node-hours 0 --output {here}/tune",
 }
-SLOW = ("bench comm", "bench ops", "bench step", "calibrate", "data stdlib", "ops check", "tune")
+MARKS = {
+    **dict.fromkeys(("bench comm", "bench ops", "data stdlib", "ops check", "tune"), thorough),
+    **dict.fromkeys(("bench step", "calibrate"), exhaustive),
+}
 
 
 def strict(text: str) -> Any:
@@ -77,7 +80,7 @@ def test_every_command_with_json_is_played() -> None:
     assert {prog.removeprefix("frontier-llm ") for prog in with_json} == {*COMMANDS, *elsewhere}
 
 
-@pytest.mark.parametrize("name", [thorough(name) if name in SLOW else name for name in COMMANDS])
+@pytest.mark.parametrize("name", [MARKS.get(name, str)(name) for name in COMMANDS])
 def test_stdout_is_json(name: str, room: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for point in points(tmp_path / "series", [1, 2])[: name == "scaling report"]:
         finish(point, 1.0)

@@ -84,7 +84,7 @@ def _assert_same_bits(ours: list[Outcome], theirs: list[Outcome]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", but_first(LAYOUTS[3:] + LAYOUTS[:3]), ids=str)
+@pytest.mark.parametrize("case", but_first(LAYOUTS[3:] + LAYOUTS[:3], in_ci=3), ids=str)
 def test_overlapping_the_weights_changes_no_bit(ranks: RankPool, case: Case) -> None:
     waited, overlapped = (
         ranks.run(case.world_size, _three_steps, case, {"overlap_weights": on}) for on in (False, True)

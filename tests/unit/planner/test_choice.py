@@ -14,6 +14,7 @@ from frontier_llm.config import load_model
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.choice import RESOLUTION, TIE, complexity, losses, preference, ranked, why_not
 from frontier_llm.planner.search import Plan, default_global_batch, search, simulate_layout
+from tests.harness.marks import exhaustive
 
 FRONTIER = rates(load_machine("frontier"))
 MODEL = load_model("gpt-tiny")
@@ -91,7 +92,7 @@ def test_the_choice_is_robust_and_simple_on_shipped_models(model: str, nodes: in
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", ["gpt-1t", "llama-3-8b", "llama-3-70b", "mixtral-8x7b", "mpt-7b"])
-@pytest.mark.parametrize("nodes", [128, 384])
+@pytest.mark.parametrize("nodes", [128, exhaustive(384)])
 def test_the_choice_is_robust_and_simple_on_more_models(model: str, nodes: int) -> None:
     described = load_model(model)
     check_choice(list(search(described, FRONTIER, nodes, default_global_batch(described, nodes, 8)).plans))

@@ -96,6 +96,7 @@ def states(tmp_path: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path).stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
 def test_an_op_that_does_not_build_is_named_and_the_others_stay(tmp_path: Path, archive: Path) -> None:

@@ -165,6 +165,7 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
     assert here.stacks[OWN_STACK].flash_efficiency.value == 0.625 and here.stacks[OWN_STACK].hbm_efficiency.value == 0.9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thorough  # a minute and a half on two idle cores
 @pytest.mark.timeout(900)
 def test_the_rehearsal_plays_every_stage_in_a_bare_environment(driver: ModuleType, tmp_path: Path) -> None:

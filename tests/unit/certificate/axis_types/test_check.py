@@ -62,7 +62,7 @@ def test_a_layout_with_all_axes_passes() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", but_first(pairwise()[:40], in_ci=20), ids=str)  # the 40 contain all settings
+@pytest.mark.parametrize("case", but_first(pairwise()[:40], in_ci=8), ids=str)  # the 40 contain all settings
 def test_no_layout_of_the_parity_tests_is_refused(case: Case) -> None:
     _passes(case)
 
@@ -118,6 +118,7 @@ for fault in FAULTS:
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thorough
 def test_the_named_line_does_not_depend_on_the_order_of_hashes() -> None:
     command = [sys.executable, "-c", _SHOW_LINES]
