@@ -24,6 +24,7 @@ def rows(output: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_a_search_goes_on_after_its_walltime(cluster: LocalSlurm, tmp_path: Path) -> None:
     output = tmp_path / "tune"
