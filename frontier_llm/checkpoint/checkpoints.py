@@ -52,8 +52,8 @@ class Checkpoints:
         """Take the run directory's lock and remove the files of an interrupted save.
 
         `allow_changes` are configuration keys that may differ from the checkpoint although they change the mathematics
-        of the run. Every rank calls `on_wait` several times per second while rank 0 waits for `train.remote`, and about
-        once per second while it waits for its files to be written or read. Raises CheckpointError if another live job
+        of the run. Every rank calls `on_wait` several times per second while rank 0 waits for `train.remote`, and
+        repeatedly while it waits for files that grow or are read. Raises CheckpointError if another live job
         holds the lock, or if the directory cannot be written.
         """
         self.directory = checkpoints_folder(train)

@@ -186,7 +186,8 @@ def emit(
 def base_batch(run: RunConfig, planned_batch: int) -> int:
     """Return `batch.global_batch` of a run that was planned with `planned_batch` sequences per step.
 
-    If that is the batch of the longest phase, the run keeps its own, because phases without a batch take it.
+    The longest phase is planned. If `planned_batch` is the batch of this phase, the run's own value stays, because
+    phases without a batch use it.
     """
     return run.batch.global_batch if planned_batch == longest_phase(run).config.batch.global_batch else planned_batch
 

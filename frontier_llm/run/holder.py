@@ -84,14 +84,17 @@ def is_running(pid: int, start: str) -> bool:
     The start times are compared only if both are known. `start` is '' if it was written on a system without /proc. The
     mount options hidepid=1 and hidepid=2 of /proc hide the start times of other users' processes.
     """
+    if pid < 1:
+        return False  # os.kill would ask for groups of processes
+    if start and os.access(f"/proc/{pid}/stat", os.R_OK):
+        return process_start(pid) == start
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass  # a process of another user
-    is_visible = os.access(f"/proc/{pid}/stat", os.R_OK)
-    return not (start and is_visible) or process_start(pid) == start
+    return True
 
 
 def incarnations(folder: Path) -> list[int]:

@@ -47,7 +47,6 @@ def test_documents_outside_of_the_table(damage: int) -> None:
         native.call("fl_pieces", lengths, documents, np.zeros(8, np.int64), 8, 1, 1, prefix, 0, 40, *out)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_all_of_it_under_sanitizers() -> None:

@@ -47,6 +47,8 @@ def test_a_process_that_proc_hides_is_alive(tmp_path: Path, monkeypatch: pytest.
     assert living_holder(tmp_path) is None
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert living_holder(tmp_path) == other
+    held_by(tmp_path, replace(other, pid=0))  # damaged
+    assert living_holder(tmp_path) is None
 
 
 def test_the_living_ranks_logs_and_record_stay(tmp_path: Path) -> None:

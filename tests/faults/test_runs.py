@@ -53,7 +53,6 @@ def test_killed_rank_then_resumed_is_bit_equal(failpoint: str, undisturbed: Run,
     same_course(run, undisturbed)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.thorough
 def test_a_mixture_of_experts_is_killed_and_resumed_bit_equal(tmp_path: Path) -> None:
     """Experts are split over two ranks, and their optimizer state is not split. The checkpoint contains the selection

@@ -52,6 +52,9 @@ def test_files_that_grow_are_progress(tmp_path: Path, monkeypatch: pytest.Monkey
     seen: list[int] = []
     run = Run(tmp_path, on_wait=lambda: seen.append(1))
     monkeypatch.setattr(save, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(shard, "SYNC_GROUPS", 1)
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", flushed.append)
 
     def slow(path: Path, head: bytes, data: memoryview, on_progress: Callable[[], object]) -> str:
         for pieces in range(1, 4):
@@ -63,7 +66,7 @@ def test_files_that_grow_are_progress(tmp_path: Path, monkeypatch: pytest.Monkey
     write = shard.write
     monkeypatch.setattr(shard, "write", slow)
     run.save(2)
-    assert len(seen) >= 4
+    assert len(seen) >= 4 and flushed
     seen.clear()
     run.checkpoints.newest()
     assert seen

@@ -40,6 +40,8 @@ def test_documents_end_at_eod_across_blocks_and_files(
     assert (meta.documents, meta.tokens, meta.text_bytes) == (4, 9, 0)
     assert read_meta(tmp_path / "out") == meta
     assert import_tokens([tmp_path], tmp_path / "out", "bytes", "uint16") == meta  # out.bin is no input
+    with pytest.raises(DataError, match=r"a \.bin with an \.idx is already a dataset"):
+        import_tokens([tmp_path / "out.bin"], tmp_path / "other", "bytes", "uint16")
 
 
 def test_a_numpy_file_knows_its_type(tmp_path: Path) -> None:
