@@ -69,7 +69,7 @@ class Save:
         self._progress = progress
         self._late_from = progress.step + checkpoints.lag_steps
         self._stage = SaveStage.WRITE
-        self._blocks = 0  # number of groups of blocks that this rank's thread has written or read
+        self._groups = 0  # number of groups of blocks that this rank's thread has written or read
         from_rank_0(self._make_folder, checkpoints.world, checkpoints.device)
         checkpoints.snapshot.take()
         hit("checkpoint.copied")
@@ -142,14 +142,14 @@ class Save:
         A large file may take longer than the timeout of collectives. The ranks therefore meet while files grow. If a
         file system hangs, they do not meet, and the watchdog finds the rank.
         """
-        before = self._blocks
-        while not (is_done := bool(wait([self._task], PROGRESS_S).done)) and self._blocks == before:
+        before = self._groups
+        while not wait([self._task], PROGRESS_S).done and self._groups == before:
             pass
         self._checkpoints.on_wait()
-        return is_done
+        return self._task.done()
 
     def _progressed(self) -> None:
-        self._blocks += 1
+        self._groups += 1
 
     def _start(self, stage: SaveStage, work: Callable[[], object]) -> None:
         """Start the work of a stage. In all stages except VERIFY only rank 0 has work."""
