@@ -210,11 +210,10 @@ def test_a_rank_that_waits_for_the_store_reports_progress(
     def slow(*_: object, **__: object) -> None:
         assert three_reports.wait(60)
 
-    run = started(tmp_path / "run", url, report)
+    run = started(tmp_path / "run", url)
     run.checkpoints.uploads._run = slow
     run.save(2)
-    reports.clear()
-    three_reports.clear()
+    run.checkpoints.on_wait = report  # a save reports too
     run.checkpoints.close()
     assert len(reports) >= 3 and read_uploads(tmp_path / "run").pending == ()
 
